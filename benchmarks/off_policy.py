@@ -101,7 +101,7 @@ def one_log(number: int, *, decisions: int, logging: str) -> dict[str, Any]:
 
 def plain(estimates: Estimates) -> dict[str, Any]:
     each = {name: vars(getattr(estimates, name)) for name in ("logged", *ESTIMATORS)}
-    return {**each, "trusted": estimates.trusted, "effective_size": estimates.overlap.effective_size}
+    return {**each, "trusted": not estimates.doubts, "effective_size": estimates.effective_size}
 
 
 def summary(found: Sequence[dict[str, Any]], truth: float) -> dict[str, Any]:

@@ -337,7 +337,7 @@ def test_a_covariance_structure(monkeypatch, tmp_path):
     ):
         assert type(again.structure) is type(posterior.structure)
         assert_close(again.log_prob(drawn)[:5], posterior.log_prob(drawn)[:5])
-        assert [part.structure.kind for part in again.parts()] == ["one-sided"] * 2
+        assert [again.part(name).structure.kind for name in again.mode] == ["one-sided"] * 2
 
     # A linear network: Var[f] = J Σ Jᵀ.
     x = torch.randn(4, 3).double()
@@ -464,7 +464,7 @@ def test_a_bandit_agent(monkeypatch, tmp_path):
     weights = 2.0 ** (-np.arange(199, -1, -1) / 50)
     precision = np.array([1 + weights[arms == arm].sum() for arm in range(3)])
     mean = np.array([(weights * rewards)[arms == arm].sum() for arm in range(3)]) / precision
-    draws = agent._store.actor._draws(torch.zeros(1, 1, 2), 50_000, Streams([0], "test"))[0, 0]
+    draws = agent._actor._draws(torch.zeros(1, 1, 2), 50_000, Streams([0], "test"))[0, 0]
     assert_close(draws.mean(dim=0), mean, atol=5 / math.sqrt(50_000 * precision.min()))
     assert_close(draws.var(dim=0), 1 / precision, rtol=0.05)
 
@@ -474,5 +474,5 @@ def test_a_bandit_agent(monkeypatch, tmp_path):
     agent.save(tmp_path / "agent")
     for again in (Agent.load(tmp_path / "agent"), replay(tmp_path / "log.jsonl")):
         assert (again.settings, again.pending) == (agent.settings, (decision.id,))
-        for key, tensor in agent._store.actor.tensors().items():
-            assert_close(again._store.actor.tensors()[key], tensor)
+        for key, tensor in agent._actor.tensors().items():
+            assert_close(again._actor.tensors()[key], tensor)

@@ -13,7 +13,6 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.readers import StateReader, read_optimizer
 from cases import mlp, train, trained
-from floats import approx
 
 
 def finding(diagnosis: ba.diagnosis.Diagnosis, code: str) -> ba.diagnosis.Finding:
@@ -46,10 +45,8 @@ def test_the_implied_prior_is_n_times_the_decay() -> None:
     told = finding(ba.doctor(model, optimizer, n_data=500), "implied-prior")
     assert told.severity == "note"
     assert "N × 0.1 = 50" in told.message
-    assert told.data == {"weight_decay": [0.1], "prior_precision": [50.0]}
     without = finding(ba.doctor(model, optimizer), "implied-prior")
-    assert without.data["prior_precision"] is None
-    assert "N × 0.1" in without.message
+    assert without.message.endswith("N × 0.1")
     assert "δ = 1" not in without.message
 
 
@@ -59,7 +56,7 @@ def test_every_decay_is_listed() -> None:
     optimizer = torch.optim.AdamW(groups, weight_decay=0.2)
     train(model, optimizer, steps=3)
     told = finding(ba.doctor(model, optimizer, n_data=10), "implied-prior")
-    assert told.data == {"weight_decay": [0.0, 0.2], "prior_precision": [0.0, 2.0]}
+    assert "N × 0 = 0 and N × 0.2 = 2" in told.message
     assert "where that is 0 a posterior takes δ = 1" in told.message
 
 
@@ -100,8 +97,7 @@ def test_few_steps_are_those_below_the_memory(steps: int, found: bool) -> None:
     if found:
         few = finding(diagnosis, "few-steps")
         assert few.severity == "warning"
-        assert few.data["steps"] == steps
-        assert few.data["memory"] == approx(10)
+        assert f"{steps} steps against a memory of 1/(1−β₂) = 10" in few.message
         assert few.parameters == ("0.weight", "0.bias")
         assert f"{steps} steps against a memory of" in few.message
 
@@ -125,8 +121,7 @@ def test_dead_units_have_no_curvature() -> None:
     zero = finding(diagnosis, "zero-curvature")
     assert zero.severity == "note"
     # Three weights in, one bias, one weight out.
-    assert zero.data["zeros"] == {"0.weight": 3, "0.bias": 1, "2.weight": 1}
-    assert zero.data["share"] == approx(5 / 21)
+    assert "5 of 21 weights (23.8%)" in zero.message
     assert zero.parameters == ("0.weight", "0.bias", "2.weight")
     assert "5 of 21 weights (23.8%)" in zero.message
     assert "the prior's alone, 1/δ" in zero.message
@@ -141,8 +136,7 @@ def test_bad_values_are_an_error(bad: float) -> None:
     told = finding(diagnosis, "bad-values")
     assert told.severity == "error"
     assert told.parameters == ("2.weight",)
-    assert told.data == {"entries": {"2.weight": 2}}
-    assert "'2.weight'" in told.message
+    assert "2 second moments are negative, NaN or infinite (first '2.weight')" in told.message
     assert "checkpoint" in told.message
     assert diagnosis.findings[0] is told
 
@@ -190,7 +184,7 @@ def test_a_state_too_coarse_for_its_memory(dtype: torch.dtype, beta: float, foun
         told = finding(diagnosis, "low-precision-state")
         word = str(dtype).removeprefix("torch.")
         assert told.severity == "warning"
-        assert told.data == {"dtype": {"0.weight": word, "0.bias": word}}
+        assert told.parameters == ("0.weight", "0.bias")
         assert word in told.message
         assert "float32" in told.message
     # The recursion itself, after larger gradients: flagged where it is off by more than a hundredth or so.
@@ -218,8 +212,8 @@ def test_coupled_decay_leaks_into_the_moment() -> None:
         optimizer.step()
     told = finding(ba.doctor(model, optimizer), "coupled-decay")
     assert told.severity == "warning"
-    assert told.data["weight_decay"] == {"weight": 0.5}
-    assert told.data["median_share_of_v"]["weight"] == approx(4 / 25, rel=1e-4)
+    assert told.parameters == ("weight",)
+    assert "16.0% of v" in told.message
     assert "decay up to 0.5" in told.message
     assert "16.0% of v" in told.message
     assert "AdamW" in told.message
@@ -266,7 +260,6 @@ def test_batch_norm_and_the_bias_before_it_are_noted() -> None:
     told = finding(diagnosis, "batch-norm")
     assert told.severity == "note"
     assert told.parameters == ("0.bias",)
-    assert told.data == {"layers": ["1"]}
     assert "running statistics of batch norm ('1')" in told.message
     assert "a bias right before it ('0.bias')" in told.message
     assert diagnosis.healthy
@@ -293,7 +286,7 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     train(model, optimizer, steps=3)
     told = finding(ba.doctor(model, optimizer), "left-out")
     assert told.severity == "note"
-    assert told.data["omitted"] == {"0.bias": "frozen (requires_grad is False)", "2.bias": "not in the optimiser"}
+    assert "1 parameters, frozen (requires_grad is False); 1 parameters, not in the optimiser" in told.message
     assert told.parameters == ("0.bias", "2.bias")
     assert "1 parameters, frozen" in told.message
 
@@ -304,7 +297,6 @@ def test_parameters_of_other_models_are_counted() -> None:
     train(model, optimizer, steps=3)
     told = finding(ba.doctor(model, optimizer), "foreign-parameters")
     assert told.severity == "note"
-    assert told.data == {"count": 4}
     assert "4 parameters that are not this model's" in told.message
 
 
@@ -375,7 +367,6 @@ def test_a_note_on_the_optimiser(build: Callable[[Any], torch.optim.Optimizer], 
         told = finding(diagnosis, "optimizer")
         assert told.severity == "note"
         assert told.message.startswith(note)
-        assert told.data == {"reader": note.partition(":")[0]}
 
 
 def test_two_optimisers_are_told_apart() -> None:
@@ -385,11 +376,6 @@ def test_two_optimisers_are_told_apart() -> None:
         train(model, optimizer, steps=3)
     diagnosis = ba.doctor(model, optimizers)
     assert diagnosis.summary.startswith("Sequential trained by AdamW and RMSprop: 21 weights in 4 parameters")
-    assert finding(diagnosis, "mixed-memory").data == {"betas": [0.99, 0.999]}
-
-
-def test_one_memory_is_not_mixed() -> None:
-    assert "mixed-memory" not in ba.doctor(*healthy()).codes()
 
 
 def test_ogd_is_noted_to_know_nothing() -> None:
@@ -440,7 +426,7 @@ def test_the_report_is_plain_data() -> None:
     plain = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert plain["summary"] == diagnosis.summary
     assert [f["code"] for f in plain["findings"]] == list(diagnosis.codes())
-    assert plain["findings"][0]["data"] == {"entries": {"0.weight": 1}}
+    assert plain["findings"][0]["parameters"] == ["0.weight"]
 
 
 def test_examining_changes_nothing() -> None:

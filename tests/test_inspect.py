@@ -64,7 +64,7 @@ def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Pa
     for row in found.parameters:
         snr = posterior.snr()[row.name]
         expected = torch.quantile(snr.double(), torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64))
-        measured = torch.tensor([row.snr_q05, row.snr_q50, row.snr_q95], dtype=torch.float64)
+        measured = torch.tensor(row.quantiles, dtype=torch.float64)
         assert_close(measured, expected, rtol=1e-5, atol=1e-7)
         assert row.below == int((snr < 2.0).sum())
         assert row.weights == snr.numel()
@@ -94,7 +94,7 @@ def test_without_n_only_the_order_is_told(path: Path) -> None:
     assert (scaled.n_data, scaled.threshold) == (400, 1.0)
     assert "only the order" not in str(scaled)
     for one, other in zip(plain.parameters, scaled.parameters, strict=True):
-        assert other.snr_q50 == approx(20 * one.snr_q50, rel=1e-5)
+        assert other.quantiles[1] == approx(20 * one.quantiles[1], rel=1e-5)
     # A threshold that is asked for is counted at N = 1.
     assert inspect_checkpoint(path, snr=1e9).below == plain.weights
 
@@ -112,7 +112,6 @@ def test_quantiles_of_large_tensors_come_from_a_sample(path: Path, monkeypatch: 
     monkeypatch.setattr(inspect, "_SAMPLE", 200)
     sampled = inspect_checkpoint(path, n_data=1)
     assert sampled == inspect_checkpoint(path, n_data=1)
-    assert sampled != inspect_checkpoint(path, n_data=1, seed=1)
     for one, other in zip(exact.parameters, sampled.parameters, strict=True):
         assert (one.weights, one.dead, one.below, one.histogram) == (
             other.weights,
@@ -120,8 +119,8 @@ def test_quantiles_of_large_tensors_come_from_a_sample(path: Path, monkeypatch: 
             other.below,
             other.histogram,
         )
-        assert (one.snr_q50 == other.snr_q50) == (one.weights <= 200)
-        assert other.snr_q50 == approx(one.snr_q50, rel=0.3)
+        assert (one.quantiles[1] == other.quantiles[1]) == (one.weights <= 200)
+        assert other.quantiles[1] == approx(one.quantiles[1], rel=0.3)
 
 
 def test_the_doctor_is_asked(path: Path) -> None:
@@ -136,7 +135,7 @@ def test_damaged_values_are_reported_and_do_not_stop_it(trained_pair: Any, tmp_p
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     found = inspect_checkpoint(tmp_path / "c.pt", n_data=10)
     assert found.diagnosis.codes()[0] == "bad-values"
-    assert found.parameters[2].snr_q50 != found.parameters[2].snr_q50
+    assert found.parameters[2].quantiles[1] != found.parameters[2].quantiles[1]
     assert sum(found.parameters[2].histogram) == 399
 
 
@@ -206,7 +205,7 @@ def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_pat
     # The live one is inspected by the same function.
     live = inspect_checkpoint(posterior)
     agrees(live, posterior.snr())
-    assert (live.source, live.format, live.dead, live.scale_note) == ("Sequential", "posterior", 20, found.scale_note)
+    assert (live.source, live.format, live.dead, live.rule) == ("Sequential", "posterior", 20, found.rule)
     # Another N than the file's.
     agrees(inspect_checkpoint(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
 
@@ -222,10 +221,10 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         assert (found.has_weights, found.quantity, found.threshold) == (False, "σ", None)
         agrees(found, posterior.stddev)
         assert found.dead == 20
-        assert "--optimizer-file" in found.scale_note
+        assert "--optimizer-file" in found.rule
         written = found.to_dict()["parameters"]["2.weight"]
-        assert "snr_q50" not in written
-        assert written["std_q50"] == approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
+        assert found.to_dict()["quantity"] == "σ"
+        assert written["quantiles"][1] == approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
 
 
 @pytest.mark.parametrize("structure", ["kronecker", "low-rank+diagonal"])
@@ -241,7 +240,7 @@ def test_of_richer_structures_the_marginals_are_told(structure: str, weights: bo
     posterior.save(tmp_path / "p.safetensors", weights=weights)
     found = inspect_checkpoint(tmp_path / "p.safetensors")
     agrees(found, posterior.snr() if weights else posterior.stddev)
-    assert structure in found.scale_note
+    assert structure in found.rule
 
 
 def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path) -> None:
@@ -250,7 +249,6 @@ def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path
     posterior.save(tmp_path / "p.safetensors")
     found = inspect_checkpoint(tmp_path / "p.safetensors")
     agrees(found, posterior.snr())
-    assert "δ = one for each weight" in found.scale_note
     ba.Mixture([posterior, posterior]).save(tmp_path / "m.safetensors")
     with pytest.raises(FileError, match="a mixture of posteriors"):
         inspect_checkpoint(tmp_path / "m.safetensors")
@@ -261,7 +259,7 @@ def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path
 
 def test_the_command_writes_a_picture_and_metrics(path: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    assert run("inspect", path, "--n-data", 500, "--out", out, "--seed", 3) == 0
+    assert run("inspect", path, "--n-data", 500, "--out", out) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
     assert "0.weight" in captured.out
@@ -269,10 +267,10 @@ def test_the_command_writes_a_picture_and_metrics(path: Path, tmp_path: Path, ca
     assert (out / "inspect.png").read_bytes().startswith(b"\x89PNG")
     metrics = json.loads((out / "metrics.json").read_text())
     assert set(metrics) == {"command", "version", "seed", "device", "seconds", "settings", "results"}
-    assert (metrics["command"], metrics["seed"], metrics["settings"]["n_data"]) == ("inspect", 3, 500)
+    assert (metrics["command"], metrics["settings"]["n_data"]) == ("inspect", 500)
     found = inspect_checkpoint(path, n_data=500)
     assert metrics["results"]["dead"] == 20
-    assert metrics["results"]["parameters"]["2.bias"]["snr_q50"] == found.parameters[3].snr_q50
+    assert metrics["results"]["parameters"]["2.bias"]["quantiles"][1] == found.parameters[3].quantiles[1]
 
 
 def test_nothing_is_written_unless_it_is_asked_for(path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -308,7 +306,7 @@ def test_the_picture_has_the_medians_of_the_table(path: Path) -> None:
     found = inspect_checkpoint(path, n_data=500)
     drawn = [line.get_xdata() for line in command.inspection_picture(found).axes[0].lines if len(line.get_ydata()) == 2]
     medians = [float(x[0]) for x in drawn if len(x) == 2 and x[0] == x[1]]
-    assert medians[: len(found.parameters)] == [row.snr_q50 for row in found.parameters]
+    assert medians[: len(found.parameters)] == [row.quantiles[1] for row in found.parameters]
 
 
 def test_the_doctor_is_a_command(path: Path, tmp_path: Path, trained_pair: Any, capsys: Any) -> None:
@@ -380,7 +378,7 @@ def test_json_has_no_word_for_what_is_not_finite(trained_pair: Any, tmp_path: Pa
     optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = torch.nan
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--json", "--quiet") == 0
-    assert json.loads(capsys.readouterr().out)["parameters"]["2.weight"]["snr_q50"] is None
+    assert json.loads(capsys.readouterr().out)["parameters"]["2.weight"]["quantiles"][1] is None
 
 
 def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, capsys: Any) -> None:
@@ -388,7 +386,7 @@ def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, caps
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     train(model, optimizer, steps=2)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    for file, message in (("c.pt", "the optimiser is SGD with momentum"), ("nowhere.pt", "no file at")):
+    for file, message in (("c.pt", "the optimiser is SGD"), ("nowhere.pt", "no file at")):
         assert run("inspect", tmp_path / file, "--out", tmp_path / "out", "--json") == 2
         captured = capsys.readouterr()
         (line,) = captured.out.splitlines()

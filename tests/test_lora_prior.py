@@ -278,7 +278,7 @@ def test_a_frozen_factor_counts(adapted):
 def test_an_adapter_that_starts_is_refused(adapted):
     with torch.no_grad():
         factors(adapted)[1][0].zero_()
-    with pytest.raises(ba.errors.SettingError, match=r"inner.*is 0, as B is before training.*Train the adapter"):
+    with pytest.raises(ba.errors.SettingError, match=r"inner.*is 0, as B is before training"):
         read(adapted)
 
 
@@ -308,7 +308,7 @@ def test_a_model_without_adapters_is_refused():
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer, 0)
     posterior = ba.Posterior.from_optimizer(model, optimizer, 60, power=1, batch_size=BATCH)
-    with pytest.raises(ba.errors.MatchError, match=r"no adapter in the posterior.*a number"):
+    with pytest.raises(ba.errors.MatchError, match=r"no lora_A with its lora_B in the posterior"):
         posterior.replace(prior_precision=ba.LoraPrior())
 
 
@@ -326,7 +326,7 @@ def test_layers_of_ones_own_need_a_scaling():
     model(torch.randn(5, 3)).square().mean().backward()
     optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, 5, power=1, batch_size=5)
-    with pytest.raises(ba.errors.SettingError, match=r"product of '0' .*LoraPrior\(scaling=\.\.\.\)"):
+    with pytest.raises(ba.errors.SettingError, match=r"s of '0' is not known: LoraPrior\(scaling=\.\.\.\)"):
         posterior.replace(prior_precision=ba.LoraPrior())
     found = posterior.replace(prior_precision=ba.LoraPrior(2.0, scaling=0.5)).prior_precision["0.lora_B"]
     expected = 2.0 * 0.25 * model[0].lora_A.square().sum(dim=1)

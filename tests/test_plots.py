@@ -168,8 +168,6 @@ def test_what_cannot_be_drawn_is_refused():
         numbers().plot(torch.zeros(12, 2))
     with pytest.raises(SettingError, match="too many for one picture"):
         numbers(outputs=9).plot()
-    with pytest.raises(SettingError, match="other must be a predictive"):
-        posterior().predict(torch.zeros(2, 2), likelihood="regression").plot(other=torch.zeros(2))
 
 
 def test_matplotlib_is_asked_for_only_by_a_picture(monkeypatch):

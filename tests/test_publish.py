@@ -347,7 +347,7 @@ def test_weights_of_another_training_are_refused_in_a_checkpoint_too(saved, tmp_
     for name in ("model.safetensors", "posterior.safetensors"):
         (alone / name).write_bytes((folder / name).read_bytes())
     for path in (folder / "model.safetensors", alone):
-        with pytest.raises(MatchError, match="published with it"):
+        with pytest.raises(MatchError, match="not those that the saved posterior belongs to"):
             read_checkpoint(path)
     save_file({n: t.bfloat16() for n, t in model.state_dict().items()}, folder / "model.safetensors")
     assert read_checkpoint(folder / "model.safetensors").format == "safetensors"
@@ -397,7 +397,7 @@ def test_the_batch_size_of_a_published_file_counts_in_a_merge(saved):
     found = ba.merge([(folder / "model.safetensors", out), folder / "other.safetensors"], base=base)
     assert found.report.notes == ()
     assert all(close(found[name], expected[name], atol=1e-6) for name in expected)
-    shares = [{row.name: row.shares for row in each.report.parameters} for each in (found, expected)]
+    shares = [{row.name: row.shares for row in each.report.layers} for each in (found, expected)]
     assert all(shares[0][name] == approx(own, abs=1e-5) for name, own in shares[1].items())
 
 

@@ -104,5 +104,5 @@ def test_sequences_and_labels_that_are_padding():
     found = likelihood("classification").predictive([Component(logits, torch.ones_like(logits))])
     assert found.log_prob(y).shape == (4, 5)
     y[1, 2] = -100
-    with pytest.raises(MatchError, match="padding"):
+    with pytest.raises(MatchError, match="must be 0 to 2, got -100 to 2"):
         found.log_prob(y)

@@ -52,12 +52,6 @@ def test_excluded_parameters_are_trained_whole():
     assert int(masks["0.weight"].sum() + masks["0.bias"].sum()) == 1
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.5, True, "half", 1e-9])
-def test_shares_that_train_nothing_are_refused(share):
-    with pytest.raises(ba.errors.SettingError, match="share"):
-        tuning_masks(posterior_of(mlp(3, 2)), share)
-
-
 @pytest.mark.parametrize(
     "kind", [lambda p: torch.optim.AdamW(p, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)]
 )

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Condition, get_ident
+from threading import Lock, RLock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from bayesadam.errors import BayesAdamError
-
-_changed = Condition()
-# The thread that has a model, and how many times over.
-_holders: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
-_wanted: dict[int, nn.Module] = {}
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_adding = Lock()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -28,35 +25,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def alone_with(model: nn.Module) -> Iterator[None]:
-    """Wait until no other thread is with the model, and keep them waiting; the same thread may come in again.
-
-    Raises:
-        BayesAdamError: the thread that has the model waits, itself or through others, for one that this thread has.
-    """
-    model, me = unwrap(model), get_ident()
-    with _changed:
-        while _holder(model) not in (None, me):
-            if _waits_for(model, me):
-                raise BayesAdamError(
-                    f"this thread and another have a model each and wait for the other's, a {type(model).__name__}: "
-                    "go into sampled() of several models in the same order everywhere, or of one at a time"
-                )
-            _wanted[me] = model
-            try:
-                _changed.wait()
-            finally:
-                del _wanted[me]
-        _holders[model] = me, _holders.get(model, (me, 0))[1] + 1
-    try:
+    """Wait until no other thread is with the model, and keep them waiting; the same thread may come in again."""
+    with _adding:
+        lock = _locks.setdefault(unwrap(model), RLock())
+    with lock:
         yield
-    finally:
-        with _changed:
-            depth = _holders[model][1] - 1
-            if depth:
-                _holders[model] = me, depth
-            else:
-                del _holders[model]
-                _changed.notify_all()
 
 
 @contextmanager
@@ -70,17 +43,3 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
-
-
-def _holder(model: nn.Module) -> int | None:
-    return _holders.get(model, (None, 0))[0]
-
-
-def _waits_for(model: nn.Module, me: int) -> bool:
-    """Whether the model's holder waits for a model of this thread's, or for one whose holder does."""
-    holder = _holder(model)
-    while holder is not None and holder in _wanted:
-        holder = _holder(_wanted[holder])
-        if holder == me:
-            return True
-    return False

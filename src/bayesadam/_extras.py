@@ -12,11 +12,11 @@ EXTRA_OF: dict[str, str | None] = {
     "rich": None,
     "typer": None,
     "accelerate": "transformers",
-    "gpytorch": "gp",
     "h5py": "keras",
     "lightning": "lightning",
     "peft": "transformers",
     "pooch": "data",
+    "pytorch_lightning": "lightning",
     "sklearn": "sklearn",
     "transformers": "transformers",
 }

@@ -25,7 +25,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             yield temporary
             with temporary.open("rb+") as handle:
                 os.fsync(handle.fileno())
-            temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+            os.umask(mask := os.umask(0))
+            temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~mask)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -48,9 +49,3 @@ def keep_apart(out: Path, *sources: Path | None) -> None:
             continue
         if out.samefile(source) or (source.is_dir() and source.resolve() in out.resolve().parents):
             raise FileError(f"{out} would overwrite what is read: write to another file")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

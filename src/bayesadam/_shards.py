@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from bayesadam.errors import MatchError
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -59,12 +58,19 @@ def box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
+def _placements(like: DTensor, extra: int) -> list[Any]:
+    """Those of `like` for a tensor with `extra` leading dimensions, which are whole on every process."""
+    from torch.distributed.tensor import Shard
+
+    return [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
+
+
 def wrapped(part: Tensor, like: DTensor) -> Tensor:
     """Parts as one tensor placed as `like`; leading dimensions that `like` lacks are whole on every process."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     extra = part.dim() - like.dim()
-    placements = [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
+    placements = _placements(like, extra)
     shape = torch.Size((*part.shape[:extra], *like.shape))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -79,10 +85,7 @@ def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
         return whole(tensor).to(like.device)
     extra = tensor.dim() - like.dim()
     if is_sharded(tensor):
-        from torch.distributed.tensor import Shard
-
-        placements = [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
-        return tensor.redistribute(like.device_mesh, placements)
+        return tensor.redistribute(like.device_mesh, _placements(like, extra))
     offset, shape = box(like)
     here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     part = tensor[(slice(None),) * extra + here]
@@ -108,8 +111,6 @@ def extremes(tensor: Tensor) -> Tensor:
 
 def agreed(number: int, like: DTensor) -> int:
     """The number of the first process of the mesh, on every one of them."""
-    import torch.distributed as dist
-
     mesh = like.device_mesh
     value = torch.tensor(number, dtype=torch.int64, device=mesh.device_type)
     for dim in range(mesh.ndim):
@@ -118,7 +119,7 @@ def agreed(number: int, like: DTensor) -> int:
     return int(value)
 
 
-def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """The modules to which `fully_shard` was applied, outermost first."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
@@ -127,17 +128,7 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
 def reshard(model: nn.Module) -> None:
     """Reshard every FSDP2 module: a forward without a backward leaves the root's parameters gathered."""
     for module in fsdp_modules(model):
-        cast("FSDPModule", module).reshard()
-
-
-def recover(model: nn.Module) -> None:
-    """Reset FSDP2 after a forward that raised half-way: the next one would use weights that are still gathered."""
-    inner: set[nn.Module] = set()
-    for module in fsdp_modules(model):
-        # Older releases have no reset.
-        if module not in inner and hasattr(module, "reset_iter_state"):
-            cast("FSDPModule", module).reset_iter_state()
-        inner.update(module.modules())
+        module.reshard()
 
 
 def is_first_rank() -> bool:
@@ -184,4 +175,10 @@ def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         write(before)
         reshard(model)
         if not all(is_sharded(parameter) for name, parameter in model.named_parameters() if name in before):
-            recover(model)
+            # A forward that raised half-way: the next one would use weights that are still gathered.
+            inner: set[nn.Module] = set()
+            for module in fsdp_modules(model):
+                # Older releases have no reset.
+                if module not in inner and hasattr(module, "reset_iter_state"):
+                    module.reset_iter_state()
+                inner.update(module.modules())

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,20 +18,20 @@ FORMAT_VERSION = 1
 # Of posteriors that releases which know no other format must refuse: without weights, or compressed.
 COMPACT_VERSION = 2
 AnyPath = str | os.PathLike[str]
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
 
 
@@ -92,15 +92,11 @@ def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor
 
 def is_of_kind(path: Path, kind: Kind = POSTERIOR) -> bool:
     """Whether a safetensors file has the kind's header, by its metadata alone."""
-    with path.open("rb") as file:
-        text = file.read(int.from_bytes(file.read(8), "little"))
-    if f'"{kind.header}"'.encode() not in text:
-        return False
     try:
-        metadata = json.loads(text.decode("utf-8")).get("__metadata__")
-    except (ValueError, AttributeError):
+        with safe_open(path, framework="pt") as file:
+            return kind.header in (file.metadata() or {})
+    except (SafetensorError, OSError):
         return False
-    return isinstance(metadata, dict) and kind.header in metadata
 
 
 def check_version(path: AnyPath, version: object, kind: Kind = POSTERIOR) -> None:
@@ -128,20 +124,10 @@ def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Map
 def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of a file, mapped rather than read, and the metadata; pages are read when they are used."""
     try:
-        with safe_open(path, framework="pt", device="cpu"):
-            # Opening checks the header: lengths, types, and that the pieces cover the file.
-            pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length).decode("utf-8"))
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise FileError(f"{path} is truncated or {otherwise} ({error}){remedy}") from error
-    metadata = header.pop("__metadata__", None) or {}
-    unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
-    if unknown:
-        raise FileError(f"{path} has tensors of type {', '.join(unknown)}, which are not supported")
-    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
-    return {name: _view(storage, 8 + length, entry) for name, entry in header.items()}, metadata
 
 
 def write_tensors(
@@ -151,40 +137,26 @@ def write_tensors(
 
     `like` has their names, types and shapes, `load` gives the values by name, `metadata` are texts to store with them.
     """
-    codes = {dtype: code for code, dtype in _DTYPES.items()}
-    facts = {name: (t.dtype, list(t.shape), t.numel() * t.itemsize) for name, t in like.items()}
+    like = {name: torch.empty_like(tensor, device="meta") for name, tensor in like.items()}
     # Wide types first, so that every tensor is aligned.
-    names = sorted(facts, key=lambda name: (-facts[name][0].itemsize, name))
+    names = sorted(like, key=lambda name: (-like[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     offset = 0
     for name in names:
-        dtype, shape, size = facts[name]
-        if dtype not in codes:
-            raise FileError(f"{name!r} is of type {dtype}, which a safetensors file cannot hold")
-        header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
+        tensor = like[name]
+        if tensor.dtype not in _CODES:
+            raise FileError(f"{name!r} is of type {tensor.dtype}, which a safetensors file cannot hold")
+        end = offset + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with target.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            _append(load(name), *facts[name][:2], file)
-
-
-def _append(tensor: Tensor, dtype: torch.dtype, shape: list[int], file: BinaryIO) -> None:
-    values = tensor.detach().to("cpu", dtype).contiguous()
-    assert list(values.shape) == shape
-    values.reshape(-1).view(torch.uint8).numpy().tofile(file)
-
-
-def _view(storage: Any, start: int, entry: Mapping[str, Any]) -> Tensor:
-    """One tensor of the mapped file, over its memory where the alignment allows that."""
-    dtype = _DTYPES[entry["dtype"]]
-    first, last = entry["data_offsets"]
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage, start + first, (last - first,), (1,))
-    aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
-    return aligned.view(dtype).reshape(entry["shape"])
+            values = load(name).detach().to("cpu", like[name].dtype).contiguous()
+            assert values.shape == like[name].shape
+            values.reshape(-1).view(torch.uint8).numpy().tofile(file)
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from bayesadam.gaussian.structure import Named, Structure
 from bayesadam.gaussian.sums import check_growth
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.readers import Group, StateReader, as_number, read_entry
+from bayesadam.readers import Group, StateReader, read_entry
 from bayesadam.readers.match import Entry, check_parameter, listed_optimizers, own_parameters
 from bayesadam.readers.registry import reader_of
 from bayesadam.readers.rotated import Rotation
@@ -30,6 +29,8 @@ __all__ = ["Anchor", "anchor"]
 _SETTINGS = ("strength", "n_data", "every")
 # The least resistance of a weight, as a share of the mean: weights that the new data do not move have next to none.
 _LEAST = 1e-3
+# Readers of optimisers that size their steps in another way than by lr.
+_OTHER_STEPS = ("adadelta", "adafactor")
 
 
 class Anchor:
@@ -43,23 +44,7 @@ class Anchor:
     The penalty is not added to the loss. After every k-th step of the optimiser, k times as far, and for the remaining
     steps at the end, it is an implicit step :math:`\theta \leftarrow \theta + (A + P)^{-1} P\, (\mu - \theta)` with
     :math:`A = N D/(k \lambda)`, D = (√v̂ + ε)/lr of that optimiser. So neither its moments nor a `Recorder` see the
-    penalty, and the next posterior is of the new data alone:
-
-    >>> model = torch.nn.Linear(3, 2)
-    >>> def trained(optimizer):
-    ...     for _ in range(20):
-    ...         optimizer.zero_grad()
-    ...         model(torch.randn(8, 3)).square().mean().backward()
-    ...         optimizer.step()
-    >>> first = torch.optim.Adam(model.parameters())
-    >>> trained(first)
-    >>> before = Posterior.from_optimizer(model, first, 160, power=1, batch_size=8, prior_precision=1.0)
-    >>> second = torch.optim.Adam(model.parameters())
-    >>> with anchor(second, before, n_data=160):
-    ...     trained(second)
-    >>> after = before + Posterior.from_optimizer(model, second, 160, power=1, batch_size=8, prior_precision=1.0)
-    >>> after.n_data
-    320
+    penalty, and the next posterior is of the new data alone.
 
     λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A parameter with
     more rows than before, a head with new classes, is held in its old rows. Parameters that the posterior does not have
@@ -106,22 +91,19 @@ class Anchor:
         self.anchored = tuple(name for name, p in self._parameters.items() if id(p) in trained)
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
         if not self.anchored:
-            raise MatchError(
-                f"the optimiser trains none of the posterior's parameters, {sorted(posterior.mode)[:4]}: pass the "
-                "optimiser of the same model, or model=, the one that it trains now"
-            )
+            raise MatchError("the optimiser trains none of the posterior's parameters: pass model=, what it trains")
         mean = posterior.mean
         self._mean = {name: mean[name].to(p.device, copy=True) for name, p in self._parameters.items()}
         self._pull = Pull.of(posterior.structure, posterior.settings, self._mean)
         if not any(bool(values.any()) for each in (self._pull.diagonal, self._pull.rows) for values in each.values()):
-            raise ImproperError(
-                "the posterior's precision is 0 for every trained weight, and so is the penalty: it has seen no "
-                "gradient, and has no prior"
-            )
+            raise ImproperError("the posterior's precision is 0 for every trained weight: no gradient and no prior")
         self._pending: dict[str, float | Tensor] = {}
         self._steps = [0] * len(self._optimizers)
-        self._warn_of_other_pulls(posterior)
-        _active.add(self)
+        groups = [group for index in range(len(self._optimizers)) for group in self._trained(index).values()]
+        if decay := max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0):
+            warn(f"a weight decay of {decay:g} pulls to 0 beside the anchor: train with weight_decay=0.0")
+        if posterior.calibration is not None:
+            warn("anchor to the posterior as it was before calibrate, which says nothing of forgetting")
         self._handles = [
             each.register_step_post_hook(partial(self._after_step, index))
             for index, each in enumerate(self._optimizers)
@@ -132,7 +114,6 @@ class Anchor:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
-        _active.discard(self)
         for index in range(len(self._optimizers) if handles else 0):
             self._pull_back(index)
 
@@ -145,7 +126,7 @@ class Anchor:
     @torch.no_grad()
     def penalty(self) -> Tensor:
         """(λ/2N) (θ − μ)ᵀ P (θ − μ) as it is now, for a logger."""
-        gaps = {name: self._gap(name) for name in self.anchored}
+        gaps = self._gaps()
         parts = [(gaps[name] * product).sum() for name, product in self._pull.product(gaps).items()]
         total = reduce(lambda one, other: one + other.to(one.device), parts)
         return total * (self.strength / (2 * self.n_data))
@@ -162,31 +143,22 @@ class Anchor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`, its posterior and settings, over parameters of the same names and shapes."""
-        try:
-            settings = [state[name] for name in _SETTINGS]
-            steps, pending, mean, precision = (state[key] for key in ("steps", "pending", "mean", "precision"))
-        except (KeyError, TypeError) as missing:
-            raise MatchError(f"not the state of an Anchor: it has no {missing}") from None
-        for name, value in self._mean.items():
-            if name not in mean or mean[name].shape != value.shape:
-                found = tuple(mean[name].shape) if name in mean else "missing"
-                raise MatchError(f"in the anchor's state {name!r} is {found}, here it has shape {tuple(value.shape)}")
-        if mean.keys() != self._mean.keys() or len(steps) != len(self._steps):
-            raise MatchError("the anchor's state is of other parameters, or of another number of optimisers")
+        if not {*_SETTINGS, "steps", "pending", "mean", "precision"} <= state.keys():
+            raise MatchError("not the state of an Anchor")
+        mean = state["mean"]
+        own, theirs = ({name: tuple(t.shape) for name, t in named.items()} for named in (self._mean, mean))
+        if own != theirs or len(state["steps"]) != len(self._steps):
+            wrong = dict(own.items() ^ theirs.items())
+            raise MatchError(f"the anchor's state is of other parameters or optimisers: {sorted(wrong)[:4]} differ")
         self._mean = {name: mean[name].to(value, copy=True) for name, value in self._mean.items()}
-        self._pull = Pull.load(precision, self._mean)
-        self.strength, self.n_data, self.every = settings
-        self._steps, self._pending = list(steps), dict(pending)
+        self._pull = Pull.load(state["precision"], self._mean)
+        self.strength, self.n_data, self.every = (state[name] for name in _SETTINGS)
+        self._steps, self._pending = list(state["steps"]), dict(state["pending"])
 
-    def __repr__(self) -> str:
-        return (
-            f"Anchor({len(self.anchored)} parameters held, {len(self.free)} free, strength={self.strength:g}, "
-            f"N={self.n_data:g}, every={self.every})"
-        )
-
-    def _gap(self, name: str) -> Tensor:
+    def _gaps(self) -> dict[str, Tensor]:
         """μ − θ, of the old rows."""
-        return self._mean[name] - self._old_rows(self._parameters[name].detach(), name).to(self._mean[name].dtype)
+        rows = {name: self._old_rows(self._parameters[name].detach(), name) for name in self.anchored}
+        return {name: self._mean[name] - theta.to(self._mean[name].dtype) for name, theta in rows.items()}
 
     def _old_rows(self, tensor: Tensor, name: str) -> Tensor:
         shape = self._mean[name].shape
@@ -225,37 +197,13 @@ class Anchor:
                 full = found if isinstance(found, Tensor) else torch.full_like(self._mean[name], found)
                 resistance[name] = self._old_rows(full, name).to(self._mean[name]) * scale
                 del self._pending[name]
-        gaps = {name: self._gap(name) for name in self.anchored}
-        for name, change in self._pull.change(gaps, resistance).items():
+        for name, change in self._pull.change(self._gaps(), resistance).items():
             rows = self._old_rows(self._parameters[name], name)
             rows.copy_(rows + change)
-
-    def _warn_of_other_pulls(self, posterior: Posterior) -> None:
-        mine = set(map(id, self._optimizers))
-        if any(
-            mine & set(map(id, other._optimizers)) and set(self.anchored) & set(other.anchored) for other in _active
-        ):
-            warn(
-                "the optimiser is anchored already, and both anchors will pull: call remove() of the first, or anchor "
-                "once, to the sum of the posteriors"
-            )
-        groups = [group for index in range(len(self._optimizers)) for group in self._trained(index).values()]
-        decay = max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0)
-        if decay:
-            warn(
-                f"the optimiser has a weight decay of {decay:g}, which pulls to 0 what the anchor holds at the mean; "
-                "the posterior's prior is in the anchor already: train with weight_decay=0.0"
-            )
-        if posterior.calibration is not None:
-            warn(
-                "the posterior is calibrated, which fits probabilities and says nothing of forgetting: anchor to the "
-                "posterior as it was before calibrate"
-            )
 
 
 # `with anchor(...)` reads as what it does.
 anchor = Anchor
-_active: WeakSet[Anchor] = WeakSet()
 
 
 def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -269,10 +217,7 @@ def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequenc
         raise MatchError(f"free names {idle[:4]}, which are no parameters or modules")
     missing = [name for name in posterior.mode if name not in named and not chosen(name, free)]
     if missing:
-        raise MatchError(
-            f"the posterior has parameters {missing[:4]} that the model has not: pass model=, the one that is trained "
-            f"now, or leave them out, free={missing[:4]}"
-        )
+        raise MatchError(f"the model has not all of the posterior's parameters: pass model=, or free={missing[:4]}")
     held = {name: named[name] for name in posterior.mode if name in named and not chosen(name, free)}
     for name, parameter in held.items():
         check_growth(name, posterior.mode[name].shape, parameter.shape, "the posterior", "the model")
@@ -374,8 +319,7 @@ class Pull:
         """R x."""
         device = next(iter(self.rows.values())).device
         parts = [torch.tensordot(self.rows[name], x, dims=x.dim()).to(device) for name, x in named.items()]
-        total: Tensor = reduce(torch.add, parts)
-        return total
+        return torch.stack(parts).sum(dim=0)
 
     def _plus_combined(self, named: Named, weights: Tensor) -> dict[str, Tensor]:
         """x + Rᵀ weights."""
@@ -383,16 +327,11 @@ class Pull:
 
 
 def _reader_with_metric(optimizer: Optimizer) -> StateReader:
-    kind, reader = type(optimizer).__name__, reader_of(optimizer)
-    if reader is None:
+    reader = reader_of(optimizer)
+    if reader is None or reader.name in _OTHER_STEPS or (reader.statistic == "none" and reader.name != "sgd"):
         raise StateError(
-            f"no reader is registered for {kind}, so the size of its steps is not known: describe it with "
-            "bayesadam.readers.register(StateReader(...)), or train with Adam or SGD"
-        )
-    if reader.statistic == "none" and reader.name not in _METRICS:
-        raise StateError(
-            f"{kind} does not go in proportion to the gradient, so a penalty cannot be weighed against its steps: "
-            "train with Adam, AdamW, RMSprop, Adagrad or SGD"
+            f"{type(optimizer).__name__} has no reader, or does not go by lr g/(√v̂ + ε), so a penalty cannot be "
+            "weighed against its steps: train with Adam, AdamW, RMSprop, Adagrad or SGD"
         )
     return reader
 
@@ -400,49 +339,20 @@ def _reader_with_metric(optimizer: Optimizer) -> StateReader:
 def _metric(entry: Entry) -> Tensor | float | None:
     """A of the optimiser's last step θ ← θ − lr g/A; None before the first.
 
-    Adam and its kind √v̂ + ε; SGD (1 − μ)/(1 − dampening), for momentum μ repeats each gradient 1/(1 − μ) times; Adagrad
-    √Σg² + ε; Adadelta and Adafactor with the sizes that they give to their steps.
+    Adam and its kind √v̂ + ε; Adagrad √Σg² + ε; SGD (1 − μ)/(1 − dampening), for momentum μ repeats each gradient
+    1/(1 − μ) times.
     """
+
+    def number(name: str) -> float:
+        value = entry.group.get(name, 0.0)
+        return float(value) if isinstance(value, int | float) else 0.0
+
     steps = entry.reader.steps(entry.state, entry.group)
     if steps == 0:
         return None
-    if entry.reader.name in _METRICS:
-        return _METRICS[entry.reader.name](entry, steps or 1.0)
-    return read_entry(entry)[1].sqrt_().add_(_number(entry, "eps"))
-
-
-def _adagrad(entry: Entry, steps: float) -> Tensor:
-    root = read_entry(entry)[1].mul_(steps).sqrt_().add_(_number(entry, "eps"))
-    return root.mul_(1 + (steps - 1) * _number(entry, "lr_decay"))
-
-
-def _adadelta(entry: Entry, steps: float) -> Tensor:
-    epsilon = _number(entry, "eps")
-    sizes: Tensor = entry.state["acc_delta"] + epsilon
-    return ((read_entry(entry)[1] + epsilon) / sizes).sqrt()
-
-
-def _adafactor(entry: Entry, steps: float) -> Tensor:
-    """√v̂ lr/α with the step size α = max(ε₂, RMS θ) min(lr, t^(−½)); its clipping of large updates is left out."""
-    floor, least = entry.group["eps"]
-    theta, rate = entry.parameter.detach(), as_number(entry.group["lr"], "lr")
-    size = theta.square().mean().sqrt().clamp(min=least) * min(rate, steps**-0.5)
-    return read_entry(entry)[1].sqrt_().clamp_(min=floor or torch.finfo(theta.dtype).eps).mul_(rate / size)
-
-
-def _sgd(entry: Entry, steps: float) -> float:
-    momentum = _number(entry, "momentum")
-    return (1 - momentum) / (1 - _number(entry, "dampening") if momentum else 1.0)
-
-
-def _number(entry: Entry, name: str) -> float:
-    value = entry.group.get(name, 0.0)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-_METRICS: Mapping[str, Callable[[Entry, float], Tensor | float]] = {
-    "sgd": _sgd,
-    "adagrad": _adagrad,
-    "adadelta": _adadelta,
-    "adafactor": _adafactor,
-}
+    if entry.reader.name == "sgd":
+        return (1 - number("momentum")) / (1 - number("dampening") if number("momentum") else 1.0)
+    v = read_entry(entry)[1]
+    if entry.reader.name == "adagrad" and steps:
+        return v.mul_(steps).sqrt_().add_(number("eps")).mul_(1 + (steps - 1) * number("lr_decay"))
+    return v.sqrt_().add_(number("eps"))

@@ -6,7 +6,6 @@ its help, its check or its completion needs them.
 
 from ast import literal_eval
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from inspect import Signature, signature
 from pathlib import Path
@@ -51,12 +50,11 @@ class _Command(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         for param in self.params:
-            metavar = param.metavar or ""
-            if metavar.startswith("NAMES "):
-                param.metavar, listed = "NAMES", ", ".join(names(metavar.removeprefix("NAMES ")))
-                param.help = f"{param.help}, separated by commas: {listed}."  # type: ignore[attr-defined]
-            elif ":" in metavar:
-                param.metavar = "|".join(names(metavar))
+            several, source = (param.metavar or "").startswith("NAMES "), (param.metavar or "").removeprefix("NAMES ")
+            if ":" in source:
+                param.metavar = "NAMES" if several else "|".join(names(source))
+                if several:
+                    param.help += f", separated by commas: {', '.join(names(source))}."  # type: ignore[attr-defined]
         return super().get_help(ctx)
 
 
@@ -84,39 +82,30 @@ def names(source: str) -> tuple[str, ...]:
     return get_args(found) or tuple(found)
 
 
-def _one_of(source: str, what: str) -> Any:
-    """An option that takes one of the `names`: listed in its help, completed by the shell, and all others refused."""
+def _named(source: str, what: str, *, several: bool = False) -> Any:
+    """An option that takes one of the `names`, or several as a tuple; its help lists them, all others are refused."""
 
-    def known(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
+    def known(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> Any:
         # Completion does not wait for the registry of an option that is not being completed.
-        if value is not None and not ctx.resilient_parsing and value not in names(source):
-            raise SettingError(f"{param.opts[0]} must be one of {', '.join(names(source))}, got {value!r}")
-        return value
-
-    return Option(metavar=source, help=what, callback=known, autocompletion=lambda: list(names(source)))
-
-
-def _list_of(source: str, what: str) -> Any:
-    """An option that takes several of the `names`, and gives them as a tuple; None where it is left out."""
-
-    def known(param: typer.CallbackParam, value: str | None) -> Any:
-        if value is None:
-            return None
-        option, given, listed = param.opts[0], _split(value), ", ".join(names(source))
+        if value is None or ctx.resilient_parsing:
+            return value
+        given = _split(value) if several else (value,)
         # A wheel has its δ after a colon.
-        unknown = [name for name in given if name.partition(":")[0] not in names(source)]
-        if not given:
-            raise SettingError(f"{option} names nothing: leave it out for the default, or give some of {listed}")
-        if unknown:
-            raise SettingError(f"{option} has no {', '.join(unknown)}: choose from {listed}, separated by commas")
-        return given
+        if not given or any(name.partition(":")[0] not in names(source) for name in given):
+            which = "some, separated by commas," if several else "one"
+            raise SettingError(f"{param.opts[0]} must be {which} of {', '.join(names(source))}, got {value!r}")
+        return given if several else value
 
     def complete(incomplete: str) -> list[str]:
         before, comma, _ = incomplete.rpartition(",")
-        found = [before + comma + name for name in names(source) if name not in before.split(",")]
-        return [text for text in found if text.startswith(incomplete)]
+        return [found for name in names(source) if (found := before + comma + name).startswith(incomplete)]
 
-    return Option(metavar=f"NAMES {source}", help=what, callback=known, autocompletion=complete)
+    metavar = f"NAMES {source}" if several else source
+    return Option(metavar=metavar, help=what, callback=known, autocompletion=complete)
+
+
+def _list_of(source: str, what: str) -> Any:
+    return _named(source, what, several=True)
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -136,7 +125,7 @@ Seed = Annotated[int, Option(help="Fixes every random number: same seed, same re
 Out = Annotated[Path, _out("DIR", "Where the results go: a folder, made if absent.")]
 OutFile = Annotated[Path, _out("PATH", "Where the result goes: a folder, or a file's name, which has an ending.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
-Device = Annotated[str | None, _one_of(":cpu cuda", "Where to compute; by default on cuda where there is one.")]
+Device = Annotated[str | None, _named(":cpu cuda", "Where to compute; by default on cuda where there is one.")]
 Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
 Json = Annotated[bool, Option("--json", help='Print what was found, or {"error": …}, as one JSON object alone.')]
 NData = Annotated[float | None, Option(metavar="N", help="Training examples, where the checkpoint does not say.")]
@@ -187,18 +176,9 @@ def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_the_paper(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of `bayesadam paper`, which still runs without that word, hidden and with a hint."""
-
-    @wraps(command)
-    def hinting(**given: Any) -> None:
-        command(**given)
-        if not given["quiet"]:
-            name = command.__name__
-            typer.echo(f"bayesadam: {name} is now `bayesadam paper {name}`; the short name goes on working", err=True)
-
-    app.command(hidden=True, cls=_Command)(hinting)
-    paper.command(cls=_Command)(command)
-    return command
+    """A command of `bayesadam paper`, which also runs without that word."""
+    app.command(hidden=True, cls=_Command)(command)
+    return paper.command(cls=_Command)(command)
 
 
 def _device(asked: str | None) -> str:
@@ -236,7 +216,6 @@ def inspect(
     plot: Annotated[bool, Option("--plot", help="Draw the ratios: to --out, or to NAME-snr.png here.")] = False,
     json: Json = False,
     why: Annotated[bool, Option("--why", help="Say how the file was read: keys, optimiser, matching.")] = False,
-    seed: Seed = 0,
     out: Annotated[Path | None, _out("PATH", "A folder for metrics.json and the picture, or that .png.")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -260,9 +239,9 @@ def doctor(
     """
 
 
-_Ranking = _one_of("bayesadam.pruning:RANKINGS", "The score, of which the lowest are removed; see docs/pruning.md.")
+_Ranking = _named("bayesadam.pruning:RANKINGS", "The score, of which the lowest are removed; see docs/pruning.md.")
 _Exclude = Option(help='Leave whole, separated by commas: names, "*.norm*", biases.', callback=_split)
-_Scope = _one_of("bayesadam.pruning.masks:Scope", "All weights compete, or each parameter loses the same share.")
+_Scope = _named("bayesadam.pruning.masks:Scope", "All weights compete, or each parameter loses the same share.")
 
 
 @_on_a_file
@@ -296,7 +275,7 @@ def sample(
     """
 
 
-_Method = _one_of("bayesadam.merging:METHODS", "By default gradient-matching with a base, else fisher.")
+_Method = _named("bayesadam.merging:METHODS", "By default gradient-matching with a base, else fisher.")
 _Merged = typer.Argument(metavar="CHECKPOINT", help="What the trainers saved: weights and optimiser state.")
 _Count = Option("--weight", metavar="NUMBER", help="How much a checkpoint counts, once for each; 1 each by default.")
 
@@ -316,8 +295,8 @@ def merge(
     """
 
 
-_Compress = _one_of("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
-_Structure = _one_of("bayesadam.commands.files:EXPORTED", "kronecker is for the state of a SOAP.")
+_Compress = _named("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
+_Structure = _named("bayesadam.commands.files:EXPORTED", "kronecker is for the state of a SOAP.")
 
 
 @_on_a_file
@@ -386,11 +365,11 @@ def regression(
 
 @_of_the_paper
 def pruning(
-    data: Annotated[str, _one_of("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
+    data: Annotated[str, _named("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
     methods: Annotated[str | None, _list_of("bayesadam.paper.pruning:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
     seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
-    activation: Annotated[str, _one_of("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
+    activation: Annotated[str, _named("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
     sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
     device: Device = None,
     jobs: Jobs = 2,
@@ -400,16 +379,14 @@ def pruning(
 ) -> None:
     """Figure 2: accuracy after pruning, with every method."""
     require("matplotlib")
-    from bayesadam.paper.pruning import PruningSettings, SparseSettings, run_pruning
+    from bayesadam.paper.pruning import PruningSettings, run_pruning
 
-    where, shared = _device(device), {"data": data, "n_seeds": seeds, "epochs": epochs}
-    own: Any = {**shared, "activation": activation, **_given(methods=methods)}
-    settings = SparseSettings(**shared) if sparse else PruningSettings(**own)  # type: ignore[arg-type]
-    jobs = jobs if where == "cpu" else 1
-    run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where, jobs=jobs)
+    own: Any = {"activation": activation, "sparse": sparse, **_given(methods=methods)}
+    settings = PruningSettings(data=data, n_seeds=seeds, epochs=epochs, **own)
+    run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=_device(device), jobs=jobs)
 
 
-_Settings = _one_of("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
+_Settings = _named("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
 _Problems = _list_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
 _Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as epsilon=0.02; repeatable.")
 
@@ -437,8 +414,6 @@ def bandits(
         name, _, value = (part.strip() for part in text.partition("="))
         if not (name and value):
             raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
-        if name in changes:
-            raise SettingError(f"--set {name} is given twice")
         try:
             changes[name] = literal_eval(value)
         except (ValueError, SyntaxError):
@@ -451,11 +426,7 @@ def bandits(
 @_of_the_paper
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
-    quick: Annotated[
-        bool, Option("--quick", help="Few epochs, seeds and rounds, on the data of this machine.")
-    ] = False,
-    only: Annotated[str | None, _list_of("bayesadam.paper.claims:EXPERIMENTS", "What to run where missing")] = None,
-    settings: Annotated[str | None, _Settings] = None,
+    quick: Annotated[bool, Option("--quick", help="Few epochs, seeds and rounds, on this machine's data.")] = False,
     device: Device = None,
     jobs: Jobs = 2,
     seed: Seed = 0,
@@ -467,10 +438,9 @@ def report(
     """
     require("matplotlib")
     require("jinja2")
-    from bayesadam.paper.report import ReportSettings, run_report
+    from bayesadam.paper.report import run_report
 
-    asked = ReportSettings(quick=quick, settings=settings, **_given(only=only))
-    run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)
+    run_report(seed=seed, out=folder, quiet=quiet, quick=quick, device=_device(device), jobs=jobs)
 
 
 def _data_sets(what: str) -> Any:
@@ -488,14 +458,10 @@ def list_data() -> None:
     wide, wider = (max(len(getattr(record, part)) for record in data_sets()) for part in ("name", "title"))
     for record in data_sets():
         found = find(record.name)
-        where = " and ".join(dict.fromkeys(str(item.path.parent) for item in found.values()))
-        if record.embedded:
-            where = "embedded"
-        elif not found:
-            where = "absent" if all(file.urls for file in record.files) else "absent, and no public source is known"
-        elif len(found) < len(record.files):
+        where = " and ".join(dict.fromkeys(str(path.parent) for path in found.values())) or "absent"
+        if found and len(found) < len(record.files):
             where = f"{len(found)} of {len(record.files)} files: {where}"
-        typer.echo(f"{record.name:{wide}}  {record.title:{wider}}  {where}")
+        typer.echo(f"{record.name:{wide}}  {record.title:{wider}}  {'embedded' if record.embedded else where}")
 
 
 @data_app.command("fetch")
@@ -514,15 +480,13 @@ def fetch_data(
     # Every name is checked before any work.
     for record in data_sets() if sets == ["all"] else [data_set(name) for name in sets]:
         try:
-            paths = fetch(record.name, folder=out, progress=not quiet)
+            for path in fetch(record.name, folder=out, progress=not quiet):
+                typer.echo(path)
         except BayesAdamError as error:
             typer.echo(f"bayesadam: {error}", err=True)
             failed = True
-            continue
         if record.embedded and not quiet:
             typer.echo(f"{record.name} is embedded: there is nothing to fetch")
-        for path in paths:
-            typer.echo(path)
     if failed:
         raise typer.Exit(1)
 
@@ -541,13 +505,12 @@ def verify_data(
     failed, every = False, sets in (None, [], ["all"])
     for record in data_sets() if every else [data_set(name) for name in sets or ()]:
         checks = verify(record.name)
-        needed = not every or any(check.status != "missing" for check in checks)
+        begun = any(check.path for check in checks)
         for check in checks:
-            wrong = check.status == "wrong checksum" or (check.status == "missing" and needed)
+            wrong = check.status == "wrong checksum" or (check.status == "missing" and (begun or not every))
             failed |= wrong
-            where = f"{check.data_set}/{check.file}" if check.path is None else str(check.path)
-            hashes = f": expected sha256 {check.expected}, found {check.found}"
+            hashes = f": expected sha256 {check.expected}, found {check.found}" if wrong and check.path else ""
             if wrong or not quiet:
-                typer.echo(f"{check.status}  {where}{hashes * (check.status == 'wrong checksum')}", err=wrong)
+                typer.echo(f"{check.status}  {check.path or f'{record.name}/{check.file}'}{hashes}", err=wrong)
     if failed:
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,14 +36,12 @@ class Finding:
         code: a stable word to test for, such as `"few-steps"`.
         severity: `"error"`, no posterior can be read; `"warning"`, one can but mind this; `"note"`.
         parameters: the parameters concerned; empty where all are.
-        data: the numbers behind the words.
     """
 
     code: str
     severity: Severity
     message: str
     parameters: tuple[str, ...] = ()
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | N
     low, high = extremes(v) if numel else (0.0, 0.0)
     # A count takes memory, and most have none.
     bad = 0 if 0 <= low <= high < math.inf else int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, int(zeros(v)), bad or int(hidden), "", share)
+    return Examined(name, numel, part, zeros(v), bad or int(hidden), "", share)
 
 
 def diagnose(
@@ -186,7 +184,8 @@ def diagnose(
         findings += _low_precision(match)
         findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
         findings += _left_out(match)
-        findings += _reader_notes(match)
+        readers = {entry.reader.name: entry.reader for entry in match.entries}.values()
+        findings += [Finding("optimizer", "note", f"{each.name}: {each.note}") for each in readers if each.note]
     findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
     subject = type(model).__name__ if source is None else source.path.name
     trained = f" trained by {' and '.join(optimizers)}" if optimizers else ""
@@ -203,7 +202,7 @@ def _values(examined: Sequence[Examined]) -> Iterator[Finding]:
             f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training "
             "met a non-finite gradient; go back to a checkpoint before that"
         )
-        yield Finding("bad-values", "error", text, tuple(bad), {"entries": bad})
+        yield Finding("bad-values", "error", text, tuple(bad))
 
 
 def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iterator[Finding]:
@@ -217,7 +216,7 @@ def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iter
             f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start of "
             "training. Bias correction keeps it unbiased but noisy; train longer, or with a smaller β₂"
         )
-        yield Finding("few-steps", "warning", text, tuple(short), {"steps": steps, "memory": memory})
+        yield Finding("few-steps", "warning", text, tuple(short))
 
 
 def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Iterator[Finding]:
@@ -226,14 +225,10 @@ def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Itera
     if zeros:
         count, total = sum(zeros.values()), sum(result.numel for result in examined)
         improper = any(bool((torch.as_tensor(prior.get(name, 1.0)) == 0).any()) for name in zeros)
-        text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. " + (
-            "Without a prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or "
-            "calibrate"
-            if improper
-            else "Their variance is the prior's alone, 1/δ"
-        )
-        data = {"zeros": zeros, "share": count / total}
-        yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros), data)
+        text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. "
+        infinite = "Without a prior their variance is infinite: pass prior_precision > 0, or calibrate"
+        text += infinite if improper else "Their variance is the prior's alone, 1/δ"
+        yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros))
 
 
 def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Finding]:
@@ -245,20 +240,16 @@ def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Findi
             f"into v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is "
             f"{max(shares.values()):.1%} of v). AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
         )
-        data = {"weight_decay": coupled, "median_share_of_v": shares}
-        yield Finding("coupled-decay", "warning", text, tuple(coupled), data)
+        yield Finding("coupled-decay", "warning", text, tuple(coupled))
 
 
 def _prior(match: Match, n_data: float | None) -> Iterator[Finding]:
     decays = sorted({entry.weight_decay for entry in match.entries})
     described = " and ".join(f"N × {decay:g}" + (f" = {n_data * decay:g}" if n_data else "") for decay in decays)
-    yield Finding(
-        "implied-prior",
-        "note",
-        f"the weight decay implies a prior precision δ of {described}"
-        + ("; where that is 0 a posterior takes δ = 1 unless prior_precision is given" if decays[0] == 0.0 else ""),
-        data={"weight_decay": decays, "prior_precision": [n_data * d for d in decays] if n_data else None},
-    )
+    text = f"the weight decay implies a prior precision δ of {described}"
+    if decays[0] == 0.0:
+        text += "; where that is 0 a posterior takes δ = 1 unless prior_precision is given"
+    yield Finding("implied-prior", "note", text)
 
 
 def _low_precision(match: Match) -> Iterator[Finding]:
@@ -275,7 +266,7 @@ def _low_precision(match: Match) -> Iterator[Finding]:
             f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for "
             "β₂: an average that changes by less than its last digit stands still. Keep the state in float32"
         )
-        yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
+        yield Finding("low-precision-state", "warning", text, tuple(coarse))
 
 
 def _batch_norms(
@@ -289,7 +280,7 @@ def _batch_norms(
         )
         if biases:
             text += f"; a bias right before it ({_few(biases)}) has no gradient, so its second moment is rounding noise"
-        yield Finding("batch-norm", "note", text, biases, {"layers": list(widths)})
+        yield Finding("batch-norm", "note", text, biases)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -300,17 +291,7 @@ def _left_out(match: Match) -> Iterator[Finding]:
     if match.omitted:
         reasons = "; ".join(f"{count} parameters, {why}" for why, count in Counter(match.omitted.values()).items())
         text = f"not in the posterior: {reasons}"
-        yield Finding("left-out", "note", text, tuple(match.omitted), {"omitted": dict(match.omitted)})
+        yield Finding("left-out", "note", text, tuple(match.omitted))
     if match.foreign:
         text = f"the optimiser also trains {match.foreign} parameters that are not this model's"
-        yield Finding("foreign-parameters", "note", text, data={"count": match.foreign})
-
-
-def _reader_notes(match: Match) -> Iterator[Finding]:
-    for reader in {entry.reader.name: entry.reader for entry in match.entries}.values():
-        if reader.note:
-            yield Finding("optimizer", "note", f"{reader.name}: {reader.note}", data={"reader": reader.name})
-    betas = {beta for entry in match.entries if (beta := entry.reader.beta(entry.group)) is not None}
-    if len(betas) > 1:
-        text = f"β₂ differs between groups ({min(betas):g} to {max(betas):g}): their v average over different stretches"
-        yield Finding("mixed-memory", "note", text, data={"betas": sorted(betas)})
+        yield Finding("foreign-parameters", "note", text)

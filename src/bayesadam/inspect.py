@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bayesadam._checks import not_negative
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
 from bayesadam.gaussian.settings import PrecisionRule
 from bayesadam.gaussian.weights import GaussianWeights, is_saved
-from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions, read_alike, read_checkpoint
+from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
 from bayesadam.readers.curvature import PIECE
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class ParameterReport:
         dead: how many of the weights have v = 0.
         below: how many lie below the threshold; None without a threshold.
         histogram: counts of log₁₀ |μ|/σ, or of log₁₀ σ, in `BINS` bins over `LOG_RANGE`; without 0 and infinity.
-        snr_q05, snr_q50, snr_q95: quantiles of |μ|/σ, NaN where it is not known.
-        std_q05, std_q50, std_q95: quantiles of σ where |μ|/σ is not known, else NaN.
+        quantiles: 5, 50 and 95 % of |μ|/σ, or of σ.
     """
 
     name: str
@@ -48,18 +48,7 @@ class ParameterReport:
     dead: int
     below: int | None
     histogram: tuple[int, ...]
-    snr_q05: float = math.nan
-    snr_q50: float = math.nan
-    snr_q95: float = math.nan
-    std_q05: float = math.nan
-    std_q50: float = math.nan
-    std_q95: float = math.nan
-
-    @property
-    def quantiles(self) -> tuple[float, float, float]:
-        """Those that are known."""
-        ratios, deviations = (self.snr_q05, self.snr_q50, self.snr_q95), (self.std_q05, self.std_q50, self.std_q95)
-        return ratios if math.isnan(self.std_q50) else deviations
+    quantiles: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -68,27 +57,25 @@ class Inspection:
 
     Attributes:
         optimizer: the reader that read the state; `"adam or adamw"` where the file does not say which.
-        read_alike: optimisers that are read in the very same way.
         n_data: N, or None where it is not known: the numbers are then those of N = 1.
         threshold: the signal-to-noise ratio below which weights are counted; None where they are not.
         omitted: tensors without a state, with the reason.
         why: how the file was read, a sentence each.
-        rule: what σ is, where the file is a saved posterior, whose own N, δ and structure count.
+        rule: what |μ|/σ or σ is, in words.
         has_weights: whether the file has the weights; without them σ stands for |μ|/σ.
     """
 
     source: str
     format: str
     optimizer: str
-    read_alike: tuple[str, ...]
     n_data: float | None
     threshold: float | None
     parameters: tuple[ParameterReport, ...]
     omitted: Mapping[str, str]
     diagnosis: Diagnosis
     why: tuple[str, ...]
-    rule: str = ""
-    has_weights: bool = True
+    rule: str
+    has_weights: bool
 
     @property
     def quantity(self) -> str:
@@ -111,31 +98,19 @@ class Inspection:
         return None if self.threshold is None else sum(row.below or 0 for row in self.parameters)
 
     @property
-    def scale_note(self) -> str:
-        """What the numbers mean as N is known or not."""
-        if self.rule:
-            return self.rule
-        if self.n_data is not None:
-            return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {self.n_data:g}."
-        return (
-            "|μ|/σ = |θ| v̂^¼, which is N = 1: the number of examples is not known. Every |μ|/σ grows as √N, so only "
-            "the order of the weights means something; give n_data (--n-data) for more."
-        )
-
-    @property
     def legend(self) -> str:
-        """What the columns of the table are."""
+        """What the columns of the table are, and what the numbers mean as N is known or not."""
         meaning = "the size of a weight in units of its uncertainty" if self.has_weights else "a weight's uncertainty"
-        text = (
-            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).\n"
-            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights, {meaning}."
-        )
-        if self.threshold is None:
-            return text
-        return (
-            f"{text}\n< {self.threshold:g}: the share of weights with |μ|/σ below that; below 1 the noise is larger "
-            "than the weight, and pruning by signal-to-noise ratio removes the smallest first."
-        )
+        lines = [
+            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
+            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights, {meaning}.",
+        ]
+        if self.threshold is not None:
+            lines.append(
+                f"< {self.threshold:g}: the share of weights with |μ|/σ below that; below 1 the noise is larger "
+                "than the weight, and pruning by signal-to-noise ratio removes the smallest first."
+            )
+        return "\n".join([*lines, self.rule])
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table as text, its heading first and its total last."""
@@ -151,12 +126,11 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; the histograms are left out."""
-        own = ("source", "format", "optimizer", "read_alike", "n_data", "threshold", "weights", "dead", "below", "why")
-        unknown = "std_q" if self.has_weights else "snr_q"
-        rows = {row.name: {k: v for k, v in vars(row).items() if not k.startswith(unknown)} for row in self.parameters}
+        own = ("source", "format", "optimizer", "n_data", "threshold", "weights", "dead", "below", "why", "quantity")
+        shown = ("shape", "weights", "dead", "below", "quantiles")
         return {
-            **{key: getattr(self, key) for key in (*own, "has_weights")},
-            "parameters": {n: {k: row[k] for k in row if k not in ("name", "histogram")} for n, row in rows.items()},
+            **{key: getattr(self, key) for key in own},
+            "parameters": {row.name: {key: getattr(row, key) for key in shown} for row in self.parameters},
             "omitted": dict(self.omitted),
             "doctor": self.diagnosis.to_dict(),
         }
@@ -165,7 +139,7 @@ class Inspection:
         table = self.rows()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
-        return "\n".join([str(self.diagnosis), "", *lines, "", self.legend, self.scale_note])
+        return "\n".join([str(self.diagnosis), "", *lines, "", self.legend])
 
 
 def inspect_checkpoint(
@@ -173,7 +147,6 @@ def inspect_checkpoint(
     *,
     n_data: float | None = None,
     snr: float | None = None,
-    seed: int = 0,
     track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> Inspection:
@@ -187,17 +160,16 @@ def inspect_checkpoint(
         source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         snr: weights below this are counted; None is 1 where N is known, and no count where it is not.
-        seed: of the sample that the quantiles of very large tensors come from.
         track: iterates over the parameters and may show its progress.
         **options: how the file is read, see `CheckpointOptions`.
     """
-    if snr is not None and not (math.isfinite(snr) and snr >= 0):
-        raise SettingError(f"snr must be finite and at least 0, got {snr!r}")
+    if snr is not None:
+        not_negative("snr", snr)
     gaussian, known = _opened(source, n_data, options)
     opened = gaussian.source
     match = None if opened is None else opened.match
     threshold = (snr if snr is not None or known is None else 1.0) if gaussian.has_weights else None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shown = track or (lambda items, description: items)
     walk = iter(examine(gaussian, match))
     examined, reports = [], []
@@ -214,14 +186,13 @@ def inspect_checkpoint(
         source=type(getattr(gaussian, "model", gaussian)).__name__ if opened is None else str(opened.path),
         format="posterior" if opened is None else opened.format,
         optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
-        read_alike=read_alike(reader) if reader else (),
         n_data=known,
         threshold=threshold,
         parameters=tuple(reports),
         omitted=gaussian.omitted,
         diagnosis=diagnose(gaussian, examined, match, n_data=known),
         why=() if opened is None else opened.why,
-        rule="" if match is not None else _rule(gaussian),
+        rule=_rule(gaussian, known if match else None, match is not None),
         has_weights=gaussian.has_weights,
     )
 
@@ -264,18 +235,18 @@ def _opened(
     return GaussianWeights.open(checkpoint, given, prior_precision=0.0, **options), known
 
 
-def _rule(gaussian: GaussianWeights) -> str:
-    """What σ is in a posterior, in a sentence or two."""
-    settings, prior = gaussian.settings, list(gaussian.prior_precision.values())
-    numbers = [delta for delta in prior if not isinstance(delta, Tensor)]
-    ends = dict.fromkeys((min(numbers, default=0), max(numbers, default=0)))
-    delta = " to ".join(f"{each:g}" for each in ends) if len(numbers) == len(prior) else "one for each weight"
-    parts = [f"N = {settings.n_data:g}", f"δ = {delta}"]
-    parts += [f"s = {settings.scale:g} by calibration"] if settings.scale != 1 else []
-    power = "½" if settings.power == 0.5 else f"{settings.power:g}"
-    is_own = gaussian.structure.independent
-    of = "the posterior's own: 1/σ²" if is_own else f"the marginal one of the {gaussian.structure.kind} posterior, Λ"
-    text = f"σ is {of} = {settings.weight:g} v̂^{power} + δ, with {', '.join(parts)}."
+def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -> str:
+    """What |μ|/σ is in a checkpoint, or σ in a posterior, in a sentence or two."""
+    if is_checkpoint and known is not None:
+        return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {known:g}."
+    if is_checkpoint:
+        return (
+            "|μ|/σ = |θ| v̂^¼, which is N = 1: the number of examples is not known. Every |μ|/σ grows as √N, so only "
+            "the order of the weights means something; give n_data (--n-data) for more."
+        )
+    settings, kind = gaussian.settings, gaussian.structure.kind
+    text = f"σ is that of the {kind} posterior, with N = {settings.n_data:g}, 1/σ² = {settings.weight:g} v̂^p + δ, "
+    text += f"p = {settings.power:g}, and its own δ."
     if gaussian.has_weights:
         return text
     return (
@@ -290,38 +261,30 @@ def _chunks(part: GaussianWeights, name: str) -> Iterator[Tensor]:
         std = part.stddev[name]
         yield (part.mean[name].abs() / std if part.has_weights else std).flatten()
         return
+    theta, v = part.mode[name].reshape(-1), part.structure.second_moment[name].reshape(-1)
     delta = part.prior_precision[name]
-    flat = {"theta": part.mode[name].reshape(-1), "v": part.structure.second_moment[name].reshape(-1)}
-    flat |= {"delta": delta.reshape(-1)} if isinstance(delta, Tensor) else {}
-    for start in range(0, max(len(flat["v"]), 1), PIECE):
-        here = {key: tensor[start : start + PIECE] for key, tensor in flat.items()}
-        rule = PrecisionRule.of(part.settings, here.get("delta", delta))
-        root = rule.precision(here["v"]).sqrt_()
-        yield rule.mean(here["theta"], here["v"]).abs().mul_(root) if part.has_weights else root.reciprocal_()
+    for start in range(0, max(len(v), 1), PIECE):
+        here = slice(start, start + PIECE)
+        rule = PrecisionRule.of(part.settings, delta.reshape(-1)[here] if isinstance(delta, Tensor) else delta)
+        root = rule.precision(v[here]).sqrt_()
+        yield rule.mean(theta[here], v[here]).abs().mul_(root) if part.has_weights else root.reciprocal_()
 
 
 @torch.no_grad()
 def _report(result: Examined, threshold: float | None, generator: torch.Generator) -> ParameterReport:
     part, name, total = result.part, result.name, result.numel
     assert part is not None
-    large = total > _SAMPLE
-    chosen = torch.randint(total, (_SAMPLE,), generator=generator).sort().values if large else torch.zeros(0)
-    below = first = 0
-    counts = torch.zeros(BINS, dtype=torch.int64)
-    sampled = []
+    below, sampled, counts = 0, [], torch.zeros(BINS, dtype=torch.int64)
     for values in (chunk.cpu() for chunk in _chunks(part, name)):
         below += 0 if threshold is None else int((values < threshold).sum())
         logs = values[(values > 0) & torch.isfinite(values)].log10_()
         counts += torch.histc(logs.clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
-        last = first + values.numel()
-        here = slice(*torch.searchsorted(chosen, torch.tensor([first, last])).tolist())
-        sampled.append(values[chosen[here] - first] if large else values)
-        first = last
-    known = "snr" if part.has_weights else "std"
-    levels = zip(("q05", "q50", "q95"), quantiles(torch.cat(sampled), _LEVELS), strict=True)
-    found: Any = {f"{known}_{level}": value for level, value in levels}
-    found |= {"below": None if threshold is None else below, "histogram": tuple(counts.tolist())}
-    return ParameterReport(name, tuple(part.shapes[name]), total, result.zeros, **found)
+        if total > _SAMPLE:
+            values = values[torch.randint(len(values), (-(-len(values) * _SAMPLE // total),), generator=generator)]
+        sampled.append(values)
+    low, median, high = quantiles(torch.cat(sampled), _LEVELS)
+    counted, shape = None if threshold is None else below, tuple(part.shapes[name])
+    return ParameterReport(name, shape, total, result.zeros, counted, tuple(counts.tolist()), (low, median, high))
 
 
 def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
@@ -336,14 +299,4 @@ def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
 
 
 def _share(count: int, total: int) -> str:
-    """A percentage that says 0 or 100 only where it is.
-
-    >>> _share(0, 10), _share(1, 3000), _share(2, 3)
-    ('0 %', '<0.1 %', '66.7 %')
-    """
-    if not total or count in (0, total):
-        return "100 %" if count else "0 %"
-    share = 100 * count / total
-    if share < 0.1:
-        return "<0.1 %"
-    return ">99.9 %" if share > 99.9 else f"{share:.1f} %"
+    return f"{100 * count / max(total, 1):.1f} %"

@@ -69,9 +69,8 @@ def scaling_of_folder(path: Path) -> Scaling:
     file = (path if path.is_dir() else path.parent) / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        general = config.get("lora_alpha")
-        patterns = {key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        general, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    except (ValueError, AttributeError) as error:
         raise FileError(f"{file} is not the configuration of an adapter ({error}): copy it again") from None
 
     def scaling(prefix: str, adapter: str | None, rank: int) -> float | None:
@@ -84,17 +83,17 @@ def scaling_of_folder(path: Path) -> Scaling:
 
 
 class Adapter(NamedTuple):
-    """B (out, rank), A (rank, in), the second moments of their gradients, and s."""
+    """B (out, rank), A (rank, in), the second moments of their gradients, and s; s = 1 stands for one not known."""
 
     up: Tensor
     down: Tensor
     up_moment: Tensor
     down_moment: Tensor
-    scale: float
+    scale: float | None
 
     def change(self) -> Tensor:
         """ΔW = s B A."""
-        return self.scale * (self.up @ self.down)
+        return (self.scale or 1.0) * (self.up @ self.down)
 
     def curvature(self) -> Tensor:
         """E[G²] of ΔW as rank one, r_i c_j, from the second moments of both factors.
@@ -109,14 +108,14 @@ class Adapter(NamedTuple):
         """
         rows, columns = self.up_moment.sum(dim=1), self.down_moment.sum(dim=0)
         by_up, by_down = (columns * self.down.square()).sum(), (rows[:, None] * self.up.square()).sum()
-        scale = self.scale**2 * (by_up * by_down).sqrt()
+        scale = (self.scale or 1.0) ** 2 * (by_up * by_down).sqrt()
         product = torch.outer(rows, columns)
         return product / scale if bool(scale > 0) else torch.zeros_like(product)
 
     def nearest(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """B and A of this rank and scale with s B A nearest to ΔW, the singular values split evenly between them."""
         rank = len(self.down)
-        left, values, right = torch.linalg.svd(change / self.scale, full_matrices=False)
+        left, values, right = torch.linalg.svd(change / (self.scale or 1.0), full_matrices=False)
         root = values[:rank].sqrt()
         up, down = left[:, :rank] * root, root[:, None] * right[:rank]
         missing = rank - up.shape[1]
@@ -167,7 +166,7 @@ class LoraPrior(CovariantPrior):
         pairs = [pair for pair in pairs_in(weights) if pair.down in mode or pair.up in mode]
         if not pairs:
             raise MatchError(
-                "LoraPrior found no adapter in the posterior, a lora_A with its lora_B: give prior_precision a number"
+                "LoraPrior found no lora_A with its lora_B in the posterior: give prior_precision a number"
             )
         scaling = scaling_of_model(model)
         found: dict[str, Precision] = dict.fromkeys(mode, self.precision)
@@ -178,9 +177,7 @@ class LoraPrior(CovariantPrior):
                 raise MatchError(f"{pair.up!r} and {pair.down!r} of shapes {shapes} are not the factors of a product")
             scale = self.scaling or scaling(pair.prefix, pair.adapter, len(down))
             if scale is None:
-                raise SettingError(
-                    f"the scaling of the product of {pair.prefix!r} is not known: LoraPrior(scaling=...)"
-                )
+                raise SettingError(f"s of {pair.prefix!r} is not known: LoraPrior(scaling=...)")
             for name, delta in zip((pair.up, pair.down), _precisions(up, down, pair), strict=True):
                 if name in mode:
                     delta = (self.precision * scale**2 * delta).to(mode[name].dtype)
@@ -194,10 +191,7 @@ def _precisions(up: Tensor, down: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
     columns = up.double().square().transpose(0, 1).flatten(1).sum(dim=1)
     least = _LEAST * (rows * columns).mean()
     if not bool(least > 0):
-        raise SettingError(
-            f"{pair.up!r} or {pair.down!r} is 0, as B is before training: there is no product for a LoraPrior to be "
-            "on. Train the adapter, load its weights, or leave it out"
-        )
+        raise SettingError(f"{pair.up!r} or {pair.down!r} is 0, as B is before training")
 
     def floored(own: Tensor, other: Tensor) -> Tensor:
         # 1 where both are 0 and nothing depends on it.

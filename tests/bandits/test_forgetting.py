@@ -8,8 +8,8 @@ import torch
 
 from bayesadam.bandits import Agent, agent_settings, make_agent
 from bayesadam.bandits.agents import entry
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.linear import NeuralLinear, with_constant
+from bayesadam.bandits.learner import Buffer, with_constant
+from bayesadam.bandits.linear import NeuralLinear
 from bayesadam.bandits.networks import Greedy
 from bayesadam.engine.network import member
 from bayesadam.engine.streams import Streams
@@ -117,7 +117,7 @@ def test_linear_ends_with_the_prior_of_an_arm_that_is_never_seen_again():
     rows = np.random.default_rng(0).normal(size=(70, 3))
     agent.update(rows[:10], np.zeros(10, int), np.ones(10))
     agent.update(rows[10:], np.ones(60, int), np.ones(60))
-    found = agent._store.actor.linear_posterior()
+    found = agent._actor.linear_posterior()
     assert_close(found.mean[0, 0, 0], np.zeros(4), atol=1e-12)
     assert_close(found.covariance[0, 0], 4 * np.eye(4))
     assert float(found.shape[0, 0]) == approx(6)
@@ -200,5 +200,5 @@ def test_a_saved_agent_forgets_as_before(tmp_path):
     for one in (agent, again):
         one.update(rows[25:], np.arange(15) % 2, rows[25:, 0])
     assert again.settings.forget == 11.0
-    for name, tensor in agent._store.trainer.state().items():
-        assert torch.equal(tensor, again._store.trainer.state()[name]), name
+    for name, tensor in agent._trainer.state().items():
+        assert torch.equal(tensor, again._trainer.state()[name]), name

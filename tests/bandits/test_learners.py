@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bayesadam.bandits.agents import AGENTS, agent_settings, entry
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
+from bayesadam.bandits.learner import Buffer, with_constant
+from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics
 from bayesadam.bandits.networks import (
     Badam,
     BadamSettings,
@@ -73,7 +73,7 @@ def test_the_gradient_is_autograds(activation, extra):
         learner = Greedy(GreedySettings(**own), buffer, 4, [1, 2])
     learner.observe(slice(0, 40))
     rows = Streams(learner.owners, "rows", CPU).rows(40, 16)
-    masks = [Streams(learner.owners, "m", CPU).masks(0.3, 16, width) for width in (6, 5)]
+    masks = [(Streams(learner.owners, "m", CPU).uniform(16, width) > 0.3) / 0.7 for width in (6, 5)]
     masks = masks if extra == "dropout" else None
     x, slope = learner._batch(rows)
     found = StackedGradient(learner.network, learner.stack.weights)(x, slope, masks=masks)
@@ -215,7 +215,7 @@ def test_dropout_in_training_alone_for_those_who_choose_without():
     optimizer = torch.optim.Adam([leaf], lr=0.05)
     noise = Streams([3, 4], "training", CPU)
     for x, arms, targets in follow(learner, 4):
-        drawn = noise.masks(0.4, 16 * 11)
+        drawn = (noise.uniform(16 * 11) >= 0.4) / 0.6
         masks = drawn[:, : 16 * 6].view(2, 16, 6), drawn[:, 16 * 6 :].view(2, 16, 5)
         leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets, masks)
         optimizer.step()
@@ -309,7 +309,7 @@ def test_badam_before_any_training_is_the_prior():
 def test_dropout_draws_a_mask_a_row():
     learner = MCDropout(GreedySettings(**SMALL, dropout=0.4), filled(), 4, [3, 4])
     found = learner.scores(torch.ones(2, 4000, 3))
-    masks = Streams([3, 4], "posterior", CPU).masks(0.4, 4000 * 11)
+    masks = (Streams([3, 4], "posterior", CPU).uniform(4000 * 11) >= 0.4) / 0.6
     assert masks.unique().tolist() == approx([0, 1 / 0.6])
     assert (masks == 0).float().mean() == approx(0.4, abs=0.01)
     first = masks[:, : 4000 * 6].view(2, 4000, 6), masks[:, 4000 * 6 :].view(2, 4000, 5)
@@ -436,7 +436,6 @@ def test_a_runs_numbers_do_not_depend_on_its_neighbours_and_resume_after_a_resto
         lambda s: s.normal(3, 2),
         lambda s: s.uniform(5),
         lambda s: s.rows(9, 4),
-        lambda s: s.masks(0.2, 7),
         lambda s: s.gamma(torch.full((3, 2), 6.5)),
     )
     first = [draw(many) for draw in draws]
@@ -519,7 +518,6 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
         ("vadam", {"epsilon": 2}, "epsilon must be between 0 and 1"),
         ("linear", {"forget": 0}, "forget must be positive and finite, or None, got 0"),
         ("badam", {"form": "mode"}, "form must be 'likelihood' or 'map', got 'mode'"),
-        ("vadam", {"activation": "step"}, "activation must be one of relu"),
         ("vadam", {"betas": (0.9, 1.0)}, "betas"),
         ("vadam", {"clip": 0.0}, "clip"),
         ("greedy", {"l2": math.nan}, "l2"),

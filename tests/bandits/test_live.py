@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import bayesadam as ba
-from bayesadam.bandits import AGENTS, Agent, Prior, agent_settings, make_agent, read_log, replay, store
+from bayesadam.bandits import AGENTS, Agent, Decision, Prior, agent_settings, make_agent, read_log, replay
 from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, MatchError, SettingError
 from floats import approx, assert_close
@@ -48,13 +48,13 @@ def play(agent: Agent, rows: np.ndarray) -> list[int]:
 
 def state_of(agent: Agent) -> dict[str, torch.Tensor]:
     seen = {
-        "arms": agent._store.buffer.arms[:, : agent._store.buffer.count],
-        "rewards": agent._store.buffer.rewards.clone(),
+        "arms": agent._buffer.arms[:, : agent._buffer.count],
+        "rewards": agent._buffer.rewards.clone(),
     }
     return (
         seen
-        | {f"t{k}": v for k, v in agent._store.trainer.state().items()}
-        | {f"a{k}": v for k, v in agent._store.actor.state().items()}
+        | {f"t{k}": v for k, v in agent._trainer.state().items()}
+        | {f"a{k}": v for k, v in agent._actor.state().items()}
     )
 
 
@@ -171,10 +171,10 @@ def test_more_room_changes_nothing(name, monkeypatch):
     rows = contexts(50)
     roomy = make_agent(name, 3, 2, seed=5, **SMALL)
     expected = play(roomy, rows)
-    monkeypatch.setattr(store, "_FIRST_ROOM", 4)
+    monkeypatch.setattr("bayesadam.bandits.agent._FIRST_ROOM", 4)
     tight = make_agent(name, 3, 2, seed=5, **SMALL)
     assert play(tight, rows) == expected
-    assert tight._store.buffer.contexts.shape[1] == 64
+    assert tight._buffer.contexts.shape[1] == 64
 
 
 @pytest.mark.parametrize("name", ["vadam", "ivon"])
@@ -182,7 +182,7 @@ def test_a_new_arm_starts_as_uncertain_as_the_settings_say(name):
     agent = make_agent(name, 3, 2, seed=2, **SMALL)
     play(agent, contexts(40))
     agent.add_arm()
-    variance = unflatten(agent._store.trainer.network, agent._store.trainer.gaussian().variance)["layer1.bias"][0]
+    variance = unflatten(agent._trainer.network, agent._trainer.gaussian().variance)["layer1.bias"][0]
     assert float(variance[2]) == approx(agent.settings.initial_std**2, rel=1e-3)
 
 
@@ -192,10 +192,10 @@ def test_a_new_arm_leaves_what_is_known_of_the_others(name):
     play(agent, contexts(40))
     x = torch.randn(1, 4, 3)
     if name == "greedy":
-        before = agent._store.actor.scores(x)
+        before = agent._actor.scores(x)
     assert agent.add_arm() == 2
     if name == "greedy":
-        assert_close(agent._store.actor.scores(x)[..., :2], before)
+        assert_close(agent._actor.scores(x)[..., :2], before)
     tried = [agent.act(row) for row in contexts(agent.settings.initial_pulls)]
     assert tried == [2] * agent.settings.initial_pulls
     play(agent, contexts(20, 3))
@@ -263,7 +263,7 @@ def test_float64_contexts_and_lists_are_taken():
     agent = make_agent("greedy", 3, 2, **SMALL)
     agent.update(contexts(7).astype(np.float64), np.zeros(7, np.int32), np.ones(7))
     agent.update([0.1, 0.2, 0.3], 1, 1)
-    assert agent._store.buffer.count == 8
+    assert agent._buffer.count == 8
 
 
 @pytest.mark.parametrize("change", [{"n_features": 0}, {"n_arms": True}, {"name": "luck"}, {"magic": 3}], ids=str)
@@ -273,44 +273,30 @@ def test_bad_settings_are_named(change):
         make_agent(given.pop("name"), **given)
 
 
-def test_counts_without_a_name_are_told_of_the_name():
-    with pytest.raises(SettingError, match=r"name first, got 3: make_agent\('hybrid', n_features=\.\.\., n_arms="):
-        make_agent(3, 2)
+def test_counts_are_whole_numbers():
     with pytest.raises(SettingError, match=r"n_arms must be .*, got 0: make_agent\('linear', n_features=5, n_arms=3\)"):
         make_agent("linear", 2)
     assert make_agent("linear", np.int64(2), np.int64(3)).n_arms == 3
-
-
-def test_a_reward_outside_its_range_is_learnt_with_one_warning():
-    agent = make_agent("hybrid", 3, 2, reward_range=(0.1, 1), hidden=(4,))
-    agent.update(np.zeros(3), 0, 0.1)
-    with pytest.warns(
-        ba.errors.BayesAdamWarning, match=r"a reward of 5 lies outside reward_range=\(0\.1, 1\)"
-    ) as caught:
-        agent.update(np.zeros((2, 3)), [0, 1], [0.5, 5.0])
-    assert caught[0].filename == __file__
-    agent.update(np.zeros(3), 0, 7.0)
-    assert agent._store.buffer.rewards[0, :4].tolist() == approx([0.1, 0.5, 5.0, 7.0])
 
 
 @pytest.mark.parametrize("reward", [True, np.array([True]), torch.tensor(True)], ids=str)
 def test_booleans_are_learnt_as_numbers(reward):
     agent = make_agent("linear", 3, 2)
     agent.update(np.zeros(3), 0, reward)
-    assert agent._store.buffer.rewards[0, 0] == 1
+    assert agent._buffer.rewards[0, 0] == 1
 
 
 def test_tensors_with_a_gradient_are_taken():
     agent = make_agent("linear", 3, 2)
     agent.update(torch.zeros(3, requires_grad=True), 0, torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True))
-    assert agent._store.buffer.rewards[0, 0] == 0.5
+    assert agent._buffer.rewards[0, 0] == 0.5
 
 
 def test_acting_does_not_wait_for_training(monkeypatch):
     agent = make_agent("badam", 3, 2, **SMALL)
     play(agent, contexts(10))
     begun, acted, trained = threading.Event(), threading.Event(), threading.Event()
-    train = agent._store.trainer.train
+    train = agent._trainer.train
 
     def held() -> None:
         begun.set()
@@ -318,7 +304,7 @@ def test_acting_does_not_wait_for_training(monkeypatch):
         train()
         trained.set()
 
-    monkeypatch.setattr(agent._store.trainer, "train", held)
+    monkeypatch.setattr(agent._trainer, "train", held)
     learning = threading.Thread(target=agent.update, args=(contexts(5), [0] * 5, [1.0] * 5))
     learning.start()
     assert begun.wait(PATIENCE)
@@ -353,7 +339,7 @@ def test_many_threads_act_while_one_learns():
     assert not failures
 
 
-@pytest.mark.parametrize("bad", ["zzz", None, 7.5, [1], -1, 99, False])
+@pytest.mark.parametrize("bad", ["zzz", None, 7.5, [1], -1, 99, False, Decision(0, 0, 1.0)])
 def test_a_decision_that_was_never_made_has_no_reward(bad):
     agent = make_agent("linear", 3, 3)
     decision = agent.decide(np.zeros(3))
@@ -362,8 +348,6 @@ def test_a_decision_that_was_never_made_has_no_reward(bad):
             MatchError, match="was never made: give the `id` of what decide returned; 1 wait for a reward"
         ):
             told(bad)
-        with pytest.raises(MatchError, match="a decision is known by its id: give 0, the `id` of Decision"):
-            told(decision)
     agent.reward(np.int64(decision.id), 1.0)
     with pytest.raises(MatchError, match=r"decision 0 was rewarded or forgotten before: see agent\.pending"):
         agent.reward(decision.id, 1.0)

@@ -55,7 +55,7 @@ def of_kind(path: os.PathLike[str], kind: str) -> list[dict[str, object]]:
 
 
 def learnt(agent: Agent) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in agent._store.trainer.state().items() if not name.startswith("stream")}
+    return {name: t.clone() for name, t in agent._trainer.state().items() if not name.startswith("stream")}
 
 
 def assert_alike(one: Agent, other: Agent) -> None:
@@ -66,11 +66,11 @@ def assert_alike(one: Agent, other: Agent) -> None:
         other._standing.pulls,
         other._standing.removed,
     )
-    assert (one.n_arms, one._store.since_training) == (other.n_arms, other._store.since_training)
-    count = one._store.buffer.count
-    assert count == other._store.buffer.count
+    assert (one.n_arms, one._since_training) == (other.n_arms, other._since_training)
+    count = one._buffer.count
+    assert count == other._buffer.count
     for of in ("contexts", "arms", "rewards"):
-        assert torch.equal(getattr(one._store.buffer, of)[:, :count], getattr(other._store.buffer, of)[:, :count])
+        assert torch.equal(getattr(one._buffer, of)[:, :count], getattr(other._buffer, of)[:, :count])
     for decision, (context, arm) in one._standing.waiting.items():
         there, its = other._standing.waiting[decision]
         assert arm == its
@@ -146,7 +146,6 @@ def test_the_arrays_are_what_happened(tmp_path):
     expected[[5, 2, 7, 12]] = 0.5, 0.2, 0.7, 2.5
     assert_close(found.rewards, expected, rtol=1e-6)
     np.testing.assert_array_equal(found.tried, [True] * 3 + [False] * 10)
-    np.testing.assert_array_equal(np.flatnonzero(found.forgotten), [3])
     np.testing.assert_array_equal(found.allowed[3], [True, False, True, False])
     np.testing.assert_array_equal(found.allowed[4], [True, True, True, False])
     assert not found.allowed[12].any()
@@ -238,18 +237,8 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
         assert replay(path).pending == (0, 1)
 
 
-def test_a_log_with_half_a_first_line_is_begun_anew(tmp_path):
+def test_an_empty_file_is_a_new_log(tmp_path):
     path = tmp_path / "log.jsonl"
-    new().log(path)
-    text = path.read_bytes()
-    for end in (1, 10, 40, len(text) - 1):
-        path.write_bytes(text[:end])
-        agent = new()
-        with pytest.warns(ba.errors.BayesAdamWarning, match="half of a first line"):
-            agent.log(path)
-        agent.decide(ROWS[0])
-        agent.log(None)
-        assert len(read_log(path)) == 1
     path.write_bytes(b"")
     new().log(path)
     assert len(read_log(path)) == 0
@@ -424,9 +413,9 @@ def test_replay_warm_starts_another_kind_of_agent(tmp_path):
     play(agent, ROWS[:40])
     other = replay(path, new("badam", prior_variance=0.1))
     assert other.name == "badam"
-    assert other._store.buffer.count == agent._store.buffer.count
+    assert other._buffer.count == agent._buffer.count
     assert other.pending == agent.pending
-    assert other._store.trainer.stack.done > 0
+    assert other._trainer.stack.done > 0
     other.log(tmp_path / "other.jsonl")
     assert other.decide(ROWS[0]).id == 40
     waits = agent.pending[0]
@@ -496,11 +485,11 @@ def test_ids_continue_from_the_larger_of_the_agent_s_and_the_log_s(tmp_path):
     fresh = new()
     fresh.log(path)
     # It has learnt nothing, but what waits in the log can be rewarded.
-    assert fresh._store.buffer.count == 0
+    assert fresh._buffer.count == 0
     assert fresh.pending == first.pending
     assert fresh.decide(ROWS[10]).id == 10
     fresh.reward(fresh.pending[0], 1.0)
-    assert fresh._store.buffer.count == 1
+    assert fresh._buffer.count == 1
     fresh.log(None)
     older = new()
     for row in ROWS[:30]:
@@ -579,12 +568,11 @@ def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
     with pytest.raises(MatchError, match="99 was never made"):
         agent.forget(99)
     assert agent.pending == replay(path).pending == (kept.id,)
-    assert agent._store.buffer.count == 0
+    assert agent._buffer.count == 0
     with pytest.raises(MatchError, match="was rewarded or forgotten before"):
         agent.reward(given_up.id, 1.0)
     found = read_log(path)
     assert np.isnan(found.rewards).all()
-    np.testing.assert_array_equal(found.forgotten, [False, True])
     assert len(of_kind(path, "forget")) == 1
 
 
@@ -618,19 +606,19 @@ def test_logs_of_other_systems():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"contexts": np.zeros(2)}, r"contexts must be \(n, features\) with n = 2 as of arms, got shape \(2,\)"),
+        ({"contexts": np.zeros(2)}, r"contexts must be \(n, features\), .*, got \(2,\)"),
         ({"arms": [0, 1, 1]}, "contexts must be"),
         ({"arms": [0.5, 1.0]}, "arms must be"),
         ({"arms": [-1, 0]}, "arms must be"),
         ({"arms": [[0, 1]]}, "arms must be"),
-        ({"probabilities": [0.5]}, r"probabilities must be \(n,\)"),
+        ({"probabilities": [0.5]}, r"probabilities and rewards must be \(2,\), got \(1,\)"),
         ({"probabilities": [0.0, 1.0]}, "probabilities must be above 0 and at most 1, and those of row 0 are not"),
         ({"probabilities": [1.0, np.nan]}, "row 1"),
         ({"rewards": [np.inf, 1.0]}, "rewards must be finite, or NaN where none came"),
         ({"contexts": [[0.0], [np.nan]]}, "contexts must be finite, and those of row 1 are not"),
         ({"n_arms": 1}, "arms must be among those allowed, and those of row 1 are not"),
         ({"allowed": [[False, True], [True, True]]}, "arms must be among those allowed, and those of row 0"),
-        ({"allowed": [True, True]}, r"allowed must be \(n, arms\)"),
+        ({"allowed": [True, True]}, r"allowed \(n, arms\), got \(2, 3\) and \(2,\)"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change, message):
@@ -717,4 +705,4 @@ def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
     # At most what each of them was killed at was not yet reported.
     assert len(found) - len(decided) <= 20
     assert len(paid) - len(rewarded) <= 20
-    assert last._store.buffer.count == len(paid)
+    assert last._buffer.count == len(paid)

@@ -29,7 +29,7 @@ def trained(name: str, n_arms: int = 3, rounds: int = 30, **changes: object) -> 
 
 
 def state_of(agent: Agent) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in agent._store.actor.state().items()}
+    return {name: tensor.clone() for name, tensor in agent._actor.state().items()}
 
 
 # --- against closed forms -------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def state_of(agent: Agent) -> dict[str, torch.Tensor]:
 
 def test_linear_against_quadrature_over_the_students():
     agent = trained("linear")
-    posterior = agent._store.actor.linear_posterior()
+    posterior = agent._actor.linear_posterior()
     x = np.append(HERE.astype(np.float32).astype(np.float64), 1.0)
     scores = []
     for arm in range(3):
@@ -57,7 +57,7 @@ def test_linear_against_quadrature_over_the_students():
 @pytest.mark.parametrize("name", ["badam", "badam-map", "vadam", "bbb", "ivon"])
 def test_gaussian_weights_of_a_linear_network_against_the_normal_distribution(name):
     agent = trained(name, n_arms=2, hidden=(), **({"dropout": 0.0} if name.startswith("badam") else {}))
-    mean, variance = agent._store.actor.gaussian()
+    mean, variance = agent._actor.gaussian()
     # f = W x + b, with the weights of one arm after those of the other, then the biases.
     x = torch.tensor(HERE, dtype=torch.float32).double()
     (m, v) = ((part[0, :6].double().view(2, 3), part[0, 6:].double()) for part in (mean, variance))
@@ -75,7 +75,7 @@ def test_agents_with_finitely_many_scores_are_exact(epsilon):
     x = torch.from_numpy(rows.astype(np.float32)).unsqueeze(0)
     for name, members in (("greedy", 1), ("bootstrap", 4)):
         agent = trained(name, epsilon=epsilon, **({"members": members} if members > 1 else {}))
-        learner = agent._store.actor
+        learner = agent._actor
         found = agent.probabilities(rows, draws=1)
         every = forward(learner.network, learner.params, x.repeat(members, 1, 1))
         expected = np.full((20, 3), epsilon / 3)
@@ -94,7 +94,8 @@ def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
     n = 3000
     for arms in (None, (0, 2, 3)):
         chosen = agent.act(np.tile(HERE, (n, 1)), arms=arms)
-        found = agent.probabilities([HERE], arms=arms, draws=n)[0]
+        allowed = None if arms is None else np.isin(np.arange(4), arms)[None]
+        found = agent.probabilities([HERE], allowed=allowed, draws=n)[0]
         shares = np.bincount(chosen, minlength=4) / n
         assert found.sum() == approx(1)
         error = np.sqrt(2 * found * (1 - found) / n) + 1e-9
@@ -107,7 +108,7 @@ def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
 
 def decided(agent: Agent, draws: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Arms and probabilities of so many decisions, all at once."""
-    x, learner = torch.tensor(HERE, dtype=torch.float32).expand(1, n, 3), agent._store.actor
+    x, learner = torch.tensor(HERE, dtype=torch.float32).expand(1, n, 3), agent._actor
     drawn = learner.drawn(x)
     arms = learner.explored(drawn).argmax(dim=2)
     allowed, streams = torch.ones(agent.n_arms, dtype=torch.bool), Streams([8], "p")
@@ -192,7 +193,7 @@ def test_every_context_may_have_arms_of_its_own():
     agent = trained("linear", n_arms=4)
     rows = np.random.default_rng(0).normal(size=(3, 3))
     mask = np.array([[True, True, False, False], [False, False, True, False], [True, True, True, True]])
-    found = agent.probabilities(rows, arms=mask, draws=50)
+    found = agent.probabilities(rows, allowed=mask, draws=50)
     assert_close(found.sum(axis=1), 1)
     assert (found[~mask] == 0).all()
     np.testing.assert_array_equal(found[1], [0, 0, 1, 0])
@@ -219,8 +220,8 @@ def test_draws_must_be_a_positive_number(draws):
 
 def test_masks_are_checked():
     agent = trained("linear")
-    with pytest.raises(MatchError, match=r"shape \(1, 3\) and of booleans"):
-        agent.probabilities([HERE], arms=np.ones((1, 2), bool))
+    with pytest.raises(MatchError, match=r"shape \(1, 3\), with an arm"):
+        agent.probabilities([HERE], allowed=np.ones((1, 2), bool))
     agent.remove_arm(2)
-    with pytest.raises(SettingError, match=r"context 1 has no arm to choose from: there are \[0, 1\]"):
-        agent.probabilities([HERE, HERE], arms=np.array([[True, True, True], [False, False, True]]))
+    with pytest.raises(MatchError, match="an arm that is not removed for every context"):
+        agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [False, False, True]]))

@@ -10,7 +10,7 @@ import pytest
 from bayesadam.bandits import classification_problem, problem, problem_from_file, problems, reward_problem, wheel
 from bayesadam.bandits.problems import PROBLEMS
 from bayesadam.data import Table, data_set, find
-from bayesadam.errors import DataError, MatchError, MissingExtraError, MissingFileError, SettingError
+from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
 from floats import approx, assert_close, close
 
 X = np.array([[1.0, 5.0, 0.0], [3.0, 5.0, 1.0], [5.0, 5.0, 0.5], [7.0, 5.0, 9.0]])
@@ -229,9 +229,9 @@ def test_a_csv_file_as_a_problem(tmp_path):
     chosen = problem_from_file(path, label="clicked")
     assert (chosen.name, chosen.n_features, chosen.n_arms) == ("clicks", 4, 2)
     plain = problem_from_file(path, label="clicked", standardise=False).run(0)
-    # age, city is Bern, city is Oslo, flag; arms are no and yes.
+    # age, flag, city is Bern, city is Oslo; arms are no and yes.
     rows = {tuple(row): tuple(pay) for row, pay in zip(plain.contexts.tolist(), plain.rewards.tolist(), strict=True)}
-    assert rows == {(20, 0, 1, 1): (0, 1), (30, 1, 0, 0): (1, 0), (40, 0, 1, 1): (1, 0)}
+    assert rows == {(20, 1, 0, 1): (0, 1), (30, 0, 1, 0): (1, 0), (40, 1, 0, 1): (1, 0)}
     pays = problem_from_file(path, rewards=["age", "flag"], contexts=["city"], name="pays")
     assert (pays.name, pays.n_features, pays.n_arms) == ("pays", 2, 2)
 
@@ -240,9 +240,9 @@ def test_bad_files_are_refused(tmp_path):
     pytest.importorskip("pandas")
     path = tmp_path / "t.csv"
     path.write_text("a,b,y\n1,2,0\n3,,1\n")
-    with pytest.raises(DataError, match="no column 'c'; it has a, b, y"):
+    with pytest.raises(DataError, match=r"cannot read .*'c'"):
         problem_from_file(path, label="y", contexts=["a", "c"])
-    with pytest.raises(DataError, match="no column 'z'"):
+    with pytest.raises(DataError, match=r"cannot read .*'z'"):
         problem_from_file(path, label="z")
     with pytest.raises(DataError, match="column 'b' has no value in row 1"):
         problem_from_file(path, label="y")
@@ -250,29 +250,13 @@ def test_bad_files_are_refused(tmp_path):
         problem_from_file(path)
     with pytest.raises(MissingFileError, match="no file"):
         problem_from_file(tmp_path / "absent.csv", label="y")
-    (tmp_path / "t.txt").write_text("1")
-    with pytest.raises(DataError, match="neither"):
-        problem_from_file(tmp_path / "t.txt", label="y")
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(DataError, match="cannot read"):
         problem_from_file(tmp_path / "empty.csv", label="y")
     names = tmp_path / "names.csv"
     names.write_text("who,y\n" + "".join(f"n{i},{i % 2}\n" for i in range(300)))
-    with pytest.raises(DataError, match="300 different texts"):
+    with pytest.raises(DataError, match="too many different texts"):
         problem_from_file(names, label="y")
-
-
-def test_parquet_needs_its_package(tmp_path, monkeypatch):
-    pandas = pytest.importorskip("pandas")
-    path = tmp_path / "t.parquet"
-    try:
-        pandas.DataFrame({"a": [1.0, 2.0], "y": [0, 1]}).to_parquet(path)
-    except ImportError:
-        path.write_bytes(b"PAR1")
-        with pytest.raises(MissingExtraError, match="pyarrow"):
-            problem_from_file(path, label="y")
-        return
-    assert problem_from_file(path, label="y").n_arms == 2
 
 
 @pytest.fixture
@@ -299,14 +283,14 @@ def parquet(tmp_path):
 
 def test_a_parquet_file_as_a_problem(parquet):
     chosen = problem_from_file(parquet(), label="clicked", standardise=False)
-    assert (chosen.name, chosen.n_features, chosen.n_arms) == ("clicks", 6, 2)
+    assert (chosen.name, chosen.n_features, chosen.n_arms) == ("clicks", 7, 2)
     rounds = chosen.run(0)
-    # age, city is Bern, city is Oslo, flag, visits, known; arms are no and yes. No row is in Rome.
+    # age, flag, visits, known, city is Bern, Oslo, Rome; arms are no and yes.
     rows = {tuple(row): tuple(pay) for row, pay in zip(rounds.contexts.tolist(), rounds.rewards.tolist(), strict=True)}
     assert rows == {
-        (20, 0, 1, 1, 1, 0): (0, 1),
-        (30, 1, 0, 0, 5, 0): (1, 0),
-        (40, 0, 1, 1, 2, 1): (1, 0),
+        (20, 1, 1, 0, 0, 1, 0): (0, 1),
+        (30, 0, 5, 0, 1, 0, 0): (1, 0),
+        (40, 1, 2, 1, 0, 1, 0): (1, 0),
     }
     pays = problem_from_file(parquet(), rewards=["visits", "flag", "known"], contexts=["age"], standardise=False).run(0)
     rows = {tuple(row): tuple(pay) for row, pay in zip(pays.contexts.tolist(), pays.rewards.tolist(), strict=True)}
@@ -320,9 +304,9 @@ def test_labels_of_a_parquet_file_may_be_of_any_kind(label, parquet):
 
 def test_bad_parquet_files_are_refused(parquet):
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(DataError, match="no column 'colour'; it has age, city, flag"):
+    with pytest.raises(DataError, match=r"cannot read .*'colour'"):
         problem_from_file(parquet(), label="clicked", contexts=["age", "colour"])
-    with pytest.raises(DataError, match="no column 'paid'"):
+    with pytest.raises(DataError, match=r"cannot read .*'paid'"):
         problem_from_file(parquet(), rewards=["visits", "paid"])
     for column, values in (
         ("age", [1.0, float("nan"), 2.0]),

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from bayesadam.data import fetch, fetching, find, locate, verify
-from bayesadam.data.fetching import Copy, DataFile, DataSet
+from bayesadam.data.fetching import DataFile, DataSet
 from bayesadam.errors import DataError, SettingError
 from processes import PATIENCE, SOURCE, eventually, run_python
 
@@ -82,16 +82,14 @@ def digest(content: bytes) -> str:
 
 
 def record(*urls: str) -> DataSet:
-    published = Copy("tiny.csv", len(CONTENT), digest(CONTENT))
-    packed = Copy("tiny.csv.gz", len(PACKED), digest(PACKED))
-    return DataSet("tiny", "a test", "tables/tiny", (DataFile(published, packed, urls),), instead="wheel")
+    file = DataFile("tiny.csv", len(CONTENT), digest(CONTENT), urls)
+    return DataSet("tiny", "a test", "tables/tiny", (file,), instead="wheel")
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv("BAYESADAM_DATA", raising=False)
     monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetching, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(fetching, "TIMEOUT", PATIENCE)
     return tmp_path / "cache" / "tables" / "tiny"
 
@@ -219,47 +217,18 @@ def test_wrong_checksums_alone_leave_nothing_behind(tiny, server):
         locate("tiny")
     assert digest(wrong) in str(caught.value)
     assert digest(CONTENT) in str(caught.value)
-    # A second try would bring the same.
     assert server.asked == ["/first", "/second"]
     assert nothing_left(tiny.parent)
 
 
-def test_a_cut_connection_is_tried_again(tiny, server):
-    cut = (CONTENT, 1000)
-    server.answers = {"/first": [cut, CONTENT], "/second": [cut]}
-    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
-    assert server.asked == ["/first", "/second", "/first"]
-
-
-def test_a_connection_always_cut_fails_and_leaves_nothing(tiny, server):
-    server.answers = {path: [(CONTENT, 1000)] for path in ("/first", "/second")}
-    with pytest.raises(DataError, match="IncompleteRead") as caught:
+@pytest.mark.parametrize(("answer", "said"), [((CONTENT, 1000), "IncompleteRead"), (500, "500"), (404, "404")])
+def test_a_source_that_fails_is_named_and_the_next_is_asked(tiny, server, answer, said):
+    server.answers = {"/first": [answer], "/second": [answer]}
+    with pytest.raises(DataError, match=f"/first: .*{said}.*/second: .*{said}"):
         locate("tiny")
-    assert "tiny.csv" in str(caught.value)
-    assert len(server.asked) == 2 * fetching.ROUNDS
     assert nothing_left(tiny.parent)
-
-
-def test_a_server_error_passes(tiny, server):
-    server.answers = {"/first": [500, 503, CONTENT], "/second": [500]}
+    server.answers = {"/first": [answer], "/second": [CONTENT]}
     assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
-    assert server.asked == ["/first", "/second"] * 2 + ["/first"]
-
-
-def test_waits_double(tiny, server, monkeypatch):
-    waits = []
-    monkeypatch.setattr(fetching.time, "sleep", waits.append)
-    server.answers = {path: [500] for path in ("/first", "/second")}
-    with pytest.raises(DataError, match="500"):
-        locate("tiny")
-    assert waits == [0.01, 0.02]
-
-
-def test_a_missing_page_is_not_asked_for_twice(tiny, server):
-    with pytest.raises(DataError, match="HTTP 404"):
-        locate("tiny")
-    assert server.asked == ["/first", "/second"]
-    assert nothing_left(tiny.parent)
 
 
 def test_without_a_network_the_error_names_file_place_and_embedded_set(cache, monkeypatch):
@@ -270,7 +239,7 @@ def test_without_a_network_the_error_names_file_place_and_embedded_set(cache, mo
     monkeypatch.setitem(fetching.DATA_SETS, "tiny", record(f"http://127.0.0.1:{port}/tiny.csv"))
     with pytest.raises(DataError, match="refused") as caught:
         locate("tiny")
-    for part in ("tiny.csv", "'tiny'", "BAYESADAM_DATA (not set)", str(cache), "embedded set 'wheel'"):
+    for part in ("tiny.csv", "'tiny'", "BAYESADAM_DATA (not set)", str(cache.parents[1]), "embedded set 'wheel'"):
         assert part in str(caught.value)
 
 
@@ -309,35 +278,9 @@ def test_the_name_appears_only_when_the_file_is_whole(tiny, server):
     assert 0 < size < len(CONTENT)
 
 
-@pytest.mark.slow
-def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
-    """A limit on the size of files, which the kernel enforces in the middle of the download."""
-    server.answers = {"/first": [CONTENT], "/second": [CONTENT]}
-    script = f"""
-        import resource, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        import {Path(__file__).stem} as tests
-        from bayesadam.data import fetching, locate
-        from bayesadam.errors import DataError
-        fetching.DATA_SETS["tiny"] = tests.record("{server.url}/first", "{server.url}/second")
-        try:
-            locate("tiny")
-        except DataError as error:
-            print(error)
-    """
-    pytest.importorskip("resource")
-    done = python(script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"cannot save to {tiny}: {os.strerror(errno.EFBIG)}\n"
-    assert server.asked == ["/first"]
-    assert nothing_left(tiny.parent)
-
-
 def test_no_space_left_is_named(tiny, server, monkeypatch):
-    def full(url: str, target: Path, bar: object) -> None:
-        target.write_bytes(CONTENT[:1000])
+    def full(url: str, path: Path, bar: str) -> None:
+        path.write_bytes(CONTENT[:1000])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(fetching, "_get", full)
@@ -348,7 +291,7 @@ def test_no_space_left_is_named(tiny, server, monkeypatch):
 
 def test_a_cache_that_cannot_be_made_is_named(tiny, tmp_path):
     (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(DataError, match=r"cannot save to .*tiny\.csv"):
+    with pytest.raises(DataError, match=str(tmp_path / "cache")):
         locate("tiny")
 
 
@@ -389,20 +332,21 @@ def test_verify_tells_ok_missing_and_wrong(tiny, tmp_path, monkeypatch):
     (check,) = verify("tiny")
     assert (check.status, check.path, check.found) == ("missing", None, None)
     assert check.expected == digest(CONTENT)
-    wrong = b"x" + PACKED[1:]
-    path = users(tmp_path, monkeypatch, "tiny.csv.gz", wrong)
+    path = users(tmp_path, monkeypatch, "tiny.csv.gz", gzip.compress(b"other"))
     (check,) = verify("tiny")
     assert (check.status, check.path) == ("wrong checksum", path)
-    assert (check.expected, check.found) == (digest(PACKED), digest(wrong))
+    assert (check.expected, check.found) == (digest(CONTENT), digest(b"other"))
+    path.write_bytes(PACKED[:100])
+    assert verify("tiny")[0].status == "wrong checksum"
     path.write_bytes(PACKED)
     assert verify("tiny")[0].status == "ok"
 
 
 def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):
-    path = users(tmp_path, monkeypatch, "tiny.csv.gz", PACKED[:-10])
+    path = users(tmp_path, monkeypatch, "tiny.csv", CONTENT[:-10])
     with pytest.raises(DataError, match="truncated") as caught:
         locate("tiny")
-    for part in (str(path), f"{len(PACKED) - 10:,} bytes", f"{len(PACKED):,}", "bayesadam data fetch tiny"):
+    for part in (str(path), f"{len(CONTENT) - 10:,} bytes", f"{len(CONTENT):,}", "bayesadam data fetch tiny"):
         assert part in str(caught.value)
     assert server.asked == []
 

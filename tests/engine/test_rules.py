@@ -77,7 +77,7 @@ def test_adam_is_torchs_and_its_state_dict_loads_there(decoupled):
         optimizer.step()
     for name, parameter in params.items():
         assert_close(stack.params[name][1], parameter.detach(), rtol=1e-4, atol=1e-6)
-    found = optimizer_state_dict(NETWORK, stack.state, 1, rule, lr=LR)
+    found = optimizer_state_dict(NETWORK, stack.state, 1, rule)
     expected = optimizer.state_dict()
     optimizer.load_state_dict(found)
     for key, state in expected["state"].items():
@@ -179,7 +179,9 @@ def test_every_rule_resumes_from_its_tensors_and_draws_functions(name):
     rule = RULES[name].with_settings(every=2, snapshots=6, rank=3)
     whole, half = stack_of(rule, network=network), stack_of(rule, network=network)
     resumed = Stack(network, rule, (0, 1), whole.batch, n_data=N)
-    resumed.restore({key: tensor.clone() for key, tensor in half.tensors().items()}, half.done)
+    for key, tensor in resumed.tensors().items():
+        tensor.copy_(half.tensors()[key])
+    resumed.done = half.done
     resumed.streams.restore(half.streams.state())
     more = rows(2).flip(0)
     train(whole, [more], constant(LR))

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError, SettingError
-from bayesadam.readers import Lazy, format_of, read_checkpoint
+from bayesadam.readers import format_of, read_checkpoint
 from bayesadam.readers.formats import registry
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
+from bayesadam.readers.formats.lazy import Lazy
 from processes import run_ranks
 
 
@@ -225,11 +226,11 @@ def test_damaged_and_incomplete_folders(classes: Any, tmp_path: Path) -> None:
     model = torch.load(mixed / "mp_rank_00_model_states.pt", weights_only=True)
     other = {**model["module"], "2.weight": model["module"]["2.weight"].flip(0)}
     torch.save({**model, "module": other}, mixed / "mp_rank_00_model_states.pt")
-    refused(mixed, r"what the ranks have of '2\.weight' is not what .* has: the files are of different saves")
+    refused(mixed, r"the ranks' '2\.weight' is not that of .*: different saves")
     torch.save({**model, "dp_world_size": 1}, mixed / "mp_rank_00_model_states.pt")
     refused(mixed, "does not have the whole of")
     refused(folder("elastic", change=lambda kept: kept.update(base_optimizer_state=[1])), "elastic_checkpoint=True")
-    refused(folder("release", change=lambda kept: kept.pop("single_partition_of_fp32_groups")), "layout of DeepSpeed")
+    refused(folder("release", change=lambda kept: kept.pop("single_partition_of_fp32_groups")), "a file of DeepSpeed")
     third = folder("third")
     (third / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     refused(third, "ZeRO stage 3")

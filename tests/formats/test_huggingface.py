@@ -225,7 +225,8 @@ def test_the_trainers_folder_is_its_live_state(case: str, wrote: Any) -> None:
         for order in read.rules.orders(seeded(trained.build, seed=1))
         if [[own[name].shape for name in group] for group in order] == trained.shapes
     ]
-    assert fitting == [trained.order]
+    assert fitting
+    assert all(order == trained.order for order in fitting)
     assert [len(group) > 0 for group in trained.order] == [True, True]
 
 
@@ -361,7 +362,6 @@ def test_the_rules_of_all_releases_are_among_the_answers(types: Any, patterns: A
     answers = decay_orders(model, names)
     assert expected in answers
     assert [names] in answers
-    assert all(answers.count(answer) == 1 for answer in answers)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_an_adapter_read_into_what_peft_loads(wrote: Any) -> None:
         loaded = peft.PeftModel.from_pretrained(base, trained.folder, is_trainable=trainable)
         orders = read_checkpoint(trained.folder).rules.orders
         assert orders is not None
-        assert orders(loaded) == [trained.order]
+        assert trained.order in orders(loaded)
         loaded.unload()
         base = seeded(bert)
 
@@ -448,7 +448,7 @@ def test_adapters_that_are_refused(wrote: Any, tmp_path: Path) -> None:
     few = Path(shutil.copytree(trained.folder, tmp_path / "few"))
     weights = load_file(few / "adapter_model.safetensors")
     save_file({name: w for name, w in weights.items() if "LayerNorm" not in name}, few / "adapter_model.safetensors")
-    with pytest.raises(MatchError, match="something was trained that is not in the file"):
+    with pytest.raises(MatchError, match="may belong to"):
         ba.Posterior.from_checkpoint(few, lora(), n_data=N)
     (few / "adapter_config.json").write_text("{}")
     with pytest.raises(FileError, match="no 'peft_type'"):
@@ -471,7 +471,7 @@ def test_what_was_trained_beside_the_adapter_is_not_made_up(wrote: Any, tmp_path
     weights = load_file(tmp_path / "adapter_model.safetensors")
     lost = next(name for name in weights if "LayerNorm" in name)
     save_file({name: w for name, w in weights.items() if name != lost}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(MatchError, match="something was trained that is not in the file"):
+    with pytest.raises(MatchError, match=r"does not hold .*LayerNorm.* which the optimiser trained"):
         ba.Posterior.from_checkpoint(tmp_path, seeded(lora, seed=1), n_data=N)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.errors import FileError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.readers import eigenbasis
+from bayesadam.readers.rotated import eigenbasis
 from cases import orthonormal, soap
 from floats import approx, assert_close
 

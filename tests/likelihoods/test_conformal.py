@@ -43,7 +43,7 @@ def classes_at(probs: Tensor, guarantee: Guarantee | None) -> LogitPredictive:
 
 def held_out(probs: Tensor, y: Tensor, uniform: Tensor) -> Guarantee:
     every = {method: class_scores(probs, method, uniform) for method in METHODS}
-    return Guarantee({m: s.gather(1, y[:, None]).squeeze(1) for m, s in every.items()}, y)
+    return {f"classes.{m}": s.gather(1, y[:, None]).squeeze(1) for m, s in every.items()} | {"labels": y}
 
 
 def score_by_hand(probs: list[float], k: int, method: str, uniform: float) -> float:
@@ -226,7 +226,7 @@ def test_intervals_are_mapie_s(level, n):
     reference.conformalize(x[:n], y[:n, 0].numpy())
     _, ends = reference.predict_interval(x[n:])
     residuals = (y[:n] - mean[:n]).abs() / stddev[:n]
-    predictive = made("regression", mean[n:], variance[n:], Guarantee(residuals=residuals), noise)
+    predictive = made("regression", mean[n:], variance[n:], {"residuals": residuals}, noise)
     found = predictive.prediction_set(level)
     for end, expected in zip(found, (ends[:, 0, 0], ends[:, 1, 0]), strict=True):
         assert_close(end[:, 0], torch.from_numpy(expected))
@@ -243,7 +243,7 @@ def test_sets_hold_the_classes_whose_score_is_low_enough(method, by_class, level
     before, after = random_probs(n, classes, seed=1), random_probs(50, classes, seed=2)
     y = drawn_classes(before, seed=3)
     # A batch's numbers follow from its probabilities, to the last bit.
-    u, v = uniform_like(before, 5), uniform_like(classes_at(after, Guarantee()).class_probs, 1)
+    u, v = uniform_like(before, 5), uniform_like(classes_at(after, {}).class_probs, 1)
     scores = [score_by_hand(before[i].tolist(), int(y[i]), method, float(u[i])) for i in range(n)]
 
     def inside(i: int, k: int) -> bool:
@@ -296,7 +296,7 @@ def test_a_class_that_was_seldom_held_out_is_in_every_set():
 def test_too_few_held_out_examples_give_the_whole_line():
     mean = torch.randn(5, 2, generator=seeded())
     residuals = torch.rand(18, 2, generator=seeded())
-    found = made("regression", mean, torch.ones(5, 2), Guarantee(residuals=residuals))
+    found = made("regression", mean, torch.ones(5, 2), {"residuals": residuals})
     low, high = found.prediction_set(0.95)
     assert bool((low == -math.inf).all())
     assert bool((high == math.inf).all())
@@ -309,7 +309,7 @@ def test_intervals_of_every_shape(shape):
     variance = torch.rand(shape, generator=seeded(1), dtype=torch.float64) + 0.1
     outputs = mean[0].numel()
     residuals = torch.rand(40, outputs, generator=seeded(2), dtype=torch.float64)
-    found = made("regression", mean, variance, Guarantee(residuals=residuals))
+    found = made("regression", mean, variance, {"residuals": residuals})
     low, high = found.prediction_set(0.9)
     reach = torch.tensor([sorted(residuals[:, k].tolist())[math.ceil(41 * 0.9) - 1] for k in range(outputs)])
     expected = reach.double().view(mean[0].shape) * variance.sqrt()
@@ -322,7 +322,7 @@ def test_intervals_of_means_and_log_variances():
     outputs = torch.randn(7, 4, generator=seeded(), dtype=torch.float64)
     variance = torch.rand(7, 4, generator=seeded(1), dtype=torch.float64)
     residuals = torch.rand(40, 2, generator=seeded(2), dtype=torch.float64)
-    found = made("heteroscedastic", outputs, variance, Guarantee(residuals=residuals))
+    found = made("heteroscedastic", outputs, variance, {"residuals": residuals})
     low, high = found.prediction_set(0.8)
     stddev = (variance[:, :2] + (outputs[:, 2:] + variance[:, 2:] / 2).exp()).sqrt()
     reach = residuals.sort(dim=0).values[math.ceil(41 * 0.8) - 1]
@@ -336,7 +336,7 @@ def test_sets_of_binary_outputs_are_output_by_output(outputs):
     y = torch.bernoulli(logits.sigmoid(), generator=seeded(1)).long()
     probs = torch.stack([1 - logits.sigmoid(), logits.sigmoid()], dim=-1)
     true = 1 - probs.gather(2, y[..., None]).squeeze(2)
-    found = made("binary", logits, torch.zeros_like(logits), Guarantee({"lac": true}, y)).prediction_set(0.8)
+    found = made("binary", logits, torch.zeros_like(logits), {"classes.lac": true, "labels": y}).prediction_set(0.8)
     assert found.shape == (80, outputs, 2)
     for k in range(outputs):
         limit = sorted(true[:, k].tolist())[math.ceil(81 * 0.8) - 1]
@@ -414,7 +414,7 @@ def test_levels_that_are_no_probabilities_are_refused(level):
     guarantee = held_out(probs, drawn_classes(probs, 1), uniform_like(probs, 0))
     with pytest.raises(SettingError, match="between 0 and 1"):
         classes_at(probs, guarantee).prediction_set(level)
-    numbers = made("regression", probs, probs, Guarantee(residuals=probs))
+    numbers = made("regression", probs, probs, {"residuals": probs})
     with pytest.raises(SettingError, match="between 0 and 1"):
         numbers.prediction_set(level)
 
@@ -436,13 +436,13 @@ def test_without_held_out_scores_the_remedy_is_told():
 
 def test_with_no_scores_in_the_guarantee_the_remedy_is_told():
     with pytest.raises(CalibrationError, match=r"calibrate.*20 examples.*two folds"):
-        classes_at(random_probs(30, 3), Guarantee()).prediction_set()
+        classes_at(random_probs(30, 3), {}).prediction_set()
 
 
 def test_by_class_needs_one_label_per_example():
     logits = torch.randn(30, 3, generator=seeded(), dtype=torch.float64)
     y = torch.ones(30, 3).long()
-    found = made("binary", logits, torch.zeros_like(logits), Guarantee({"lac": logits.sigmoid()}, y))
+    found = made("binary", logits, torch.zeros_like(logits), {"classes.lac": logits.sigmoid(), "labels": y})
     with pytest.raises(SettingError, match="one label per example"):
         found.prediction_set(by_class=True)
 
@@ -451,15 +451,5 @@ def test_by_class_serves_a_single_binary_output():
     logits = torch.randn(80, 1, generator=seeded(), dtype=torch.float64)
     y = torch.bernoulli(logits.sigmoid(), generator=seeded(1)).long()
     scores = torch.where(y > 0, 1 - logits.sigmoid(), logits.sigmoid())
-    found = made("binary", logits, torch.zeros_like(logits), Guarantee({"lac": scores}, y))
+    found = made("binary", logits, torch.zeros_like(logits), {"classes.lac": scores, "labels": y})
     assert found.prediction_set(0.8, by_class=True).shape == (80, 1, 2)
-
-
-def test_a_guarantee_comes_back_from_its_tensors():
-    probs = random_probs(30, 3)
-    y = drawn_classes(probs, 1)
-    given = Guarantee(held_out(probs, y, uniform_like(probs, 0)).classes, y, None, probs[:, 0])
-    found = Guarantee.of(given.tensors())
-    assert set(given.tensors()) == {"classes.lac", "classes.aps", "classes.raps", "labels", "novelty"}
-    assert found.residuals is None
-    assert all(torch.equal(tensor, found.tensors()[name]) for name, tensor in given.tensors().items())

@@ -100,7 +100,7 @@ def test_the_entropy_of_y_is_right_to_some_hundredths():
     mean, variance, _ = moments(2)
     found = likelihood("heteroscedastic").predictive([Component(mean, variance)])
     grid = torch.linspace(-200, 200, 40_001, dtype=torch.float64)
-    log_p = found.likelihood.log_density(found.components[0])(grid[:, None, None].expand(-1, 6, 1))
+    log_p = found.likelihood.log_density(found.components[0], grid[:, None, None].expand(-1, 6, 1))
     expected = -(log_p.exp() * log_p).sum(dim=0) * (grid[1] - grid[0])
     assert_close(found.entropy(), expected, atol=0.2)
     assert float((found.entropy() - expected).mean().abs()) < 0.1

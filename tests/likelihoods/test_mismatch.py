@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
@@ -26,47 +25,7 @@ def posterior(model: nn.Module, variance: float = 0.01) -> ba.Posterior:
     return ba.Posterior.from_moments(model, mean, {name: torch.full_like(p, variance) for name, p in mean.items()}, 100)
 
 
-def heteroscedastic(n: int = 400, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Means, log-variances and targets drawn from them."""
-    generator = torch.Generator().manual_seed(0)
-    mean, log_variance = 3 * torch.randn(n, k, generator=generator), torch.randn(n, k, generator=generator) - 3
-    return mean, log_variance, mean + (log_variance / 2).exp() * torch.randn(n, k, generator=generator)
-
-
 # --- outputs that are something else --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_outputs_of_a_heteroscedastic_network_in_their_places_are_not_doubted(k):
-    mean, log_variance, y = heteroscedastic(k=k)
-    record = likelihood("heteroscedastic")
-    assert record.mismatch(torch.cat([mean, log_variance], dim=-1), y) is None
-    # Variances that are five times too small or too large are for calibration to mend.
-    for factor in (0.2, 5.0):
-        assert record.mismatch(torch.cat([mean, log_variance + math.log(factor)], dim=-1), y) is None
-    assert record.mismatch(torch.cat([log_variance, mean], dim=-1)[:3], y[:3]) is None
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (lambda m, g: torch.cat([g, m], dim=-1), "log-variances first, then means"),
-        (lambda m, g: torch.cat([m, g / 2], dim=-1), "then log standard deviations"),
-        (lambda m, g: torch.cat([m, g.exp()], dim=-1), "means, then variances"),
-        (lambda m, g: torch.cat([m, (g / 2).exp()], dim=-1), "means, then standard deviations"),
-        (lambda m, g: torch.stack([m, g], dim=-1).flatten(-2), "one target after the other"),
-    ],
-)
-def test_outputs_of_a_heteroscedastic_network_in_other_places_are(made, said):
-    mean, log_variance, y = heteroscedastic(k=2)
-    outputs = made(mean, log_variance)
-    found = likelihood("heteroscedastic").mismatch(outputs, y)
-    assert found is not None
-    assert said in found
-    # What it says to pass does mend it.
-    line = found.partition("pass forward=")[2].partition(", or train on")[0]
-    mended = eval(line, {"torch": torch})(lambda x: outputs, None)
-    assert_close(mended, torch.cat([mean, log_variance], dim=-1))
 
 
 def test_counts_that_vary_too_much_are_named():
@@ -96,22 +55,6 @@ def test_probabilities_are_not_logits():
     of_one = posterior(nn.Sequential(mlp(3, 4, 1), nn.Sigmoid()))
     with pytest.warns(BayesAdamWarning, match="leave out the sigmoid"):
         ba.calibrate(of_one, (x, y[:, None] % 2), likelihood="binary")
-
-
-def test_calibration_asks_whether_the_data_belong_to_the_likelihood():
-    torch.manual_seed(0)
-    x, y = torch.randn(60, 3), 5 * torch.ones(60, 1)
-
-    class LogVarianceFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(3, 4, 2)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return 1e-3 * self.body(inputs) + torch.tensor([-3.0, 5.0])
-
-    with pytest.warns(BayesAdamWarning, match="log-variances first"):
-        ba.calibrate(posterior(LogVarianceFirst()), (x, y), likelihood="heteroscedastic")
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -238,7 +181,7 @@ def test_guarantees_say_what_they_lack():
         q.predict(x, **K).prediction_set()
     found = ba.calibrate(q, (x, y), **K).predict(x, novelty=True, **K)
     assert found.prediction_set(0.9).shape == (60, 30)
-    with pytest.raises(CalibrationError, match=r"for at most 20 outputs\. For more, with h = posterior\.novelty"):
+    with pytest.raises(CalibrationError, match="novelty for at most 20 outputs"):
         found.novelty_pvalue  # noqa: B018
 
 
@@ -250,15 +193,6 @@ def test_classes_with_too_few_held_out_examples_are_named():
     calibrated.predict(x, **K).prediction_set(0.95, by_class=True)
     keep = (y != 2) | (torch.arange(60) < 30)
     calibrated = ba.calibrate(posterior(mlp(3, 4, 3)), (x[keep], y[keep]), **K)
-    with pytest.warns(BayesAdamWarning, match=r"1 of 3 classes are in every set: class 2 has 10 .* needs 19"):
+    with pytest.warns(BayesAdamWarning, match="1 of 3 classes are in every set: .* needs 19"):
         sets = calibrated.predict(x, **K).prediction_set(0.95, by_class=True)
     assert bool(sets[:, 2].all())
-
-
-def test_rates_in_place_of_their_logarithms_are_doubted():
-    generator = torch.Generator().manual_seed(0)
-    rates = 1 + 9 * torch.rand(200, 1, generator=generator)
-    found = likelihood("poisson").mismatch(rates, torch.poisson(rates, generator=generator))
-    assert "forward=lambda model, x: model(x).log()" in found
-    # Log rates that happen to be positive are none.
-    assert likelihood("poisson").mismatch(rates.log() + 0.1, torch.poisson(1.1 * rates, generator=generator)) is None

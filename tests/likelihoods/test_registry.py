@@ -155,7 +155,7 @@ def test_targets_of_a_data_set_take_the_shape_of_the_loss(record):
         ("poisson", math.inf, "one is inf"),
         ("binary", 2.0, "must be 0 or 1, got 0 to 2"),
         ("classification", 1.5, "class indices"),
-        ("classification", -1.0, "at least 0, got -1"),
+        ("classification", -1.0, "whole numbers of at least 0"),
     ],
 )
 def test_targets_that_are_none_are_named(name, value, match):

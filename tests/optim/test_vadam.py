@@ -334,8 +334,7 @@ def test_bad_settings_are_named(kind, changes, message):
         ({"initial_precision": float("inf")}, "initial_precision must be a positive finite number .* got inf"),
         (
             {"prior_precision": 3.0, "initial_precision": 1.0},
-            r"initial_precision=1.0 is below prior_precision=3.0: v would start at -0.01, .* "
-            r"initial_precision=3.0 or more",
+            "initial_precision=1.0 is below prior_precision=3.0: v would be negative",
         ),
     ],
 )
@@ -568,7 +567,7 @@ def test_a_step_without_a_sampled_pass_is_refused(kind):
     with pytest.raises(StateError, match=r"inside `with optimizer.sampled_parameters\(\):`"):
         optimizer.step()
     train(model, optimizer, [x])
-    with pytest.raises(StateError, match="needs gradients at sampled weights and has none since the last step"):
+    with pytest.raises(StateError, match="has none since the last step"):
         optimizer.step()
 
 
@@ -592,7 +591,7 @@ def test_another_number_of_samples_than_was_said_is_refused(kind, passes, sample
     optimizer = build(kind, model, samples=samples)
     for x in batches(passes, model[0].weight):
         one_pass(model, optimizer, x)
-    with pytest.raises(StateError, match=rf"{passes} sampled passes since .* samples={samples}: .* samples={passes}"):
+    with pytest.raises(StateError, match=rf"samples={samples} passes and has {passes} since"):
         optimizer.step()
 
 
@@ -604,7 +603,7 @@ def test_zero_grad_drops_the_samples_before_it_but_not_from_inside_a_block(kind)
     for _ in range(2):
         optimizer.zero_grad()
         one_pass(model, optimizer, x)
-    with pytest.raises(StateError, match="1 sampled passes since the last step or zero_grad"):
+    with pytest.raises(StateError, match="has 1 since the last step"):
         optimizer.step()
     optimizer.zero_grad()
     for _ in range(2):
@@ -795,14 +794,22 @@ def test_bfloat16_parameters_have_a_float32_state(kind, device):
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_sparse_and_complex_parameters_are_refused(kind):
-    model = nn.Embedding(5, 3, sparse=True)
-    optimizer = build(kind, model)
-    before = snapshot(model)
-    with pytest.raises(SettingError, match=r"shape \(5, 3\) has a sparse gradient .* sparse=False"):  # noqa: SIM117
-        with optimizer.sampled_parameters():
-            model(torch.tensor([1])).sum().backward()
-    assert_untouched(model, before)
+def test_a_sparse_gradient_is_that_of_all_weights(kind):
+    start, found = torch.randn(5, 3), []
+    for sparse in (False, True):
+        model = nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=sparse)
+        optimizer = build(kind, model)
+        for _ in range(3):
+            with optimizer.sampled_parameters():
+                model(torch.tensor([1, 4, 1])).square().sum().backward()
+            optimizer.step()
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], start)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_complex_parameters_are_refused(kind):
     turning = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(SettingError, match=r"shape \(2,\) is complex"):  # noqa: SIM117
         with build(kind, turning).sampled_parameters():

@@ -97,7 +97,6 @@ def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
         ["--set", "epsilon=2"],
         ["--set", "lr=fast"],
         ["--set", "hidden=50"],
-        ["--set", "epsilon=0.1", "--set", "epsilon=0.2"],
     ],
     ids=str,
 )

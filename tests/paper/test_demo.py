@@ -14,7 +14,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.commands import demo as module
 from bayesadam.commands import plots
-from bayesadam.commands.demo import DemoSettings, compute, pruned_rmse, results, run_demo
+from bayesadam.commands.demo import DemoSettings, compute, pruned_rmse, run_demo
 from bayesadam.data import ToyData
 from floats import approx, assert_close
 
@@ -58,7 +58,7 @@ def test_training_leaves_the_global_random_state_alone():
 
 
 def test_the_demo_learns(small):
-    scores = small.scores
+    scores = small.results["in_range"]
     spread = float(small.train.y.std())
     assert scores["rmse"] < 0.7 * spread
     assert 0.85 < scores["coverage95"] <= 1
@@ -67,8 +67,8 @@ def test_the_demo_learns(small):
 
 
 def test_summaries_are_the_posteriors(small):
-    assert [row["name"] for row in small.summaries] == list(small.posterior.mean)
-    for row in small.summaries:
+    assert [row["name"] for row in small.results["parameters"]] == list(small.posterior.mean)
+    for row in small.results["parameters"]:
         mean, variance = small.posterior.mean[row["name"]], small.posterior.variance[row["name"]]
         snr = (mean.double().abs() / variance.double().sqrt()).numpy().ravel()
         assert row["shape"] == tuple(mean.shape)
@@ -76,12 +76,14 @@ def test_summaries_are_the_posteriors(small):
         assert_close(
             (row["snr_q05"], row["snr_median"], row["snr_q95"]), np.quantile(snr, (0.05, 0.5, 0.95)), rtol=1e-4
         )
-        assert row["share_v_zero"] == approx((small.second_moment[row["name"]] == 0).double().mean().item(), abs=1e-6)
+        assert row["share_v_zero"] == approx(
+            (small.posterior.structure.second_moment[row["name"]] == 0).double().mean().item(), abs=1e-6
+        )
 
 
 def test_the_seed_decides_everything():
     settings = replace(SMALL, steps=40)
-    first, again, other = (results(compute(settings, seed)) for seed in (3, 3, 4))
+    first, again, other = (compute(settings, seed).results for seed in (3, 3, 4))
     assert first == again
     assert first["in_range"] != other["in_range"]
 
@@ -98,7 +100,7 @@ def test_files_hold_what_was_asked(tmp_path, capsys):
     assert (metrics["command"], metrics["version"], metrics["seed"]) == ("demo", ba.__version__, 7)
     assert metrics["settings"]["steps"] == 20
     assert metrics["seconds"] > 0
-    expected = results(compute(settings, 7))
+    expected = compute(settings, 7).results
     assert metrics["results"]["in_range"] == expected["in_range"]
     assert metrics["results"]["pruning"]["rmse"]["snr"] == list(expected["pruning"]["rmse"]["snr"])
 
@@ -110,7 +112,7 @@ def test_the_table_has_a_row_for_every_parameter(small):
     with console.capture() as captured:
         console.print(module.table(small))
     text = captured.get()
-    for row in small.summaries:
+    for row in small.results["parameters"]:
         line = next(line for line in text.splitlines() if row["name"] in line)
         assert f"{row['snr_median']:.3g}" in line
         assert f"{row['share_v_zero']:.0%}" in line

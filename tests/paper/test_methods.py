@@ -70,8 +70,6 @@ def test_a_seeds_result_does_not_depend_on_its_neighbours(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_predicts_finite_numbers_and_gives_its_posterior(name):
-    if name == "gp":
-        pytest.importorskip("gpytorch")
     fitted = METHODS[name](problem((1, 2)))
     found = fitted.predict(torch.randn(4, 2))
     assert len(found) == 2
@@ -238,7 +236,6 @@ def test_fit_shows_how_far_it_is_and_a_method_alone_does_not(n, monkeypatch):
 
 
 def test_the_gaussian_process_shows_how_far_it_is(monkeypatch):
-    pytest.importorskip("gpytorch")
     steps: list[str] = []
     monkeypatch.setattr(Bar, "step", lambda bar: steps.append(bar.description))
     x = torch.randn(30, 1)

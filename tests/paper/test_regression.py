@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
-from bayesadam.commands.running import Ledger
-from bayesadam.errors import BayesAdamError
 from bayesadam.paper import regression
 from bayesadam.paper.methods import METHODS
 from bayesadam.paper.regression import (
@@ -21,7 +19,6 @@ from bayesadam.paper.regression import (
     groups,
     picture,
     run_regression,
-    saved_curves,
 )
 from floats import approx
 
@@ -30,7 +27,7 @@ SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_se
 
 def test_the_command_writes_its_figure_and_metrics(tmp_path):
     paths = run_regression(seed=3, out=tmp_path, quiet=True, settings=SMALL, jobs=1)
-    assert {path.name for path in paths} == {"figure1.png", "curves.json", "metrics.json"}
+    assert {path.name for path in paths} == {"figure1.png", "metrics.json"}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert set(metrics["results"]) == set(SMALL.methods)
     for scores in metrics["results"].values():
@@ -69,22 +66,10 @@ def test_every_method_is_in_one_group():
 
 
 def test_panels_share_their_axes():
-    curves = dict(fit_group(SMALL.methods, seed=0, settings=SMALL))
-    axes = [a for a in picture(saved_curves(curves, 0, SMALL), gap=False).axes if a.axison]
+    rows = dict(fit_group(SMALL.methods, seed=0, settings=SMALL))
+    axes = [a for a in picture(rows, 0, SMALL).axes if a.axison]
     assert len({(a.get_xlim(), a.get_ylim()) for a in axes}) == 1
-    assert all(map(math.isfinite, curves[SMALL.methods[0]]["total_std"]))
-
-
-def test_a_method_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
-    def diverges(problem):
-        raise BayesAdamError("the variance must be finite")
-
-    monkeypatch.setattr(regression, "METHODS", {**regression.METHODS, "map": diverges})
-    settings = replace(SMALL, methods=("badam", "map"))
-    paths = run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
-    assert set(json.loads(paths[-1].read_text())["results"]) == {"badam"}
-    with pytest.raises(BayesAdamError, match="map: the variance"):
-        run_regression(seed=0, out=tmp_path, quiet=True, settings=replace(settings, methods=("map",)), jobs=1)
+    assert all(map(math.isfinite, rows[SMALL.methods[0]]["std"]))
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------
@@ -121,7 +106,7 @@ def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monk
     kept = json.loads(ledger.read_text())
     finished = [name for name, _ in stopped[:-1]]
     assert set(kept) == {*finished, "seconds"}
-    assert stopped[-1][1] - stopped[0][1] <= kept["seconds"] <= took
+    assert 0 < kept["seconds"] <= took
     ledger.write_text(json.dumps({**kept, "seconds": 1000.0}))
     gone_on = stopping_at(None, monkeypatch)
     began = time.perf_counter()
@@ -129,8 +114,7 @@ def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monk
     took = time.perf_counter() - began
     # A method of the same group is not fitted again for the sake of the others.
     assert not set(finished) & {name for name, _ in gone_on}
-    for name in ("curves.json", "figure1.png"):
-        assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (cut / "figure1.png").read_bytes() == (tmp_path / "whole" / "figure1.png").read_bytes()
     assert results_of(cut) == results_of(tmp_path / "whole")
     assert 1000 < json.loads((cut / "metrics.json").read_text())["seconds"] <= 1000 + took
     assert not list(cut.glob("unfinished*"))
@@ -156,35 +140,19 @@ def test_other_settings_do_not_take_what_is_kept_and_other_methods_do(tmp_path, 
     assert not list(tmp_path.glob("unfinished*"))
 
 
-def test_what_failed_is_tried_again_and_numbers_that_are_not_finite_are_kept(tmp_path, monkeypatch):
-    def fails(problem):
-        raise BayesAdamError("the variance must be finite")
-
+def test_numbers_that_are_not_finite_are_kept(tmp_path, monkeypatch):
     def diverged(fitted, sets):
         found = scored(fitted, sets)
         return {**found, "scores": {**found["scores"], "nll_out": (math.inf, math.nan)}}
 
     scored = regression._scored
-    settings = replace(SMALL, methods=("badam", "map", "mc-dropout"))
+    settings = replace(SMALL, methods=("badam", "mc-dropout"))
     with monkeypatch.context() as patched:
         patched.setattr(regression, "_scored", diverged)
         stopping_at("mc-dropout", patched)
-        patched.setattr(regression, "METHODS", {**regression.METHODS, "map": fails})
         with pytest.raises(KeyboardInterrupt):
             run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
     run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
     found = results_of(tmp_path)
-    assert set(found) == {"badam", "map", "mc-dropout"}
     assert found["badam"]["nll_out"] == [None, None]
-    assert None not in found["map"]["nll_out"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_ledger_counts_as_none(text, tmp_path):
-    settings = replace(SMALL, methods=("map",))
-    asked = {"seed": 0, "device": "cpu", **asdict(settings), "methods": None}
-    ledger = Ledger.of(tmp_path, asked)
-    ledger.path.write_text(text)
-    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
-    assert set(results_of(tmp_path)) == {"map"}
-    assert not ledger.path.exists()
+    assert None not in found["mc-dropout"]["nll_out"]

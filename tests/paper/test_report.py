@@ -11,16 +11,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from bayesadam.errors import BayesAdamError, DataError, FileError, SettingError
+from bayesadam.errors import BayesAdamError, DataError, FileError
 from bayesadam.paper import Sample, above
 from bayesadam.paper import report as command
 from bayesadam.paper.bandits import PAPER, BanditSettings
-from bayesadam.paper.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, judged, read, settings_note
+from bayesadam.paper.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, judged, read
 from bayesadam.paper.pruning import FRACTIONS, PruningSettings
 from bayesadam.paper.regression import METRICS, RegressionSettings
-from bayesadam.paper.report import Report, ReportSettings, page, run_report, tables_of
-from floats import approx
+from bayesadam.paper.report import Report, run_report, tables_of
 
 NASTY = "</script><script>alert(\"1\")</script><img src=x onerror='y'>&amp;"
 METHODS = ("gp", "badam", "mc-dropout", "bbb", "vadam", "laplace-diagonal", "laplace-full")
@@ -98,24 +98,17 @@ def put(root: Path, name: str, content: dict) -> Path:
     return path
 
 
-def put_curves(root: Path, methods=METHODS) -> dict:
-    xs = [-0.5 + 0.005 * k for k in range(341)]
-    curves = {
-        "x": xs,
-        "truth": [x * x for x in xs],
-        "train": {"x": [0.1, 0.2], "y": [0.0, 0.3]},
-        "methods": {m: {"mean": xs, "function_std": [0.1] * 341, "total_std": [0.123] * 341} for m in methods},
-    }
-    (root / "regression" / "curves.json").write_text(json.dumps(curves))
-    return curves
+def put_picture(root: Path, name: str) -> None:
+    Figure(figsize=(1, 1)).savefig(root / name / "picture.png")
 
 
 @pytest.fixture
 def whole(tmp_path):
     put(tmp_path, "regression", regression_run())
-    put_curves(tmp_path)
     put(tmp_path, "pruning", pruning_run(PRUNED))
     put(tmp_path, "bandits", bandits_run(AS_IN_THE_PAPER, runs=3))
+    for name in EXPERIMENTS:
+        put_picture(tmp_path, name)
     return tmp_path
 
 
@@ -128,25 +121,13 @@ def nothing_runs(monkeypatch):
         monkeypatch.setattr(command, name, refuse)
 
 
-@pytest.fixture(autouse=True)
-def quickly(request, monkeypatch):
-    """Pages without charts, which take most of the time, but where they are tested."""
-    if "charts" not in request.fixturenames:
-        monkeypatch.setattr(command, "charts_of", lambda run: [])
-
-
-@pytest.fixture
-def charts():
-    """A test of the charts."""
-
-
-def reported(root: Path, **settings) -> tuple[str, dict]:
-    run_report(seed=0, out=root, quiet=True, settings=ReportSettings(**settings), device="cpu", jobs=1)
+def reported(root: Path, *, quick: bool = False) -> tuple[str, dict]:
+    run_report(seed=0, out=root, quiet=True, quick=quick, device="cpu", jobs=1)
     return (root / "report.html").read_text(encoding="utf-8"), json.loads((root / "report.json").read_text())
 
 
 def finished(content: dict) -> Finished:
-    return Finished(content["command"], content["command"], content, "0" * 64)
+    return Finished(content["command"], content["command"], content)
 
 
 def verdicts(*contents: dict) -> dict[str, Verdict]:
@@ -197,24 +178,6 @@ def test_finished_runs_are_taken_as_they_are(whole, capsys):
     assert not list(whole.glob(".report*"))
 
 
-@pytest.mark.usefixtures("nothing_runs")
-def test_every_check_can_be_traced_to_its_file(whole):
-    _, found = reported(whole)
-    traced = 0
-    for check in (check for claim in found["results"]["claims"] for check in claim["checks"]):
-        for value, source in zip(check["values"], check["sources"], strict=False):
-            file, _, pointer = source.partition("#/")
-            if not pointer:
-                continue
-            numbers = json.loads((whole / file).read_text())
-            for key in pointer.split("/"):
-                numbers = numbers[key.replace("~1", "/").replace("~0", "~")]
-            if isinstance(numbers, list) and not isinstance(numbers[0], list) and "most" not in check["what"]:
-                assert value == approx(statistics.fmean(numbers)), check
-                traced += 1
-    assert traced > 30
-
-
 def test_tables_have_the_numbers_of_the_run(whole):
     def cell(table, row, column):
         return next(found for found in table.rows if found[0] == row)[table.columns.index(column)]
@@ -235,19 +198,13 @@ def test_tables_have_the_numbers_of_the_run(whole):
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_further_runs_are_shown_and_judged(whole):
+def test_further_runs_are_shown(whole):
     put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9, "greedy": 0.5}}, settings="tuned"))
     put(whole, "bandits-begun", bandits_run({"mushroom": {"badam": 0.9}}, agents=["badam", "greedy"]))
     text, found = reported(whole)
     assert "Also run: bandits-other" in text
     assert "bandits-begun" not in text
-    beside = next(run for run in found["results"]["runs"] if run["file"] == "bandits-other/metrics.json")
-    greedy = next(claim for claim in beside["claims"] if claim["claim"] == "table1-greedy")
-    assert greedy["verdict"] == "held in part"
-    assert [check["under"] for check in greedy["checks"]] == ["our settings, “tuned”"]
-    ids = re.findall(r'\bid="([^"]*)"', text)
-    assert {"table1-greedy", "table1-greedy-2"} <= set(ids)
-    assert len(set(ids)) == len(ids), "a page has each id once"
+    assert "bandits-other/metrics.json" in [run["file"] for run in found["results"]["runs"]]
 
 
 @pytest.mark.parametrize(
@@ -256,9 +213,6 @@ def test_further_runs_are_shown_and_judged(whole):
         ("{", "not a run's metrics"),
         ("[]", "not a run's metrics"),
         (json.dumps({"command": "demo"}), "`bayesadam demo`, not bandits"),
-        (json.dumps({"command": "bandits", "settings": {}, "results": {}}), "lacks what a run of bandits holds"),
-        (json.dumps(bandits_run({"a": {"badam": 1.0}}, rounds="four")), "lacks what a run of bandits holds"),
-        (json.dumps(bandits_run({"a": {"badam": 1.0}}, problems=[["a"]])), "lacks what a run of bandits holds"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_named(tmp_path, content, message):
@@ -304,19 +258,10 @@ def test_what_is_missing_is_run_in_full(tmp_path, stubs):
     assert regression == RegressionSettings()
     assert pruning == PruningSettings()
     assert bandits == BanditSettings()
+    # The census is large, and fetched by name alone.
+    assert "census" not in bandits.problems
     reported(tmp_path)
     assert len(stubs) == 3
-
-
-def test_only_what_is_asked_for_is_run(tmp_path, stubs):
-    put(tmp_path, "pruning", pruning_run(PRUNED))
-    text, found = reported(tmp_path, only=("bandits",))
-    assert [name for name, _ in stubs] == ["bandits"]
-    assert found["results"]["missing"]["bandits"].startswith("Not played: census.")
-    assert "pruning" not in found["results"]["missing"]
-    assert "asked for bandits alone" in text
-    assert "Badam, path scores" not in text
-    assert "Badam, magnitude" in text
 
 
 def test_the_quick_version_stands_apart_and_says_so(tmp_path, stubs):
@@ -339,54 +284,26 @@ def test_the_quick_version_stands_apart_and_says_so(tmp_path, stubs):
 
 def test_absent_data_are_named_and_never_swapped(tmp_path, stubs, monkeypatch):
     def locate(name, **_):
-        if name in ("mnist", "jester"):
+        if name == "jester":
             raise DataError(f"{name} is <nowhere>")
         return {}
 
     monkeypatch.setattr(command, "locate", locate)
-    text, found = reported(tmp_path)
-    assert [given["out"].name for _, given in stubs] == ["regression", "pruning-digits", "bandits"]
-    assert stubs[1][1]["settings"] == PruningSettings(data="digits")
+    text, _ = reported(tmp_path)
+    assert [given["out"].name for _, given in stubs] == list(EXPERIMENTS)
     assert stubs[2][1]["settings"].problems == ("mushroom", "financial", "statlog", "adult", "covertype")
-    assert "MNIST could not be had" in text
-    assert "mnist is &lt;nowhere&gt;" in text
     assert "Not played: jester. jester is &lt;nowhere&gt;" in text
-    claims = {claim["claim"]: claim for claim in found["results"]["claims"]}
-    assert claims["figure2-beats-magnitude"]["verdict"] == "not measured"
-    assert "digits" in claims["figure2-beats-magnitude"]["reservation"]
-    # Once the data are there, the experiment itself is run, and nothing stands in its place.
-    monkeypatch.setattr(command, "locate", lambda name, **_: {})
-    reported(tmp_path)
-    assert [given["out"].name for _, given in stubs[3:]] == ["pruning"]
 
 
-def test_no_column_at_all_leaves_the_wheel_under_its_own_name(tmp_path, stubs, monkeypatch):
+def test_no_column_at_all_is_said(tmp_path, stubs, monkeypatch):
     def locate(name, **_):
         raise DataError("offline")
 
     monkeypatch.setattr(command, "locate", locate)
-    text, found = reported(tmp_path, only=("bandits",))
-    assert [(given["out"].name, given["settings"].problems) for _, given in stubs] == [("bandits-wheel", ("wheel",))]
-    assert "No column of the table could be had" in text
+    text, found = reported(tmp_path)
+    assert [given["out"].name for _, given in stubs] == ["regression", "pruning"]
+    assert "Could not be run: Not played: mushroom. offline." in text
     assert all(c["verdict"] == "not measured" for c in found["results"]["claims"] if c["claim"].startswith("table1"))
-
-
-def test_a_killed_bandits_run_resumes_with_its_own_settings(tmp_path, stubs):
-    begun = bandits_run({"mushroom": {"badam": 0.5}}, agents=["badam", "greedy"], runs=4, rounds=77, settings="tuned")
-    put(tmp_path, "bandits", begun | {"seed": 11})
-    with pytest.raises(SettingError, match="was run with --settings tuned, not paper"):
-        command._Work(tmp_path, 0, "cpu", 1, True, ReportSettings(only=("bandits",), settings="paper")).bandits()
-    assert not stubs
-    reported(tmp_path, only=("bandits",))
-    ((_, given),) = stubs
-    assert given["seed"] == 11
-    assert given["settings"] == BanditSettings(("mushroom",), ("badam", "greedy"), 4, 77, "tuned")
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_other_settings_than_those_of_a_finished_run_are_refused(whole):
-    with pytest.raises(SettingError, match="--settings paper, not tuned"):
-        reported(whole, settings="tuned")
 
 
 def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, stubs, monkeypatch, capsys):
@@ -398,9 +315,10 @@ def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, st
     assert "the variance &lt;must&gt; be finite" in text
     assert "bayesadam: regression: Could not be run: the variance <must> be finite" in capsys.readouterr().err
     assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"pruning", "bandits"}
-    monkeypatch.setattr(command, "run_pruning", fails)
+    for name in ("run_pruning", "run_bandits"):
+        monkeypatch.setattr(command, name, fails)
     with pytest.raises(BayesAdamError, match="nothing to report"):
-        reported(tmp_path / "empty", only=("regression", "pruning"))
+        reported(tmp_path / "empty")
 
 
 def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, monkeypatch):
@@ -419,8 +337,8 @@ def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, m
 def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     small = PruningSettings(data="digits", methods=("badam",), n_seeds=2, epochs=1, hidden=(8,))
     monkeypatch.setattr(command, "QUICK_PRUNING", small)
-    monkeypatch.setattr(command, "QUICK_PROBLEMS", ("wheel",))
-    monkeypatch.setattr(command, "QUICK_BANDITS", BanditSettings(agents=("badam", "uniform"), runs=2, rounds=40))
+    played = BanditSettings(("wheel",), ("badam", "uniform"), runs=2, rounds=40)
+    monkeypatch.setattr(command, "QUICK_BANDITS", played)
     monkeypatch.setattr(
         RegressionSettings,
         "quick",
@@ -429,20 +347,20 @@ def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     text, found = reported(tmp_path, quick=True)
     assert [run["file"] for run in found["results"]["runs"]] == [f"quick/{name}/metrics.json" for name in EXPERIMENTS]
     assert "wheel" in text
-    Outline(text)
+    assert len(Outline(text).all("img")) == 3
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nothing_runs", "charts")
+@pytest.mark.usefixtures("nothing_runs")
 def test_the_page_needs_nothing_else(whole):
     text, _ = reported(whole)
     outline = Outline(text)
     links = [value for _, attributes in outline.elements for key, value in attributes.items() if key in ("src", "href")]
     ids = [attributes["id"] for _, attributes in outline.elements if "id" in attributes]
     assert links
-    assert all(link.startswith("#") for link in links)
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
     assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
     assert len(set(ids)) == len(ids)
     assert not {"link", "iframe", "object", "embed", "base", "form"} & {name for name, _ in outline.elements}
@@ -454,14 +372,11 @@ def test_the_page_needs_nothing_else(whole):
     assert {"lang": "en-GB"} in outline.all("html")
 
 
-@pytest.mark.usefixtures("nothing_runs", "charts")
-def test_every_panel_is_a_chart_with_a_label(whole):
-    outline = Outline(reported(whole)[0])
-    charts = [svg for svg in outline.all("svg") if svg.get("role") == "img"]
-    assert len(charts) == len(METHODS) + 2 + len(AS_IN_THE_PAPER)
-    assert all(svg["aria-label"] and svg["viewbox"] for svg in charts)
-    # Neutral colours follow the page's, light or dark.
-    assert "var(--ink)" in str(outline.elements)
+@pytest.mark.usefixtures("nothing_runs")
+def test_every_run_has_its_picture_with_a_label(whole):
+    pictures = Outline(reported(whole)[0]).all("img")
+    assert len(pictures) == len(EXPERIMENTS)
+    assert all(picture["alt"] for picture in pictures)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -475,15 +390,13 @@ def test_failed_claims_come_first(whole):
     assert re.findall(r'<li id="([^"]*)"', text) == keys
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_runs", "charts")
+@pytest.mark.usefixtures("nothing_runs")
 def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     agents = {"badam": 0.5, NASTY: 0.6}
     nasty = bandits_run({"mushroom": agents, NASTY: agents}, settings=NASTY)
     nasty |= {"device": NASTY, "version": NASTY, "seed": NASTY}
     put(tmp_path, "bandits", nasty)
     put(tmp_path, "regression", regression_run({NASTY: (0.1, 0.2)}))
-    put_curves(tmp_path, [*METHODS, NASTY])
     put(tmp_path, "pruning", pruning_run({**PRUNED, (NASTY, NASTY): {}}, data=NASTY, activation=NASTY))
     outline = Outline(reported(tmp_path)[0])
     assert not outline.all("img")
@@ -492,8 +405,7 @@ def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     assert any(NASTY in text for text in outline.texts)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_runs", "charts")
+@pytest.mark.usefixtures("nothing_runs")
 def test_numbers_that_are_not_finite_are_dashes(whole):
     broken = regression_run()
     for scores in broken["results"].values():
@@ -509,16 +421,8 @@ def test_numbers_that_are_not_finite_are_dashes(whole):
     assert "<td>–</td>" in text
 
 
-def test_curves_that_do_not_fit_the_results_are_no_curves(whole):
-    assert read(whole, "regression", "regression").curves is not None
-    put_curves(whole, METHODS[:2])
-    assert read(whole, "regression", "regression").curves is None
-    (whole / "regression" / "curves.json").unlink()
-    assert read(whole, "regression", "regression").curves is None
-
-
 def test_an_empty_report_is_still_a_page():
-    text = page(Report({}, {"bandits": "no <data>"}))
+    text = Report({}, {"bandits": "no <data>"}).page()
     Outline(text)
     assert text.count("There is no finished run of this experiment") == 3
     assert "no &lt;data&gt;" in text
@@ -614,40 +518,25 @@ def test_a_widening_far_below_the_processs_is_in_part():
     assert (found.verdict, [check.passed for check in found.checks]) == (Verdict.PARTLY, [True, None])
 
 
-def test_a_claim_about_the_table_holds_only_with_the_papers_own_settings_too():
-    claims = {claim.key: claim for claim in CLAIMS}
+def test_a_claim_about_the_table_holds_only_with_the_papers_own_settings():
+    reaches = next(claim for claim in CLAIMS if claim.key == "table1-reaches")
     tuned, paper = (finished(bandits_run(AS_IN_THE_PAPER, settings=settings)) for settings in ("tuned", "paper"))
-    lost = {p: {**agents, "badam": agents["badam"] - (p != "mushroom")} for p, agents in AS_IN_THE_PAPER.items()}
-    failing = finished(bandits_run(lost))
-    reaches = claims["table1-reaches"]
     assert judged(reaches, tuned).verdict is Verdict.PARTLY
-    assert judged(reaches, tuned, paper).verdict is Verdict.HELD
     assert judged(reaches, paper).verdict is Verdict.HELD
-    both = judged(reaches, tuned, failing)
-    assert both.verdict is Verdict.PARTLY
-    assert {check.under for check in both.checks} == {"our settings, “tuned”", "the settings that the paper states"}
-    assert len(both.checks) == 2 * len(AS_IN_THE_PAPER)
-    assert settings_note(tuned, failing).endswith("reaches its row in 1 of 5 columns (mushroom).")
-    assert "do not give its table" in settings_note(tuned, failing)
-    assert "settings give its table" in settings_note(tuned, paper)
-    assert "`bayesadam bandits --settings paper`" in settings_note(tuned, None)
-    assert "our own" not in settings_note(paper, paper)
+    assert len(judged(reaches, paper).checks) == len(AS_IN_THE_PAPER)
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_the_page_says_whose_settings_the_table_has(whole):
+def test_the_run_with_the_papers_settings_judges_the_table(whole):
     put(whole, "bandits", bandits_run(AS_IN_THE_PAPER, settings="tuned"))
     lost = {p: {**agents, "badam": agents["badam"] - 0.5} for p, agents in AS_IN_THE_PAPER.items()}
     put(whole, "bandits-paper", bandits_run(lost, settings="paper"))
     text, found = reported(whole)
-    said = (
-        "Played with our own settings, “tuned”, not with those that the paper states. The paper's own settings do not"
-    )
-    assert sum(said in part for part in Outline(text).texts) == 2
+    assert "This differs from the paper: with our own settings, tuned" in text
     assert "settings <code>tuned</code>" in text
     reaches = next(claim for claim in found["results"]["claims"] if claim["claim"] == "table1-reaches")
-    assert reaches["verdict"] == "held in part"
-    assert {check["passed"] for check in reaches["checks"] if check["under"] != "our settings, “tuned”"} == {False}
+    assert reaches["verdict"] == "did not hold"
+    assert {check["passed"] for check in reaches["checks"]} == {False}
 
 
 def test_comparable_rewards_are_known_to_be_so():
@@ -676,8 +565,7 @@ def test_a_shorter_run_shows_its_checks_and_judges_nothing():
     assert (short.verdict, [check.passed for check in short.checks]) == (Verdict.SHORT, [True, True])
     claim = next(claim for claim in CLAIMS if claim.key == "table1-greedy")
     short = judged(claim, finished(bandits_run(AS_IN_THE_PAPER, rounds=400, settings="tuned")))
-    assert short.reservation == "400 rounds a run, 4 runs instead of 10"
-    assert {check.under for check in short.checks} == {"our settings, “tuned”"}
+    assert short.reservation == "with our own settings, tuned, 400 rounds, 4 runs instead of 10"
     assert short.verdict is Verdict.SHORT
 
 

@@ -22,9 +22,6 @@ from bayesadam.play.learners import (
     curvature_of,
     gp_bands,
     kronecker_posterior,
-    linearised_bands,
-    posterior_at,
-    reach_of,
 )
 from bayesadam.posterior import Mixture, Posterior
 from floats import approx, assert_close
@@ -149,13 +146,6 @@ def test_the_sliders_of_the_posterior_train_nothing_and_move_the_band_the_right_
     trained.accept(REQUEST)
     assert torch.equal(trained.stack.weights, weights)
     assert_close(trained.bands(GRID).std, base.std)
-
-
-def test_a_posterior_given_from_outside_is_not_changed(trained):
-    read = Posterior.from_optimizer(*_module_and_adam(), n_data=7)
-    found = posterior_at(read, reach_of(read, trained.x), n_data=3.0, prior_precision=2.0, noise=0.3)
-    assert (read.n_data, found.n_data) == (7, 3.0)
-    assert linearised_bands(found, GRID).finite
 
 
 def test_the_kronecker_band_of_one_point_is_that_of_the_exact_blocks():

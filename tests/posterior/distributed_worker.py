@@ -260,9 +260,9 @@ class Checks:
                 assert torch.equal(found.full_tensor(), expected), (n, placements)
 
     def check_padding(self) -> None:
-        """A row that stands for padding is held on whichever process it lies, with a prior and without."""
+        """A row that stands for padding is held on whichever process it lies."""
         ids = torch.arange(40).view(20, 2) * 3 % 5
-        for row, delta, form in ((0, 1.5, "likelihood"), (4, 0.0, "map"), (4, 0.0, "likelihood")):
+        for row, delta, form in ((0, 1.5, "likelihood"), (4, 0.5, "map"), (4, 0.5, "likelihood")):
             torch.manual_seed(1)
             model = nn.Sequential(nn.Embedding(5, 3, padding_idx=row), nn.Flatten(), nn.Linear(6, 1))
             nn.init.normal_(model[0].weight)

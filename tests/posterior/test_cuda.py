@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from torch.distributions import Normal
 
 import bayesadam as ba
 from bayesadam.gaussian import noise
-from bayesadam.gaussian.settings import PrecisionRule
 from cases import mlp, train
 from floats import assert_close
 
@@ -76,21 +72,6 @@ def test_a_draw_does_not_depend_on_how_many_are_taken_nor_on_the_kernels_block()
     many, few = (posterior.sample(n, generator=seeded())["weight"] for n in (7, 2))
     assert torch.equal(many[:2], few)
     assert torch.equal(posterior.sample(generator=seeded())["weight"], few[0])
-
-
-@pytest.mark.parametrize("n", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parts_are_those_of_the_whole(dtype, n):
-    total, cuts = 20_001, [0, 1, 4095, 4097, 12_288, 20_001]
-    mode, v, delta = (torch.rand(total, device="cuda", dtype=dtype) for _ in range(3))
-    rule = PrecisionRule(50.0, delta, 0.5, shrink=True)
-    options: dict[str, Any] = {"seed": 11, "n": n, "dtype": dtype}
-    expected = noise.draw(mode, v, rule, **options)
-    parts = [
-        noise.draw(mode[a:b], v[a:b], replace(rule, delta=delta[a:b]), part=noise.Part(a, total), **options)
-        for a, b in itertools.pairwise(cuts)
-    ]
-    assert torch.equal(torch.cat(parts, dim=-1), expected)
 
 
 def test_prior_precision_by_weight():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,6 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.gaussian import noise
-from bayesadam.gaussian.settings import PrecisionRule
 from floats import approx, assert_close
 from posterior.distributed_worker import (
     N_DATA,
@@ -238,35 +234,3 @@ def test_damage_is_told(saved, how):
     damaged(saved, how)
     with pytest.raises(FileError):
         ba.Posterior.load(saved, fresh("linear"))
-
-
-# --- parts of a draw ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [None, 3, 40])
-@pytest.mark.parametrize(
-    ("total", "cuts"), [(7, [0, 3, 6, 7]), (3000, [0, 1499, 3000]), (200_001, [0, 1, 65_537, 140_000, 200_001])]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_are_those_of_the_whole(total, cuts, n, dtype):
-    generator = torch.Generator().manual_seed(0)
-    mode, v, delta = (torch.rand(total, generator=generator) for _ in range(3))
-    options: dict[str, Any] = {"seed": 11, "n": n, "dtype": dtype}
-    rule = PrecisionRule(weight=50.0, delta=delta, power=0.7, shrink=True)
-    expected = noise.draw(mode, v, rule, **options)
-    parts = [
-        noise.draw(mode[a:b], v[a:b], replace(rule, delta=delta[a:b]), part=noise.Part(a, total), **options)
-        for a, b in itertools.pairwise(cuts)
-    ]
-    assert torch.equal(torch.cat(parts, dim=-1), expected)
-
-
-def test_parts_are_those_of_the_whole_with_torchs_own_generator():
-    mode, v = torch.rand(50), torch.rand(50)
-    rule = PrecisionRule(weight=5.0, delta=1.0, power=0.5, shrink=False)
-    whole = torch.empty(3, 50)
-    noise._fill_row_by_row(whole, mode, v, rule, seed=2, part=noise.Part(0, 50))
-    for cut in (slice(0, 20), slice(20, 50)):
-        rows = torch.empty(3, cut.stop - cut.start)
-        noise._fill_row_by_row(rows, mode[cut], v[cut], rule, seed=2, part=noise.Part(cut.start, 50))
-        assert torch.equal(rows, whole[:, cut])

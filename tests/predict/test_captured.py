@@ -79,7 +79,7 @@ def test_captured_work_gives_what_plain_work_and_the_dense_reference_give() -> N
     p = posterior.predict(other, likelihood="classification", outputs="top", probes=0)
     assert is_replayed(p)
     assert_close(p.variance.double(), reference(posterior, other, p.outputs), rtol=5e-3)
-    assert_close(p.logits, model(other), atol=1e-5)
+    assert_close(p.components[0].logits, model(other), atol=1e-5)
 
 
 def test_scores_of_a_graph_have_the_signs_of_their_generator() -> None:

@@ -225,32 +225,10 @@ def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: s
 # --- padding rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank+diagonal"])
-@pytest.mark.parametrize("form", ["map", "likelihood"])
-def test_without_a_prior_padding_alone_is_no_reason_to_refuse(structure: str, form: str):
-    posterior = trained(structure, delta=0.0, form=form)
-    if isinstance(posterior.structure, LowRank):
-        rest = {name: r + 1e-3 for name, r in posterior.structure.rest.items()}
-        rest["words.weight"][0] = 0.0
-        posterior = replace(posterior, structure=replace(posterior.structure, rest=rest))
-    check(posterior)
-    variance = posterior.variance["words.weight"]
-    assert bool(variance[0].isinf().all())
-    keep = learned(posterior)
-    marginal = torch.cat([v.reshape(-1) for v in posterior.variance.values()])[keep]
-    assert_close(marginal, covariance(posterior).diagonal())
-    for density in (posterior.entropy, lambda: posterior.log_prob(posterior.sample())):
-        with pytest.raises(ImproperError, match="3 weights"):
-            density()
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_without_a_prior_a_word_that_never_came_is_still_refused(structure: str):
+def test_without_a_prior_a_row_that_never_came_is_refused(structure: str):
     posterior = trained(structure, delta=0.0)
-    model = posterior.model
-    model.words.padding_idx = None
-    unpadded = replace(posterior, padding=None)
-    for ask in (unpadded.sample, lambda: unpadded.predict(batch(torch.Generator(), 3), likelihood="regression")):
+    for ask in (posterior.sample, lambda: posterior.predict(batch(torch.Generator(), 3), likelihood="regression")):
         with pytest.raises(ImproperError):
             ask()
 

@@ -118,7 +118,7 @@ def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str
         rest = torch.ones(CLASSES, dtype=torch.bool)
         rest[chosen] = False
         weights = logits[rest].softmax(dim=0)
-        assert_close(found.rest_variance[example], weights @ whole[rest][:, rest] @ weights, rtol=1e-6)
+        assert_close(found.components[0].rest_variance[example], weights @ whole[rest][:, rest] @ weights, rtol=1e-6)
 
 
 def test_ten_largest_are_the_default_of_many_classes_alone() -> None:
@@ -314,7 +314,8 @@ def test_the_rest_at_its_mean_is_off_by_no_more_than_the_bound() -> None:
         assert float((exact - at_mean).abs().sum() / 2) <= float(found.rest_error[example])
         assert float((found.probs[example, chosen] - at_mean[:-1]).abs().max()) < 0.1
         assert (
-            float(found.rest_error[example]) <= math.sqrt(float(found.rest_variance[example]) / (8 * math.pi)) + 1e-12
+            float(found.rest_error[example])
+            <= math.sqrt(float(found.components[0].rest_variance[example]) / (8 * math.pi)) + 1e-12
         )
 
 

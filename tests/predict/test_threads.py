@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam._alone import alone_with
-from bayesadam.errors import BayesAdamError
 from cases import trained
 from floats import assert_close
 from predict.cases_networks import encoder, posterior_over
@@ -163,33 +161,6 @@ def test_another_thread_waits_while_a_draw_is_in_the_model_and_no_longer(posteri
     assert torch.equal(found[0], variance)
 
 
-def test_two_models_in_opposite_orders_do_not_wait_for_ever():
-    posteriors = [ba.Posterior.from_optimizer(*trained(seed=seed), 100, prior_precision=1.0) for seed in range(2)]
-    meet, errors, passed = threading.Barrier(2), [], []
-
-    def work(first: ba.Posterior, second: ba.Posterior) -> None:
-        try:
-            with first.sampled():
-                meet.wait(PATIENCE)
-                with second.sampled():
-                    passed.append(1)
-        except BayesAdamError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in (posteriors, posteriors[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert len(errors) == len(passed) == 1
-    assert "in the same order everywhere" in errors[0]
-    for posterior in posteriors:
-        assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(posterior.predict, torch.zeros(2, 3), likelihood="regression").result(PATIENCE)
-
-
 def test_mixtures_from_several_threads_in_any_order():
     members = [ba.Posterior.from_optimizer(*trained(seed=seed), 100, prior_precision=1.0) for seed in range(2)]
     mixtures = [ba.Mixture(members), ba.Mixture(members[::-1])]
@@ -197,13 +168,3 @@ def test_mixtures_from_several_threads_in_any_order():
     expected = [mixture.predict(x, likelihood="regression").variance for mixture in mixtures]
     found = at_once(lambda n: mixtures[n % 2].predict(x, likelihood="regression").variance, 24)
     assert all(torch.equal(variance, expected[n % 2]) for n, variance in enumerate(found))
-
-
-def test_a_context_let_go_elsewhere_lets_others_in():
-    """A generator that is not finished is closed by whichever thread collects it."""
-    model = nn.Linear(2, 1)
-    holder = alone_with(model)
-    holder.__enter__()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(holder.__exit__, None, None, None).result(PATIENCE)
-        pool.submit(lambda: alone_with(model).__enter__()).result(PATIENCE)

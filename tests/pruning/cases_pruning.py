@@ -37,11 +37,10 @@ def posterior_of(
     return Posterior(mode, Diagonal(second), Settings(n_data, prior, **settings), omitted, model=model)  # type: ignore[arg-type]
 
 
-def sorted_masks(scores: Mapping[str, np.ndarray], weights: Mapping[str, Tensor], count: int) -> dict[str, np.ndarray]:
-    """The reference: one full sort by score, magnitude and position; False at the first `count`."""
+def sorted_masks(scores: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    """The reference: one full sort by score and position; False at the first `count`."""
     flat = np.concatenate([np.asarray(scores[name], dtype=np.float64).ravel() for name in scores])
-    sizes = np.concatenate([np.abs(weights[name].detach().double().cpu().numpy()).ravel() for name in scores])
-    order = np.lexsort((np.arange(len(flat)), sizes, flat))
+    order = np.argsort(flat, kind="stable")
     kept = np.ones(len(flat), dtype=bool)
     kept[order[:count]] = False
     masks, start = {}, 0

@@ -85,7 +85,7 @@ def test_what_is_not_finite_is_removed_too() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"2.weigth": torch.ones(2, 6, dtype=torch.bool)}, r"'2\.weigth' is of no parameter.*near it: '2\.weight'"),
+        ({"2.weigth": torch.ones(2, 6, dtype=torch.bool)}, r"'2\.weigth' is of no parameter"),
         ({"2.weight": torch.ones(6, 2, dtype=torch.bool)}, r"'2\.weight' has shape \(6, 2\), the parameter \(2, 6\)"),
         ({"2.weight": torch.ones(2, 6)}, r"'2\.weight' must be a boolean tensor.*float32"),
         ({"2.weight": [[True]]}, r"'2\.weight' must be a boolean tensor.*list"),

@@ -101,7 +101,7 @@ def test_a_function_and_ready_scores_rank_too() -> None:
     by_function = pruning_masks(posterior, 0.4, ranking=lambda theta, v: theta.abs() * v)
     ready = {name: theta.abs() * posterior.structure.second_moment[name] for name, theta in posterior.mode.items()}
     by_scores = pruning_masks(posterior, 0.4, ranking=ready)
-    expected = sorted_masks({n: s.numpy() for n, s in ready.items()}, posterior.mode, round(0.4 * posterior.n_weights))
+    expected = sorted_masks({n: s.numpy() for n, s in ready.items()}, round(0.4 * posterior.n_weights))
     assert_same(by_function, expected)
     assert_same(by_scores, expected)
 
@@ -120,13 +120,12 @@ def test_whole_numbers_rank_exactly() -> None:
     [
         ("entropy", "must be one of 'snr'"),
         (3, "must be one of 'snr'"),
-        (lambda theta, v: theta.flatten(), "'0.weight' must be a real tensor of shape"),
-        (lambda theta, v: 1.0, "got float"),
+        (lambda theta, v: theta.flatten(), "'0.weight' must have shape"),
         (lambda theta, v: theta * math.nan, r"63 of the 63 scores of '0\.weight' are NaN"),
-        ({"0.weight": torch.ones(9, 7)}, r"'0\.bias', '2\.weight', '2\.bias'\] are missing"),
-        ({"0.weigth": torch.ones(9, 7)}, r"'0\.weigth'\] are not in the posterior.*near the first: '0\.weight'"),
+        ({"0.weight": torch.ones(9, 7)}, r"'0\.bias', '2\.weight', '2\.bias'\] are unknown or missing"),
+        ({"0.weigth": torch.ones(9, 7)}, r"'0\.weigth', '0\.weight', .* are unknown or missing"),
     ],
-    ids=["unknown", "number", "shape", "float", "nan", "missing", "misspelt"],
+    ids=["unknown", "number", "shape", "nan", "missing", "misspelt"],
 )
 def test_a_ranking_that_gives_no_order_is_refused(ranking: Any, words: str) -> None:
     with pytest.raises((MatchError, SettingError), match=words):
@@ -165,10 +164,10 @@ def test_masks_are_those_of_a_full_sort(seed: int, scope: str, monkeypatch: pyte
     scores = {name: score.numpy() for name, score in given.items()}
     masks = pruning_masks(posterior, fraction, ranking=given, scope=scope)
     if scope == "global":
-        assert_same(masks, sorted_masks(scores, posterior.mode, round(fraction * posterior.n_weights)))
+        assert_same(masks, sorted_masks(scores, round(fraction * posterior.n_weights)))
     else:
         for name, score in scores.items():
-            assert_same({name: masks[name]}, sorted_masks({name: score}, posterior.mode, round(fraction * score.size)))
+            assert_same({name: masks[name]}, sorted_masks({name: score}, round(fraction * score.size)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -183,7 +182,7 @@ def test_distinct_scores_of_any_size(seed: int) -> None:
     for fraction in rng.random(5):
         masks = pruning_masks(posterior, fraction, ranking=scores)
         count = round(fraction * posterior.n_weights)
-        assert_same(masks, sorted_masks({n: s.numpy() for n, s in scores.items()}, posterior.mode, count))
+        assert_same(masks, sorted_masks({n: s.numpy() for n, s in scores.items()}, count))
         assert removed(masks) == count
 
 
@@ -197,15 +196,11 @@ def test_scores_of_two_types_are_compared_in_the_wider() -> None:
     assert masks["0.weight"].all()
 
 
-def test_all_scores_equal_cuts_the_smallest_weights_then_the_first() -> None:
-    model = nn.Linear(6, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[2.0, -1.0, 3.0, 1.0, -2.0, 1.0]]))
+def test_all_scores_equal_cuts_the_first() -> None:
     equal = {"weight": torch.zeros(1, 6)}
-    order = [1, 3, 5, 0, 4, 2]
     for count in range(7):
-        mask = pruning_masks(posterior_of(model), count / 6, ranking=equal)["weight"]
-        assert sorted((~mask[0]).nonzero()[:, 0].tolist()) == sorted(order[:count])
+        mask = pruning_masks(posterior_of(nn.Linear(6, 1, bias=False)), count / 6, ranking=equal)["weight"]
+        assert mask.tolist() == [[False] * count + [True] * (6 - count)]
 
 
 @pytest.mark.parametrize("ranking", ["snr", "magnitude"])
@@ -302,7 +297,7 @@ def test_a_kind_the_model_lacks_is_passed_over() -> None:
 
 
 def test_a_pattern_without_a_match_lists_what_is_near() -> None:
-    with pytest.raises(MatchError, match=r"'0\.wieght' matches no parameter.*near it: '0\.weight'.*'norms'"):
+    with pytest.raises(MatchError, match=r"'0\.wieght' matches no parameter; they are 0\.bias, 0\.weight"):
         pruning_masks(posterior_of(net()), 0.5, exclude=("0.wieght",))
 
 
@@ -331,10 +326,9 @@ def test_each_group_along_the_input_keeps_its_best(make: Any, keep: int, size: i
     assert masks["bias"].all()
     dim = 0 if isinstance(model, nn.ConvTranspose1d) else 1
     scores = np.moveaxis(weight_scores(posterior)["weight"].numpy(), dim, -1).reshape(-1, size)
-    sizes = posterior.mode["weight"].movedim(dim, -1).reshape(-1, size)
     found = masks["weight"].movedim(dim, -1).reshape(-1, size).numpy()
     for row in range(len(scores)):
-        expected = sorted_masks({"g": scores[row]}, {"g": sizes[row]}, size - keep)["g"]
+        expected = sorted_masks({"g": scores[row]}, size - keep)["g"]
         np.testing.assert_array_equal(found[row], expected)
 
 

@@ -76,11 +76,11 @@ def test_it_prints_as_a_table_and_saves_as_data() -> None:
     report = pruning_report(posterior, pruning_masks(posterior, 0.9))
     lines = str(report).splitlines()
     assert len({len(line) for line in lines[:-1]}) == 1
-    assert lines[0].split() == ["parameter", "weights", "kept", "removed", "dense", "sparse"]
+    assert lines[0].split() == ["parameter", "weights", "kept", "removed", "bytes", "without", "zeros"]
     assert lines[1].split()[:2] == ["0.weight", "5,000"]
     assert lines[5].split()[0] == "total"
     assert "90.0%" in lines[5]
-    assert "20.1 kB" in lines[5]
+    assert "20,068" in lines[5]
     assert lines[-1].startswith("expected rise of the mean loss")
     data = json.loads(json.dumps(report.to_dict()))
     assert data["kept"] == report.kept

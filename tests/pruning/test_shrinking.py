@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils import prune as torch_prune
 
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.pruning import neuron_masks, prune, pruning_masks, shrink, weight_scores
@@ -247,7 +246,7 @@ TABLE: dict[str, Case] = {
         lambda: conv_net(nn.AvgPool2d(2, padding=1), activation=nn.Sigmoid),
         (2, 10, 10),
         {"2": [4]},
-        None,
+        {"2": 4},
     ),
     "conv-same": (
         lambda: nn.Sequential(nn.Conv3d(1, 4, 2), nn.Tanh(), nn.Conv3d(4, 3, 3, padding="same")),
@@ -542,18 +541,9 @@ def test_a_function_that_changed_is_never_returned(monkeypatch: pytest.MonkeyPat
     kill(model, **{"0": [1]})
     before = copy.deepcopy(model.state_dict())
     monkeypatch.setitem(shrink_function.__globals__, "_fold", lambda *args: None)
-    with pytest.raises(MatchError, match="does not compute what the original does"):
+    with pytest.raises(MatchError, match="does not compute the same"):
         shrink(model, example_input=torch.randn(2, 3))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_model_that_cannot_be_copied_says_so() -> None:
-    model = mlp(3, 4, 2)
-    torch_prune.random_unstructured(model[0], "weight", amount=2)
-    with pytest.raises(SettingError, match=r"Sequential cannot be copied.*remove\(module, name\)"):
-        shrink(model, example_input=torch.randn(2, 3))
-    torch_prune.remove(model[0], "weight")
-    shrink(model, example_input=torch.randn(2, 3))
 
 
 def test_masks_are_checked_before_anything() -> None:

@@ -501,7 +501,7 @@ def test_names_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
         read_curvature(read, param_names=["0.weight", "0.bias", "2.weight"])
     with pytest.raises(MatchError, match=r"0.weight' has shape \(5,\), the parameter \(5, 3\)"):
         read_curvature(read, param_names=["0.bias", "0.weight", "2.weight", "2.bias"])
-    with pytest.raises(MatchError, match="named twice"):
+    with pytest.raises(MatchError, match="or twice"):
         read_curvature(read, param_names=["0.weight", "0.weight", "2.weight", "2.bias"])
 
 
@@ -602,8 +602,8 @@ def test_readers_that_differ_and_both_fit_are_refused(monkeypatch: pytest.Monkey
 def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     for momentum, message in (
-        (0.9, "SGD with momentum.*momentum_buffer.*optimizer='ogd'"),
-        (0.0, "SGD without momentum.*empty.*optimizer='ogd'"),
+        (0.9, "SGD, .*momentum_buffer.*optimizer='ogd'"),
+        (0.0, "SGD, which keeps no second moment.*optimizer='ogd'"),
     ):
         live = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=momentum)
         train(net, live)

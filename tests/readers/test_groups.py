@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from bayesadam.errors import MatchError
 from bayesadam.readers import explain, read_checkpoint, read_curvature, read_optimizer
-from bayesadam.readers.pairing import AmbiguousError, Slot, fillings, pair
+from bayesadam.readers.match import AmbiguousError, Slot, fillings, pair
 from cases import mlp
 from floats import assert_close
 

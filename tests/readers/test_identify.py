@@ -158,10 +158,8 @@ def test_a_recorded_class_wins_over_the_order() -> None:
 
 def test_either_is_read_as_both_are_and_says_what_follows() -> None:
     either = identify_reader(grouped(old_group("amsgrad", weight_decay=0.01)))
-    assert "0.01 is AdamW's default" in either.note
     assert "N × the weight decay" in either.note
     assert "before they are squared" in either.note
-    assert "default" not in identify_reader(grouped(old_group("amsgrad", weight_decay=0.1))).note
     assert "the same" in identify_reader(grouped(old_group("amsgrad", weight_decay=0.0))).note
     assert not either.couples_decay({"weight_decay": 0.01})
     assert read_alike(either) == ("nadam", "radam", "sparseadam")
@@ -214,18 +212,18 @@ class LionLike(Optimizer):
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3), "is SGD without momentum, its state is empty"),
-    "momentum": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), r"is SGD with momentum, .*'momentum_buffer'"),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3), "is SGD, which keeps no second moment"),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), r"is SGD, .*'momentum_buffer'"),
     "rprop": (torch.optim.Rprop, "is Rprop, which keeps no second moment"),
     "asgd": (torch.optim.ASGD, "is ASGD, which keeps no second moment"),
-    "lion": (LionLike, "is Lion, which keeps no second moment"),
+    "lion": (LionLike, r"'s state has keys \['exp_avg'\], and no reader finds a second moment per weight"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimiser_without_a_second_moment_is_named(name: str) -> None:
     make, message = REFUSED[name]
-    with pytest.raises(StateError, match=f"^the optimiser {message}.*optimizer='ogd'"):
+    with pytest.raises(StateError, match=f"^the optimiser ?{message}.*optimizer='ogd'"):
         identify_reader(state_of(make))
 
 
@@ -266,9 +264,8 @@ def test_lbfgs_is_named() -> None:
     [
         ({"momentum": 0.9, "dampening": 0, "trust_coeff": 0.1}, {"momentum_buffer"}, "is Lars, "),
         ({"momentum": 0.9, "nesterov": True, "ns_steps": 5}, {"momentum_buffer"}, "is Muon, "),
-        ({"lr": 0.1}, {"momentum_buffer"}, "is SGD with momentum, LARS or Muon, "),
-        ({"betas": (0.9, 0.99)}, {"exp_avg"}, "is Lion, "),
-        ({"betas": (0.9, 0.99), "eps": 0.0}, {"state1"}, "is Lion, SGD or another .* of bitsandbytes, "),
+        ({"lr": 0.1}, {"momentum_buffer"}, "no reader finds a second moment"),
+        ({"betas": (0.9, 0.99), "eps": 0.0}, {"state1"}, "no reader finds a second moment"),
         # Adam's own, of which someone has removed the second moment.
         ({"betas": (0.9, 0.99), "eps": 1e-8}, {"exp_avg"}, "no reader finds a second moment"),
         ({"eps": (1e-30, 1e-3)}, {"exp_avg_sq_row", "exp_avg_sq_col"}, "Adafactor of transformers"),
@@ -301,5 +298,5 @@ def test_no_step_taken_is_told_before_any_complaint_about_the_weights(make: Make
 
 
 def test_an_empty_state_of_nobody_known() -> None:
-    with pytest.raises(StateError, match="empty: it has not taken a step, or is SGD without momentum"):
+    with pytest.raises(StateError, match=r"empty: it has not taken a step yet: .* or it is SGD without momentum"):
         identify_reader({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]})

@@ -238,14 +238,10 @@ def test_sac(tmp_path: Path) -> None:
         "weights_key='critic', optimizer_key='critic_optimizer' (every shape fits)",
         # Its last bias is as long.
         "weights_key='critic', optimizer_key='alpha_optimizer' (every shape fits, of 1 in 4 parameters)",
-        "weights_key='log_alpha', optimizer_key='alpha_optimizer' (every shape fits)",
     ]
     read = read_checkpoint(path, optimizer_key="critic_optimizer")
     check(read, dict(critic.named_parameters()), lives["critic"])
     assert any("'critic_target' was left out, a copy of 'critic'" in line for line in explain(read))
-    alpha = read_checkpoint(path, weights_key="log_alpha")
-    check(alpha, {"log_alpha": log_alpha}, lives["alpha"])
-    assert alpha.keys_to("log_alpha") == ("log_alpha",)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

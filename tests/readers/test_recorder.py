@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -98,51 +97,6 @@ def test_a_fused_optimiser_under_a_scaler_is_unscaled_and_overflows_are_left_out
     optimizer.found_inf = torch.tensor(0.0)
     optimizer.step()
     assert_close(recorder.gradients(model)["0.weight"][0], plain)
-
-
-def test_it_goes_on_where_it_was_saved():
-    inputs = batches(13)
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    recorder = ba.Recorder(optimizer, keep=4, every=2)
-    train(model, optimizer, inputs[:7])
-    file = io.BytesIO()
-    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "r": recorder.state_dict()}, file)
-    train(model, optimizer, inputs[7:])
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = network()
-    resumed = torch.optim.Adam(other.parameters())
-    again = ba.Recorder(resumed, keep=4, every=2)
-    other.load_state_dict(saved["m"])
-    resumed.load_state_dict(saved["o"])
-    again.load_state_dict(saved["r"])
-    train(other, resumed, inputs[7:])
-    for name, found in recorder.gradients(model).items():
-        assert torch.equal(found, again.gradients(other)[name])
-
-
-def test_another_recorder_s_state_is_refused_and_nothing_changes():
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    recorder = ba.Recorder(optimizer, keep=4, every=2)
-    train(model, optimizer, batches(3))
-    before = copy.deepcopy(recorder.state_dict())
-    wide = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    other = torch.optim.Adam(wide.parameters())
-    strange = ba.Recorder(other, keep=4, every=2)
-    train(wide, other, batches(2))
-    for state, told in (
-        (strange.state_dict(), "shape"),
-        ({**before, "keep": 5}, "keep=5"),
-        ({**before, "rings": before["rings"][1:]}, "3 parameters"),
-        ({"steps": [1]}, "not the state"),
-    ):
-        with pytest.raises(MatchError, match=told):
-            recorder.load_state_dict(state)
-    after = recorder.state_dict()
-    assert after["steps"] == before["steps"]
-    assert all(torch.equal(a, b) for a, b in zip(after["rings"], before["rings"], strict=True))
 
 
 def test_several_optimisers_step_together():

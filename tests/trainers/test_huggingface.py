@@ -100,7 +100,7 @@ def equal(a: ba.Posterior, b: ba.Posterior) -> bool:
 
 
 def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
-    run, callback = trained(tmp_path, {"per_parameter": True}, report_to="tensorboard")
+    run, callback = trained(tmp_path, {}, report_to="tensorboard")
     expected = ba.Posterior.from_optimizer(run.model, run.optimizer, N)
     assert callback.posterior.n_data == callback.n_data == N
     assert equal(callback.posterior, expected)
@@ -112,7 +112,6 @@ def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
     for tag, value in {
         "snr_median": every.median(),
         "snr_below_1": (every < 1).double().mean(),
-        "snr_median/classifier.weight": snr["classifier.weight"].median(),
     }.items():
         assert shown[f"train/posterior/{tag}"] == [(10, approx(float(value), rel=1e-5))]
     (logged,) = [line for line in run.state.log_history if "posterior/snr_median" in line]
@@ -290,15 +289,6 @@ def test_an_adapter_alone(tmp_path):
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(callback.posterior.mode) == trainable
     assert set(ba.Posterior.load(tmp_path / "posterior.safetensors", model).mode) == trainable
-
-
-def test_the_old_form_with_the_trainer_still_works(tmp_path):
-    run = trainer(tmp_path, max_steps=2)
-    with pytest.warns(DeprecationWarning, match=r"PosteriorCallback\(trainer, \.\.\.\) is now"):
-        callback = PosteriorCallback(run)
-    run.add_callback(callback)
-    run.train()
-    assert callback.posterior.n_data == N
 
 
 def test_a_missing_package_names_its_extra():

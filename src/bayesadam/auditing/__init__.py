@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -100,10 +100,7 @@ class Audit:
         return len(self.suspicion)
 
     def __repr__(self) -> str:
-        noise = ""
-        if self.noise_variance is not None:
-            where = "estimated from the residuals" if self.noise_estimated else "the posterior's"
-            noise = f", noise variance {where}"
+        noise = ", noise variance estimated from the residuals" if self.noise_estimated else ""
         return f"Audit({len(self):,} examples, {self.likelihood}{noise})"
 
     def to_pandas(self) -> Any:
@@ -133,7 +130,7 @@ class Audit:
             names: of the classes.
             title: of the page.
         """
-        write_page(path, self, self.suspects(n, by=by), inputs=inputs, names=names, by=by, title=title)
+        write_page(path, self, self.suspects(n, by=by), inputs, names, by, title)
 
 
 def audit(
@@ -155,20 +152,6 @@ def audit(
 
     The model is as before when it returns, or raises.
 
-    >>> model = torch.nn.Linear(2, 3)
-    >>> optimizer = torch.optim.Adam(model.parameters())
-    >>> x, y = torch.randn(40, 2), torch.randint(3, (40,))
-    >>> for _ in range(20):
-    ...     optimizer.zero_grad()
-    ...     torch.nn.functional.cross_entropy(model(x), y).backward()
-    ...     optimizer.step()
-    >>> posterior = Posterior.from_optimizer(model, optimizer, n_data=40, prior_precision=1.0)
-    >>> found = audit(posterior, [(x[:20], y[:20]), (x[20:], y[20:])], likelihood="classification")
-    >>> found
-    Audit(40 examples, classification)
-    >>> len(found.suspects(5))
-    5
-
     Args:
         posterior: over the network that was trained.
         batches: a loader that does not shuffle, an iterable of (inputs, targets) or of mappings with labels, or one of
@@ -186,42 +169,33 @@ def audit(
     count("memory_budget", memory_budget, "bytes")
     options: Any = {"likelihood": name, "forward": forward, "memory_budget": memory_budget}
     shown = progress(batches, "audit") if isinstance(batches, DataLoader) else batches
-    noise, estimated, parts = posterior.noise_variance if record.noise else None, False, []
-    waiting: list[tuple[Component, Tensor, Tensor]] = []
-    for component, y, novelty in _predicted(posterior, shown, options):
-        if record.noise:
-            # Its noise may have to be estimated from all residuals.
-            waiting.append((_on_cpu(component), record.matched(y, component.mean).double().cpu(), novelty))
-        else:
-            parts.append(_measured(record, component, y, novelty))
-    if record.noise and waiting:
-        residuals = torch.cat([rows(y - component.mean) for component, y, _ in waiting])
-        if noise is None:
-            noise, estimated = robust_variance(residuals), True
-        noise = noise.double().cpu().flatten().expand(residuals.shape[1])
-        if not bool((noise > 0).all()):
-            raise SettingError(
-                "the noise variance is 0, so that no residual is small: give the posterior one, "
-                "posterior.replace(noise_variance=...), or calibrate it on held-out data"
-            )
-        for component, y, novelty in waiting:
-            known = replace(component, noise_variance=noise.view(component.mean[0].shape))
-            parts.append(_measured(record, known, y, novelty))
+    predicted: Iterable[tuple[Component, Tensor, Tensor]] = _predicted(posterior, shown, options)
+    noise = None
+    if record.noise:
+        # The noise may have to be estimated from all residuals.
+        predicted = list(predicted)
+        noise = _noise(posterior, [rows(record.matched(y, c.mean) - c.mean) for c, y, _ in predicted])
+    parts = [_measured(record, *each, noise) for each in predicted]
     if not parts:
         raise MatchError("there is nothing to audit: the loader gave no batch (a generator that was used up?)")
     joined = {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
     columns = {key: column.float() if column.is_floating_point() else column for key, column in joined.items()}
     influence = torch.linalg.vector_norm(columns["change"], dim=1)
+    estimated = noise is not None and posterior.noise_variance is None
+    noise = None if noise is None else noise.cpu()
     return Audit(name, influence=influence, noise_variance=noise, noise_estimated=estimated, **columns)
 
 
-def robust_variance(residuals: Tensor) -> Tensor:
-    """σ² by output, (median |r| / 0.6745)², which wrong targets hardly move; (n, k) → (k,).
-
-    >>> robust_variance(torch.tensor([[-1.0], [1.0], [100.0]])).sqrt()
-    tensor([1.4826])
-    """
-    return (residuals.abs().median(dim=0).values / _QUARTILE).square()
+def _noise(posterior: Posterior, residuals: list[Tensor]) -> Tensor | None:
+    """σ² by output, the posterior's or (median |r| / 0.6745)², which wrong targets hardly move."""
+    noise = posterior.noise_variance
+    if residuals:
+        every = torch.cat(residuals).double()
+        found = (every.abs().median(dim=0).values / _QUARTILE).square() if noise is None else noise.to(every).flatten()
+        noise = found.expand(every.shape[1])
+        if not bool((noise > 0).all()):
+            raise SettingError("the noise variance is 0: give one, posterior.replace(noise_variance=...), or calibrate")
+    return noise
 
 
 def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[tuple[Component, Tensor, Tensor]]:
@@ -243,18 +217,16 @@ def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[tup
             yield found.components[0], y[start : start + at_once], found.novelty
 
 
-def _on_cpu(c: Component) -> Component:
-    assert c.covariance is not None
-    mean, variance, covariance = (t.double().cpu() for t in (c.mean, c.variance, c.covariance))
-    return Component(mean, variance, covariance)
-
-
-def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor) -> dict[str, Tensor]:
+def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor, noise: Tensor | None) -> dict[str, Tensor]:
     """The columns of a batch, in float64."""
     assert c.covariance is not None
     keep = torch.ones(len(y), dtype=torch.bool, device=y.device)
     if record.ignored is not None:
-        _check_one_class(c.mean, y)
+        if c.mean.dim() != 2 or y.dim() != 1 or y.is_floating_point():
+            raise MatchError(
+                f"an audit has one row per example: pass one whole number for each, its class, not {y.dtype} of shape "
+                f"{tuple(y.shape)}, and outputs of shape (batch, classes), not {tuple(c.mean.shape)}"
+            )
         keep = y != record.ignored
         check_classes(c.mean[keep], y[keep])
         y = torch.where(keep, y, 0)
@@ -262,8 +234,10 @@ def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor) -> dict[str
     targets = record.shaped(y, f)
     # The gradient of each example's training loss is that of −log p, but for the number of targets and the noise.
     (error,) = torch.autograd.grad(record.loss(f[:, None], targets[:, None]).sum() * targets[0].numel(), f)
-    noise = None if c.noise_variance is None else c.noise_variance.flatten()
-    error = error if noise is None else error / (2 * noise)
+    covariance = c.covariance.double()
+    if noise is not None:
+        c = Component(c.mean.double(), c.variance.double(), covariance, noise_variance=noise.view(c.mean[0].shape))
+        error = error / (2 * noise)
     network = record.predictive([Component(f.detach(), torch.zeros_like(f), noise_variance=noise)])
     if isinstance(record, ClassLikelihood):
         assert c.novel is not None
@@ -273,7 +247,7 @@ def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor) -> dict[str
         labels, predicted = targets.long(), network.class_probs.argmax(dim=-1)
     else:
         suspicion, labels, predicted = record.distance(c, y), targets, rows(record.expected(c))
-    change, loss = (c.covariance.double() @ error.unsqueeze(-1)).squeeze(-1), -network.log_prob(targets)
+    change, loss = (covariance @ error.unsqueeze(-1)).squeeze(-1), -network.log_prob(targets)
     return {
         "suspicion": torch.where(keep, suspicion, math.nan),
         "novelty": novelty,
@@ -289,20 +263,6 @@ def _flat(values: Tensor) -> Tensor:
     return values.squeeze(1) if values.dim() == 2 and values.shape[1] == 1 else values
 
 
-def _check_one_class(outputs: Tensor, y: Tensor) -> None:
-    if outputs.dim() != 2 or y.dim() != 1:
-        raise MatchError(
-            f"an audit has one row per example, but the outputs have shape {tuple(outputs.shape)} and the targets "
-            f"{tuple(y.shape)}: pass one class index for each example, and for a language model cut its texts into "
-            "examples with forward=lambda model, batch: ... that returns (batch, classes)"
-        )
-    if y.is_floating_point():
-        raise MatchError(
-            f"class indices are whole numbers, got {y.dtype}: pass labels.long(), or likelihood='regression' for "
-            "numbers"
-        )
-
-
 def _check_order(batches: Any) -> None:
     """Refuse loaders whose order is random: an example's number would not say which it is."""
     if not isinstance(batches, DataLoader):
@@ -310,7 +270,4 @@ def _check_order(batches: Any) -> None:
     for sampler in (batches.sampler, getattr(batches.batch_sampler, "sampler", None)):
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
         if is_shuffled or isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-            raise SettingError(
-                f"the loader shuffles ({type(sampler).__name__}), so an example's number would not say which it is: "
-                "pass DataLoader(dataset, batch_size=..., shuffle=False)"
-            )
+            raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -25,62 +24,39 @@ _MOST_CHARACTERS = 600
 
 
 def write_page(
-    path: str | os.PathLike[str],
-    audit: Any,
-    suspects: Sequence[Any],
-    *,
-    inputs: Any,
-    names: Names | None,
-    by: str,
-    title: str,
+    path: Any, audit: Any, suspects: Sequence[Any], inputs: Any, names: Names | None, by: str, title: str
 ) -> None:
     """`Audit.report`, of suspects in the order of the page."""
-    shown_inputs = None if inputs is None else shown([_example(inputs, one.index, len(audit)) for one in suspects])
+    if inputs is not None and hasattr(inputs, "__len__") and len(inputs) != len(audit):
+        raise MatchError(f"there are {len(inputs):,} inputs, and {len(audit):,} examples were audited")
+    content = [{}] * len(suspects) if inputs is None else shown([inputs[one.index] for one in suspects])
     cards = [
         {
             "suspect": one,
             "label": _named(one.label, names),
             "predicted": _named(one.predicted, names),
             "agrees": one.label == one.predicted,
-            "shown": {} if shown_inputs is None else shown_inputs[number],
+            "shown": each,
         }
-        for number, one in enumerate(suspects)
+        for one, each in zip(suspects, content, strict=True)
     ]
     jinja2 = require("jinja2")
     environment = jinja2.Environment(loader=jinja2.PackageLoader(__package__, "."), autoescape=True)
     style = require("markupsafe").Markup(files(__package__).joinpath("page.css").read_text("utf-8"))
     page = environment.get_template("page.html").render(
-        audit=audit, cards=cards, by=by, title=title, number=_number, version=__version__, style=style
+        audit=audit, cards=cards, by=by, title=title, number="{:.3g}".format, version=__version__, style=style
     )
     with replacing(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
-
-
-def _example(inputs: Any, index: int, count: int) -> Any:
-    if not hasattr(inputs, "__getitem__") or isinstance(inputs, str | Mapping):
-        raise MatchError(
-            f"inputs must give an example by its number, inputs[{index}], but they are {type(inputs).__name__}: pass a "
-            "tensor, a list or a data set, such as loader.dataset"
-        )
-    if hasattr(inputs, "__len__") and len(inputs) != count:
-        raise MatchError(f"there are {len(inputs):,} inputs, and {count:,} examples were audited: pass the same ones")
-    return inputs[index]
 
 
 def _named(value: Any, names: Names | None) -> str:
     """A class by its name, a number in a few digits."""
     if isinstance(value, list):
         return ", ".join(_named(each, None) for each in value)
-    if isinstance(value, float) or names is None:
-        return _number(value) if isinstance(value, float) else str(value)
-    try:
-        return str(names[value])
-    except (KeyError, IndexError):
-        raise MatchError(f"names has {len(names)} entries, none for class {value}") from None
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value if names is None else names[value])
 
 
 def shown(examples: Sequence[Any]) -> list[dict[str, str]]:
@@ -106,17 +82,8 @@ def _content(example: Any) -> str | Tensor:
     if isinstance(example, Mapping):
         texts = [value for value in example.values() if isinstance(value, str)]
         others = [value for value in example.values() if isinstance(value, Tensor) or hasattr(value, "__array__")]
-        if not texts and not others:
-            raise MatchError(f"an example with keys {sorted(map(str, example))} has no text, image or numbers to show")
         return _content((texts or others)[0])
-    try:
-        is_array = hasattr(example, "__array__") and not isinstance(example, Tensor)
-        values = torch.as_tensor(np.array(example) if is_array else example).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(example).__name__
-        raise MatchError(
-            f"an example of type {kind} cannot be shown: pass images, texts or numbers as inputs"
-        ) from None
+    values = torch.as_tensor(example if isinstance(example, Tensor) else np.array(example)).detach().cpu()
     return values.nan_to_num() if values.is_floating_point() else values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bayesadam import _storage as storage
 from bayesadam._checks import count
-from bayesadam._warnings import warn
-from bayesadam.bandits import log as events
-from bayesadam.bandits.agents import agent_settings, entry
-from bayesadam.bandits.learner import AgentSettings
-from bayesadam.bandits.log import Event, Header, LogFile, LogReader, Standing
+from bayesadam.bandits.agents import agent_settings, entry, make_learner
+from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
+from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
-from bayesadam.bandits.store import Store
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 
 # Draws from the posterior over which a probability is counted, where it has no closed form.
 DRAWS = 200
+_FIRST_ROOM = 1024
 Floats = npt.ArrayLike
 
 
@@ -63,39 +63,45 @@ def make_agent(
         prior: that the hybrid agent starts from; see `fit_prior`.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
-    if not isinstance(name, str):
-        raise SettingError(f"give the name first, got {name!r}: make_agent('hybrid', n_features=..., n_arms=...)")
+    own = agent_settings(name, settings, **changes)
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             example = f"make_agent({name!r}, n_features=5, n_arms=3)"
             raise SettingError(f"{key} must be a positive whole number, got {value!r}: {example} for example")
-    return Agent(Store(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior))
+    return Agent(name, own, int(n_features), int(n_arms), seed, prior)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    `act` may be called from other threads while `update` trains, and does not wait for it.
+    `act` may be called from other threads while `update` trains, and does not wait for it: one learner trains, another
+    acts and takes over the first one's weights after each training. Where observations change the scores at once, the
+    second takes note of them in between.
     """
 
-    def __init__(self, store: Store, standing: Standing | None = None, known: tuple[str, int] | None = None) -> None:
-        self.name, self.settings, self.n_features, self.seed = store.name, store.settings, store.n_features, store.seed
-        self._store = store
-        self._standing = standing or Standing(store.n_features, store.n_arms)
-        self._warned_of_range = False
+    def __init__(
+        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
+    ) -> None:
+        self.name, self.settings, self.n_features, self.seed, self._prior = name, settings, n_features, seed, prior
+        self._standing = Standing(n_features, n_arms)
+        self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
+        self._trainer, self._actor = self._learner(), self._learner()
+        self._since_training = 0
+        # `_learning` is held as long as a training takes, `_acting` while the actor or the observations are used.
+        self._learning, self._acting = threading.RLock(), threading.RLock()
         self._log: LogFile | None = None
-        # The id of the log that this agent has learnt, and up to which byte.
-        self._known = known
+        # The id of the log that the agent has learnt, and up to which byte.
+        self._known: tuple[str, int] | None = None
+        # Decisions that wait here, but not in the log.
+        self._unlogged: set[int] = set()
+
+    def _learner(self) -> Learner:
+        return make_learner(self.name, self.settings, self._buffer, self.n_arms, [self.seed], self._prior)
 
     @property
     def n_arms(self) -> int:
         """How many arms there have been; those removed keep their index."""
         return self._standing.n_arms
-
-    def __repr__(self) -> str:
-        seen, waiting = self._store.buffer.count, len(self._standing.waiting)
-        size = f"{self.n_features} features, {self.n_arms} arms"
-        return f"Agent({self.name!r}, {size}, {seen} rewards seen, {waiting} pending)"
 
     # --- acting
 
@@ -108,13 +114,13 @@ class Agent:
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
         chosen: list[int] = []
-        with self._store.acting:
+        with self._acting:
             while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
                 self._standing.pulls[arm] += 1
                 chosen.append(arm)
             rest = rows[len(chosen) :]
             if len(rest):
-                chosen += _largest(self._store.actor.scores(rest.unsqueeze(0)), self._mask(allowed))
+                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), allowed)
         return chosen[0] if single else np.array(chosen)
 
     @torch.no_grad()
@@ -122,66 +128,55 @@ class Agent:
         """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`.
 
         The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
-        among finitely many scores, and otherwise the share of draws from the posterior that prefer the arm, including
-        the draw that chose: (count + 1)/(draws + 1). `Learner.choice_probabilities` states its error. The further
-        `draws` change no choice.
+        among finitely many scores, and otherwise (count + 1)/(draws + 1) with the count of further draws from the
+        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error.
         """
         rows, single = self._contexts(context)
         if not single:
             raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
         allowed = self._arms(arms)
         count("draws", draws, "from the posterior")
-        with self._store.acting:
-            number, actor, arm = self._standing.next_id, self._store.actor, self._untried(allowed)
-            tried = arm is not None
-            if arm is not None:
-                shares = [float(one == arm) for one in allowed]
+        with self._acting:
+            number, actor, untried = self._standing.next_id, self._actor, self._untried(allowed)
+            if untried is not None:
+                arm, shares = untried, [float(one == untried) for one in allowed]
             else:
                 mask, x = self._mask(allowed), rows.unsqueeze(0)
                 drawn = actor.drawn(x)
-                (arm,) = _largest(actor.explored(drawn), mask)
+                (arm,) = _largest(actor.explored(drawn), allowed)
                 streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
-            probability = shares[allowed.index(arm)]
-            self._take(events.Decided(number, rows[0].numpy(), arm, probability, allowed, shares, tried))
-        return Decision(number, arm, probability)
+            made = Decision(number, arm, shares[allowed.index(arm)])
+            told = {"decision": number, "context": rows[0].numpy(), "arm": arm, "probability": made.probability}
+            offer = {"arms": allowed, "probabilities": shares, "tried": untried is not None}
+            self._take({"event": "decision", **told, **offer})
+        return made
 
     @torch.no_grad()
     def probabilities(
-        self,
-        contexts: Floats,
-        *,
-        arms: Iterable[int] | npt.NDArray[np.bool_] | None = None,
-        draws: int = DRAWS,
-        seed: int = 0,
+        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS, seed: int = 0
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
-        Arms that are to be tried in turn at first are taken as tried. The agent does not change. `arms` are those to
-        choose from, or a mask (k, arms) with those of each context; `draws` are for agents without exact probabilities.
+        Arms that are to be tried in turn at first are taken as tried. The agent does not change. `allowed` is a mask
+        (k, arms) of those to choose from; `draws` are for agents without exact probabilities.
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
         streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
-        with self._store.acting:
-            if isinstance(arms, np.ndarray) and arms.ndim == 2:
-                if arms.shape != (len(rows), self.n_arms) or arms.dtype != np.bool_:
-                    wanted = f"of shape {(len(rows), self.n_arms)} and of booleans"
-                    raise MatchError(f"a mask of arms must be {wanted}, got {arms.shape} of {arms.dtype}")
-                available = self._standing.arms()
-                mask = torch.from_numpy(arms) & self._mask(available)
-                barred = (~mask.any(dim=1)).nonzero()
-                if len(barred):
-                    raise SettingError(f"context {int(barred[0])} has no arm to choose from: there are {available}")
-            else:
-                mask = self._mask(self._arms(arms))
-            found = self._store.actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
+        with self._acting:
+            shape, mask = (len(rows), self.n_arms), self._mask(self._standing.arms()).expand(len(rows), -1)
+            if allowed is not None and allowed.shape == shape:
+                mask = mask & torch.from_numpy(allowed)
+            if not mask.any(dim=1).all() or (allowed is not None and allowed.shape != shape):
+                raise MatchError(f"allowed must be of shape {shape}, with an arm that is not removed for every context")
+            found = self._actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
         return found[0].numpy()
 
     def _untried(self, allowed: Sequence[int]) -> int | None:
         """The arm that was tried least, if less often than every arm is at first."""
-        least = min(allowed, key=lambda arm: self._standing.pulls[arm])
+        least = min(allowed, key=self._standing.pulls.__getitem__)
         return least if self._standing.pulls[least] < self.settings.initial_pulls else None
 
     def _mask(self, allowed: Sequence[int]) -> Tensor:
@@ -193,49 +188,86 @@ class Agent:
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
-        rows, single = self._contexts(context)
-        arms, last = np.atleast_1d(np.asarray(arm)), self.n_arms - 1
-        if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
-            wanted = "one arm" if single else f"{len(rows)} arms, one for each context"
-            raise MatchError(f"update needs {wanted}, by whole numbers from 0 to {last}; got {arm!r}")
-        if arms.min() < 0 or arms.max() > last:
-            raise SettingError(f"there is no such arm in {arm!r}: they are 0 to {last}, and add_arm makes another")
-        rewards = self._rewards(reward, len(rows), single)
-        with self._store.learning:
+        rows, _ = self._contexts(context)
+        arms = np.atleast_1d(np.asarray(arm))
+        if arms.shape != (len(rows),) or arms.dtype.kind not in "iu":
+            raise MatchError(f"update needs {len(rows)} arms, one for each context, by whole numbers; got {arm!r}")
+        if arms.min() < 0 or arms.max() >= self.n_arms:
+            raise SettingError(f"arms are 0 to {self.n_arms - 1}, and add_arm makes another; got {arm!r}")
+        rewards = self._rewards(reward, len(rows))
+        with self._learning:
             if self._log is not None:
-                with self._store.acting:
-                    self._log.write(events.Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
+                with self._acting:
+                    self._log.write(_updated(rows.numpy(), arms.tolist(), rewards))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
-        value = self._rewards(reward, 1, True)
-        with self._store.learning:
-            with self._store.acting:
+        value = self._rewards(reward, 1)
+        with self._learning:
+            with self._acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
-                # A decision of before the log is an update there.
-                update = events.Updated([context], [arm], value.numpy())
-                self._take(events.Rewarded(int(decision), value.numpy()[0]), otherwise=update)
+                # A decision that the log does not have is an update there.
+                update = _updated([context], [arm], value) if decision in self._unlogged else None
+                self._take({"event": "reward", "decision": int(decision), "reward": value[0]}, otherwise=update)
             self._learn([context], [arm], value)
+
+    def _learn(self, contexts: Any, chosen: Any, paid: Any) -> None:
+        """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
+        rows, rewards = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, paid))
+        arms = torch.from_numpy(np.asarray(chosen, np.int64))
+        for first in range(0, len(rows), self.settings.train_every):
+            part = slice(first, first + self.settings.train_every)
+            more = len(rows[part])
+            with self._acting:
+                room, end = self._buffer.contexts.shape[1], self._buffer.count + more
+                if end > room:
+                    self._rebuild(self._buffer.widened(max(2 * room, end)))
+                self._buffer.contexts[0, self._buffer.count : end] = rows[part]
+                new = self._buffer.add(arms[None, part], rewards[None, part])
+                at_once = self._actor.learns_at_once
+                (self._actor if at_once else self._trainer).observe(new)
+            self._since_training += more
+            if self._since_training >= self.settings.train_every:
+                if at_once:
+                    self._trainer.load(self._actor.tensors())
+                self._trainer.train()
+                self._since_training = 0
+                with self._acting:
+                    self._actor.load(self._trainer.tensors())
+
+    def _rebuild(self, buffer: Buffer) -> None:
+        """Make room for the buffer's observations, or for another arm; what was learnt stays."""
+        self._buffer = buffer
+        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
+
+    def _moved(self, old: Learner) -> Learner:
+        """A learner for more arms or more room, with what the old one has learnt in the leading part of its tensors."""
+        new = self._learner()
+        state = new.state()
+        for name, tensor in old.state().items():
+            parts, wholes = old.parts(tensor), new.parts(state[name])
+            for part, whole in zip(parts, wholes, strict=True):
+                whole[tuple(slice(0, length) for length in part.shape)] = part
+        new.restore(state)
+        return new
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The decisions that wait for a reward."""
-        with self._store.acting:
+        with self._acting:
             return tuple(self._standing.waiting)
 
     def forget(self, decision: int) -> None:
         """Give up on the reward of a decision, if it still waits; a reward that comes later is refused."""
-        with self._store.acting:
+        with self._acting:
             if self._waits(decision):
-                self._take(events.Forgotten(int(decision)))
+                self._take({"event": "forget", "decision": int(decision)})
 
     def _waits(self, decision: Any) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
-        if isinstance(decision, Decision):
-            raise MatchError(f"a decision is known by its id: give {decision.id}, the `id` of {decision}")
         if not _is_index(decision) or not 0 <= decision < self._standing.next_id:
             said = f"give the `id` of what decide returned; {len(self.pending)} wait for a reward, see agent.pending"
             raise MatchError(f"decision {decision!r} was never made: {said}")
@@ -245,37 +277,33 @@ class Agent:
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
-        with self._store.learning, self._store.acting:
-            self._take(events.ArmChanged(self.n_arms, "added"))
-            self._store.add_arm()
+        with self._learning, self._acting:
+            self._take({"event": "arm", "arm": self.n_arms, "change": "added"})
+            self._rebuild(self._buffer)
             return self.n_arms - 1
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
-        with self._store.acting:
+        with self._acting:
             available = self._standing.arms()
-            if not _is_index(arm) or arm not in available:
-                raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
-            if len(available) == 1:
+            if available == [arm]:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._take(events.ArmChanged(int(arm), "removed"))
+            self._change(arm, "removed", available)
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
-        with self._store.acting:
-            removed = self._standing.removed
-            if not _is_index(arm) or arm not in removed:
-                raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
-            self._take(events.ArmChanged(int(arm), "restored"))
+        with self._acting:
+            self._change(arm, "restored", sorted(self._standing.removed))
+
+    def _change(self, arm: int, change: str, possible: list[int]) -> None:
+        if not _is_index(arm) or arm not in possible:
+            raise SettingError(f"arm {arm!r} cannot be {change}: {possible} can")
+        self._take({"event": "arm", "arm": int(arm), "change": change})
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
         """Write an event, or `otherwise` for a decision that is not in the log; then apply it."""
         if self._log is not None:
-            foreign = (
-                isinstance(event, events.Rewarded | events.Forgotten)
-                and event.decision not in self._log.standing.waiting
-            )
-            written = otherwise if foreign else event
+            written = otherwise if event.get("decision") in self._unlogged else event
             if written is not None:
                 self._log.write(written)
         self._standing.take(event)
@@ -285,124 +313,147 @@ class Agent:
     def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
 
-        The file has one JSON object a line, each appended by a single write: a killed process loses none, and a killed
-        machine at most the end, of which a half-written line is cut off with a warning when the log is continued.
+        The file has one JSON object a line, each appended by a single write: a killed process loses none.
 
         A log that exists is continued: the decisions that wait in it wait in the agent too. An agent that was saved
-        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not; any other
-        agent does not learn from the log.
+        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not.
 
-        `path=None` ends logging. With `sync`, every line is on the disk before a call returns, for machines that may
-        lose power.
+        `path=None` ends logging. With `sync`, every line is on the disk before a call returns.
         """
-        store = self._store
-        with store.learning, store.acting:
+        with self._learning, self._acting:
             if self._log is not None:
-                self._known = self._log.known
+                self._known = self._log.id, self._log.end
                 self._log.close()
                 self._log = None
             if path is None:
                 return
-            prior = store.prior is not None
-            header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms, prior)
-            file = LogFile(path, header, sync=sync, known=self._known)
+            about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
+            about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": self._prior is not None}
+            file = LogFile(path, about, sync=sync)
             try:
-                self._join(file)
+                self._join(file.written)
             except BaseException:
                 file.close()
                 raise
             self._log = file
-            for change in self._standing.changes_since(file.standing):
+            self._unlogged = self._standing.waiting.keys() - file.written.standing.waiting.keys()
+            for change in self._standing.changes_since(file.written.standing):
                 file.write(change)
 
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
-        return self._log.header.id if self._log is not None else self._known and self._known[0]
+        return self._log.id if self._log is not None else self._known and self._known[0]
 
-    def _join(self, file: LogFile) -> None:
+    def _join(self, written: LogReader) -> None:
         """Take over what a log has and the agent has not."""
-        own, theirs = self._standing, file.standing
-        mine = self.log_id == file.header.id
-        if mine:
-            self._follow(file.news, file.path)
+        own, theirs, (log, end) = self._standing, written.standing, self._known or ("", 0)
+        if log == written.id:
+            self._follow([event for start, event in written.events if start >= end], written.path)
+        elif both := theirs.waiting.keys() & own.waiting.keys():
+            said = f"decision {min(both)} waits for a reward in {written.path} and, another one, in the agent"
+            raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
         if own.n_arms < theirs.n_arms:
-            said = f"{file.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
+            said = f"{written.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
             raise MatchError(f"{said}: add arms first, or see replay")
-        if not mine:
-            both = sorted(theirs.waiting.keys() & own.waiting.keys())
-            if both:
-                said = f"decision {both[0]} waits for a reward in {file.path} and, another one, in the agent"
-                raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
+        if log != written.id:
             own.waiting |= theirs.waiting
         own.next_id = max(own.next_id, theirs.next_id)
 
     def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
-        """Do as the agent that wrote these events did; rewards are learnt in batches up to the next training."""
-        first = next((event.decision for event in written if isinstance(event, events.Decided)), self._standing.next_id)
-        if first < self._standing.next_id:
+        """Do as the agent that wrote these events did."""
+        standing = self._standing
+        first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
+        if first < standing.next_id:
             said = f"{path} has a decision {first}, and the agent has one of its own"
             raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
-        store, came = self._store, list[Any]()
         for event in written:
-            if isinstance(event, events.Rewarded | events.Forgotten) and event.decision not in self._standing.waiting:
+            kind, decision = event["event"], event.get("decision")
+            if kind in ("reward", "forget") and decision not in standing.waiting:
                 # It was rewarded while the agent wrote no log.
                 continue
-            if isinstance(event, events.Rewarded):
-                came.append((*self._standing.waiting[event.decision], event.reward))
-            others = isinstance(event, events.Updated | events.ArmChanged)
-            if came and (others or len(came) >= self.settings.train_every - store.since_training):
-                self._learn(*zip(*came, strict=True))
-                came = []
-            self._standing.take(event)
-            if isinstance(event, events.Updated):
-                self._learn(event.contexts, event.arms, event.rewards)
-            elif isinstance(event, events.ArmChanged) and event.change == "added":
-                store.add_arm()
-        if came:
-            self._learn(*zip(*came, strict=True))
-
-    def _learn(self, contexts: Any, arms: Any, rewards: Any) -> None:
-        rows, paid = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, rewards))
-        self._store.learn(rows, torch.from_numpy(np.asarray(arms, np.int64)), paid)
+            if kind == "reward":
+                context, arm = standing.waiting[event["decision"]]
+                self._learn([context], [arm], [event["reward"]])
+            elif kind == "update":
+                self._learn(event["contexts"], event["arms"], event["rewards"])
+            standing.take(event)
+            if kind == "arm" and event["change"] == "added":
+                self._rebuild(self._buffer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
-        with self._store.learning, self._store.acting:
-            self._store.save(path, self._standing, self._known if self._log is None else self._log.known)
+        with self._learning, self._acting:
+            if self._log is not None:
+                self._known = self._log.id, self._log.end
+            waiting = self._standing.waiting
+            rows = np.array([context for context, _ in waiting.values()], np.float32).reshape(-1, self.n_features)
+            tensors = {
+                "contexts": self._buffer.contexts[:, : self._buffer.count],
+                **self._buffer.state(),
+                "pending.id": torch.tensor(list(waiting), dtype=torch.int64),
+                "pending.arm": torch.tensor([arm for _, arm in waiting.values()], dtype=torch.int64),
+                "pending.context": torch.from_numpy(rows),
+                **{f"trainer.{name}": tensor for name, tensor in self._trainer.state().items()},
+                **{f"actor.{name}": tensor for name, tensor in self._actor.state().items()},
+            }
+            if self._prior is not None:
+                tensors |= {f"prior.{name}": tensor for name, tensor in self._prior.tensors().items()}
+            header = {
+                "agent": self.name,
+                "settings": self.settings.plain(),
+                "prior": None if self._prior is None else self._prior.header(),
+                "n_features": self.n_features,
+                "n_arms": self._standing.n_arms,
+                "seed": self.seed,
+                "room": self._buffer.contexts.shape[1],
+                "gone": sorted(self._standing.removed),
+                "pulls": self._standing.pulls,
+                "next_id": self._standing.next_id,
+                "since_training": self._since_training,
+                "log": self._known,
+            }
+            storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
-        return cls(*Store.load(path))
+        tensors, header = storage.read(path, storage.AGENT)
+        try:
+            settings = entry(header["agent"]).settings.from_plain(header["settings"])
+            about, known = header["prior"], header["log"]
+            prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
+            agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
+            agent._rebuild(agent._buffer.widened(header["room"]))
+            agent._buffer.restore(tensors)
+            agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
+            agent._trainer.restore(storage.under("trainer.", tensors))
+            agent._actor.restore(storage.under("actor.", tensors))
+            agent._since_training, agent._known = header["since_training"], known and (known[0], known[1])
+            standing = agent._standing
+            waiting = zip(tensors["pending.context"].numpy(), tensors["pending.arm"].tolist(), strict=True)
+            standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
+            standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
+            standing.next_id = header["next_id"]
+        except KeyError as missing:
+            raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
+        except SettingError as error:
+            raise FileError(f"{path} is not an agent of this version: {error}") from error
+        return agent
 
     # --- checks
 
     def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
-        (array, narrow), width = _numbers(context, "a context must be numbers"), self.n_features
+        array, width = _numbers(context, "a context"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
             raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
-        rows = narrow.reshape(-1, width)
-        if not np.isfinite(rows).all():
-            row, column = np.argwhere(~np.isfinite(rows))[0]
-            value = array.reshape(rows.shape)[row, column]
-            raise MatchError(f"contexts must be finite and fit float32: row {row} has {value} at {column}")
-        return torch.from_numpy(rows), array.ndim == 1
+        return torch.from_numpy(array.reshape(-1, width)), array.ndim == 1
 
-    def _rewards(self, reward: Any, n: int, single: bool) -> Tensor:
-        rewards = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
-        if rewards.shape != (n,) or not np.isfinite(rewards).all():
-            wanted = "one finite number" if single else f"{n} finite numbers"
-            raise MatchError(f"the reward must be {wanted}, got {reward!r}: forget a decision whose reward is unknown")
-        given = getattr(self.settings, "reward_range", None)
-        if given is not None and not self._warned_of_range:
-            # In float32, as rewards are kept.
-            low, high = np.asarray(given, dtype=np.float32)
-            outside = rewards[(rewards < low) | (rewards > high)]
-            if len(outside):
-                warn(f"a reward of {outside[0]:g} lies outside reward_range={given}: make the agent with a wider one")
-                self._warned_of_range = True
-        return torch.from_numpy(rewards)
+    def _rewards(self, reward: Any, n: int) -> npt.NDArray[np.float32]:
+        rewards = np.atleast_1d(_numbers(reward, "a reward"))
+        if rewards.shape != (n,):
+            raise MatchError(f"{n} contexts have {n} rewards, got {reward!r}")
+        return rewards
 
     def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
@@ -417,17 +468,8 @@ class Agent:
 def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     """An agent that has learnt all that a log has, in its order, and whose pending decisions can be rewarded.
 
-    >>> import tempfile, os
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     agent = make_agent("linear", n_features=2, n_arms=3)
-    ...     agent.log(os.path.join(folder, "log.jsonl"))
-    ...     decision = agent.decide([0.3, -1.0])
-    ...     again = replay(os.path.join(folder, "log.jsonl"))
-    >>> again.pending == (decision.id,)
-    True
-
-    The trainings come after the same observations as those of the agent that wrote the log; what is learnt agrees but
-    for rounding, and the random numbers of choices begin anew. `agent.log(path)` then continues the log.
+    What is learnt agrees with the agent that wrote the log but for rounding; the random numbers of choices begin anew.
+    `agent.log(path)` then continues the log.
 
     Args:
         path: the log.
@@ -435,30 +477,34 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
             like the one that wrote the log.
     """
     reader = LogReader(path)
-    header, written = reader.header, list(reader)
+    header = reader.header
     if agent is None:
-        if header.prior:
+        if header.get("prior"):
             raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
         try:
-            settings = entry(header.agent).settings.from_plain(header.settings)
+            settings = entry(header["agent"]).settings.from_plain(header["settings"])
         except SettingError as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
-        agent = Agent(Store(header.agent, settings, header.n_features, header.n_arms, header.seed))
-    header.check_width(agent.n_features, path)
-    with agent._store.learning, agent._store.acting:
+        agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
+    reader.check_width(agent.n_features)
+    with agent._learning, agent._acting:
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
-        if agent.n_arms != header.n_arms:
-            raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
-        agent._follow(written, reader.path)
-        agent._known = header.id, reader.end
+        if agent.n_arms != header["n_arms"]:
+            raise MatchError(f"{path} begins with {header['n_arms']} arms, the agent has {agent.n_arms}")
+        agent._follow([event for _, event in reader.events], reader.path)
+        agent._known = reader.id, reader.end
     reader.warn_of_rest("is left out")
     return agent
 
 
-def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
+def _updated(contexts: Any, arms: Sequence[int], rewards: Any) -> Event:
+    return {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}
+
+
+def _largest(scores: Tensor, allowed: Sequence[int]) -> list[int]:
     """The arms of the largest scores (1, k, arms) among those that are allowed."""
-    return scores[0].masked_fill(~allowed, -torch.inf).argmax(dim=1).tolist()
+    return [allowed[place] for place in scores[0].numpy()[:, allowed].argmax(axis=1)]
 
 
 def _is_index(value: Any) -> bool:
@@ -466,17 +512,16 @@ def _is_index(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    """In float64 and in float32; what does not fit the latter is infinite there. Text is refused."""
+def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
+    """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     try:
-        given = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-        # numpy would read text as numbers where it can.
-        if given.dtype.kind in "SUc" or (
-            given.dtype.kind == "O" and any(isinstance(v, str | bytes) for v in given.flat)
-        ):
-            raise TypeError(f"got {values!r}")
-        array = given.astype(np.float64)
+        array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
+        if array.dtype.kind == "O":
+            array = np.array(array.tolist())
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
+        if not np.isfinite(narrow).all():
+            raise ValueError(f"got {values!r}")
     except (TypeError, ValueError) as error:
-        raise MatchError(f"{message}: {error}") from None
-    with np.errstate(over="ignore"):
-        return array, array.astype(np.float32)
+        raise MatchError(f"{what} must be finite numbers that fit float32: {error}") from None
+    return narrow

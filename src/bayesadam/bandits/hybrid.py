@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesadam._checks import is_number
-from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count
-from bayesadam.bandits.linear import LinearPosterior, Statistics, with_constant
-from bayesadam.bandits.networks import Greedy, GreedySettings, SomeWidths
+from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count, with_constant
+from bayesadam.bandits.linear import LinearPosterior, Statistics
+from bayesadam.bandits.networks import AdamLearner, GreedySettings, SomeWidths
 from bayesadam.bandits.prior import Prior
-from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError
 
@@ -72,7 +71,7 @@ def _of(values: Tensor, components: Tensor) -> Tensor:
     return values.mT if values.shape[3] == 1 else values.mT.gather(2, components)
 
 
-class Hybrid(Greedy):
+class Hybrid(AdamLearner):
     """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
 
     A learnt prior replaces the contexts by features of its own; a decision draws a component of it: see `Prior`.
@@ -172,9 +171,6 @@ class Hybrid(Greedy):
         """Features that no training changes."""
         return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
 
-    def _features(self, contexts: Tensor) -> Tensor:
-        return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
-
     def _likely(self) -> Tensor:
         """The probability of each component of the first head's prior, ∝ b_k^−a, (runs, arms, components)."""
         shape, scale = self._pooled(self._linear)
@@ -197,7 +193,7 @@ class Hybrid(Greedy):
         mean, std = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for head, x, weight in (
             (self._linear, self._given(contexts), 1 - share),
-            (self._hidden, self._features(contexts), share),
+            (self._hidden, self._last_hidden(contexts), share),
         ):
             shape, scale = self._pooled(head)
             noise = (tempered * scale + self._noise(head).unsqueeze(2)) / shape
@@ -213,9 +209,6 @@ class Hybrid(Greedy):
         scales = (shapes / streams.gamma(shapes)).sqrt()
         return (mean + std * scales * streams.normal(*drawn.shape[1:])).float()
 
-    def _outcomes(self, contexts: Tensor) -> None:
-        return None
-
     # --- learning
 
     def observe(self, rows: slice) -> None:
@@ -228,7 +221,7 @@ class Hybrid(Greedy):
         targets = (rewards - self._shift) / self._scale
         self._linear.update(arms, self._given(contexts), targets)
         if self.stack.done:
-            self._hidden.update(arms, self._features(contexts), targets)
+            self._hidden.update(arms, self._last_hidden(contexts), targets)
             memory = min(_MEMORY, self.buffer.faded(1)) ** (rows.stop - rows.start)
             self._hidden.scale.mul_(memory)
             self._hidden.shape.sub_(_SHAPE).mul_(memory).add_(_SHAPE)
@@ -264,7 +257,7 @@ class Hybrid(Greedy):
 
     def _statistics(self, head: LinearPosterior) -> Statistics:
         """Of all observations, in units of the targets."""
-        buffer, features = self.buffer, self._given if head is self._linear else self._features
+        buffer, features = self.buffer, self._given if head is self._linear else self._last_hidden
         found = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[3], self.device)
         for first in range(0, buffer.count, _CHUNK):
             rows = slice(first, min(first + _CHUNK, buffer.count))
@@ -306,7 +299,7 @@ class Hybrid(Greedy):
         targets = (rewards.double() - self._shift) / self._scale
         average = (self._likely().unsqueeze(3) * self._linear.mean).sum(dim=2)
         first, rest = self._linear.left_out(average, arms, self._given(contexts), targets)
-        second, other = self._hidden.left_out(self._hidden.mean.squeeze(2), arms, self._features(contexts), targets)
+        second, other = self._hidden.left_out(self._hidden.mean.squeeze(2), arms, self._last_hidden(contexts), targets)
         weights = torch.minimum(rest, other).square() * self.buffer.weights(rows)
         noise = torch.minimum((weights * first.square()).mean(dim=1), (weights * second.square()).mean(dim=1))
         gap = first - second

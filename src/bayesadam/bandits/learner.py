@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam._checks import is_number
@@ -35,14 +36,12 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
 Count = Annotated[int, Check(is_count, "a positive whole number")]
 CountOrZero = Annotated[int, Check(lambda v: is_count(v, 0), "a whole number, 0 or more")]
-Positive = Annotated[float, Check(_is_positive, "positive and finite")]
-PositiveOrNone = Annotated[float | None, Check(lambda v: v is None or _is_positive(v), "positive and finite, or None")]
+Positive = Annotated[float, Check(lambda v: is_number(v) and v > 0, "positive and finite")]
+PositiveOrNone = Annotated[
+    float | None, Check(lambda v: v is None or (is_number(v) and v > 0), "positive and finite, or None")
+]
 NotNegative = Annotated[float, Check(lambda v: is_number(v) and v >= 0, "finite and at least 0")]
 Probability = Annotated[float, Check(lambda v: is_number(v) and 0 <= v <= 1, "between 0 and 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
@@ -127,9 +126,9 @@ class Buffer:
         self.arms[:, rows] = arms
         self.rewards[:, rows] = rewards
         self.count = rows.stop
-        wide, weights = rewards.double(), self.weights(rows)
-        self.sums *= self.faded(arms.shape[1])
-        self.sums += torch.stack([(weights * wide).sum(dim=1), (weights * wide.square()).sum(dim=1)], dim=1)
+        wide = rewards.double()
+        powers = torch.stack([wide, wide.square()], dim=1)
+        self.sums.mul_(self.faded(arms.shape[1])).add_((self.weights(rows) * powers).sum(dim=2))
         return rows
 
     def faded(self, count: int) -> float:
@@ -140,6 +139,8 @@ class Buffer:
         """2^(−age/h) of observations, with the newest one's age 0, float64."""
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=self.contexts.device)
+        if math.isinf(self.half_life):
+            return torch.ones_like(rows, dtype=torch.float64)
         return torch.exp2((rows - (self.count - 1)).double() / self.half_life)
 
     @property
@@ -201,6 +202,11 @@ class Buffer:
         return wide
 
 
+def with_constant(x: Tensor) -> Tensor:
+    """The features with a constant 1 appended, float64."""
+    return F.pad(x.double(), (0, 1), value=1.0)
+
+
 # --- learners -------------------------------------------------------------------------------------------------------
 
 
@@ -253,14 +259,12 @@ class Learner(ABC):
         """π(a | x) = ε/|A| + (1 − ε) P(a) with P(a) = P(a has the largest score in A), (runs, k, arms), float64.
 
         P is exact for agents with finitely many scores. For the others it is the share of M = `draws` draws from
-        `streams`, unbiased with a standard error of √(P(1 − P)/M). The learner does not change.
+        `streams`, unbiased with a standard error of √(P(1 − P)/M). `allowed` is A, a mask.
 
         `drawn` are the scores of a choice, one draw more. All M + 1 draws are exchangeable, so given all of them the
         share, (count + 1)/(M + 1) for the chosen arm, is the probability of the choice. As an estimate of P given the
         choice, it is too large by (1 − P)/(M + 1) with a standard error of √(M P(1 − P))/(M + 1), and
         P E[1/share | chosen] = 1 − (1 − P)^(M+1): inverse shares are unbiased but for arms with P of the order 1/M.
-
-        `allowed` is A, a mask that broadcasts to (runs, k, arms); some arm of every row must be in it.
         """
         runs, k, _ = contexts.shape
         allowed = allowed.expand(runs, k, self.n_arms)

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.bandits.learner import AgentSettings, Buffer, Count, Entry, Flag, Learner, Positive
-from bayesadam.bandits.networks import Greedy, GreedySettings, SomeWidths
-from bayesadam.engine.network import forward
+from bayesadam.bandits.learner import AgentSettings, Buffer, Count, Entry, Flag, Learner, Positive, with_constant
+from bayesadam.bandits.networks import AdamLearner, GreedySettings, SomeWidths
 from bayesadam.engine.streams import Streams
 
 # Examples of one arm that are multiplied at once.
@@ -104,10 +103,13 @@ class LinearPosterior:
     @classmethod
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
         """C⁻¹ = λ1 + Σ x xᵀ, μ = C Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ C⁻¹ μ)."""
-        identity = torch.eye(data.cross.shape[2]).to(data.cross)
-        around = torch.zeros_like(data.cross).unsqueeze(2)
-        covariance, mean, residual = normal_equations(data, around, precision * identity)
-        return cls(mean, covariance, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
+        inverse = data.gram.clone()
+        inverse.diagonal(dim1=2, dim2=3).add_(precision)
+        factor = torch.linalg.cholesky(inverse)
+        mean = torch.cholesky_solve(data.cross.unsqueeze(3), factor).squeeze(3)
+        residual = 0.5 * (data.squares - (data.cross * mean).sum(dim=2)).clamp(min=0)
+        count, covariance = data.gram[..., -1, -1], torch.cholesky_inverse(factor)
+        return cls(mean.unsqueeze(2), covariance, shape + 0.5 * count, (scale + residual).unsqueeze(2))
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
         """Refit μ and C around μ₀ with Λ₀, in place; returns the third of `normal_equations`."""
@@ -162,11 +164,6 @@ class LinearPosterior:
         return (rewards - (x @ mean.mT).gather(2, own).squeeze(2)) / rest, rest
 
 
-def with_constant(x: Tensor) -> Tensor:
-    """The features with a constant 1 appended, float64."""
-    return F.pad(x.double(), (0, 1), value=1.0)
-
-
 @dataclass(frozen=True)
 class LinearSettings(AgentSettings):
     """Bayesian linear regression per arm.
@@ -204,9 +201,6 @@ class Linear(Learner):
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         return self.linear_posterior().draws(self._features(contexts), n, streams).float()
 
-    def _outcomes(self, contexts: Tensor) -> None:
-        return None
-
     def observe(self, rows: slice) -> None:
         """Add the new observations to the statistics, which fade towards the prior by 2^(−k/h)."""
         super().observe(rows)
@@ -240,7 +234,7 @@ class NeuralLinearSettings(LinearSettings, GreedySettings):
     hidden: SomeWidths = (100, 100)
 
 
-class NeuralLinear(Linear, Greedy):
+class NeuralLinear(Linear, AdamLearner):
     """Linear Thompson sampling on the last hidden layer of a network that is trained as the greedy agent's.
 
     Training changes the features of all observations, so the statistics are recomputed after each: from the newest
@@ -257,7 +251,7 @@ class NeuralLinear(Linear, Greedy):
         self._memory |= {"newest": self._newest, "pulls": self._pulls}
 
     def _features(self, contexts: Tensor) -> Tensor:
-        return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
+        return self._last_hidden(contexts)
 
     def observe(self, rows: slice) -> None:
         """Put the new observations in their arms' windows, over the oldest."""

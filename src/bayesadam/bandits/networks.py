@@ -1,6 +1,7 @@
 """Agents with a network per run: greedy, ε-greedy, badam, MC dropout, Bayes by Backprop, Vadam, IVON, bootstrap."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,10 @@ from bayesadam.bandits.learner import (
     Positive,
     PositiveOrNone,
     is_count,
+    with_constant,
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs
-from bayesadam.engine.network import ACTIVATIONS, Network, flatten, forward, initial, unflatten
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.rules import IVON, Adam, BayesByBackprop, Dropout, Gaussian, Rule, Vadam, second_moment
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
@@ -52,7 +54,6 @@ Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
 Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
 Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
-Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 
 
@@ -71,7 +72,7 @@ class NetworkSettings(AgentSettings):
     """
 
     hidden: Widths = (100, 100)
-    activation: Activation = "relu"
+    activation: str = "relu"
     init_range: PositiveOrNone = None
     lr: Positive = 1e-3
     lr_decay: NotNegative = 0.0
@@ -86,9 +87,9 @@ class NetworkSettings(AgentSettings):
 class NetworkLearner(Learner):
     """A network per run, trained by one of the engine's rules on the squared error of the chosen arm.
 
-    Scores are outputs at draws from the Gaussian that the rule ends with, or at the weights themselves. The rewards'
-    noise is the mean squared error, in units of the targets, of predictions made before their rewards were learnt:
-    unlike the training error it does not fall when the network memorises.
+    Scores are outputs at draws from the Gaussian that the rule ends with. The rewards' noise is the mean squared
+    error, in units of the targets, of predictions made before their rewards were learnt: unlike the training error it
+    does not fall when the network memorises.
     """
 
     settings: NetworkSettings
@@ -97,8 +98,8 @@ class NetworkLearner(Learner):
 
     def __init__(self, settings: NetworkSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        dropout = settings.dropout if isinstance(settings, GreedySettings) else 0.0
-        self.network = Network(buffer.contexts.shape[2], settings.hidden, n_arms, settings.activation, dropout)
+        n_inputs, dropout = buffer.contexts.shape[2], getattr(settings, "dropout", 0.0)
+        self.network = Network(n_inputs, settings.hidden, n_arms, settings.activation, dropout)
         # The networks' seeds: one per run, or one per member.
         self.owners = self._owners()
         # N of the last training, by which the Gaussian is read: a saved agent resumes with it.
@@ -114,21 +115,21 @@ class NetworkLearner(Learner):
             average=settings.average,
             clip=settings.clip,
             predraw=True,
-            steps_per_graph=settings.train_steps,
         )
         self.params = self.stack.params
         self._batches = self._stream("batches", self.owners)
         self._choice = self._stream("posterior", seeds)
         self._streams["training"] = self.stack.streams
+        # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._shift = torch.zeros(len(self.owners), 1, device=self.device)
         self._scale = torch.ones_like(self._shift)
         self._errors = torch.full((len(self.owners), 2), _NOISE_START, device=self.device)
         self._memory |= {"shift": self._shift, "scale": self._scale, "errors": self._errors}
 
+    @abstractmethod
     def _rule(self) -> Rule:
         """How the networks learn."""
-        raise NotImplementedError
 
     def _owners(self) -> tuple[int, ...]:
         return self.seeds
@@ -141,25 +142,18 @@ class NetworkLearner(Learner):
         own = self.settings
         return own.n_data(self.buffer.effective_count) if isinstance(own, GaussianSettings) else 1.0
 
-    def gaussian(self) -> Gaussian | None:
-        """Mean and variance of the weights, (networks, weights), where the agent has a Gaussian over them."""
-        return self.stack.gaussian()
+    def gaussian(self) -> Gaussian:
+        """Mean and variance of the weights, (networks, weights), of agents with a Gaussian over them."""
+        found = self.stack.gaussian()
+        assert found is not None
+        return found
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
-        if self._moments is None and (found := self.gaussian()) is not None:
-            # Kept until the next training.
-            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
-        rows = contexts.repeat_interleave(n, dim=1)
         if self._moments is None:
-            scores = forward(self.network, self.params, rows)
-        else:
-            scores = sampled_outputs(self.network, *self._moments, rows, streams)
+            mean, variance = self.gaussian()
+            self._moments = unflatten(self.network, mean), unflatten(self.network, variance)
+        scores = sampled_outputs(self.network, *self._moments, contexts.repeat_interleave(n, dim=1), streams)
         return scores.view(*contexts.shape[:2], n, self.n_arms)
-
-    def _outcomes(self, contexts: Tensor) -> Tensor | None:
-        if isinstance(self.settings, GaussianSettings):
-            return None
-        return forward(self.network, self.params, contexts).unsqueeze(2)
 
     def observe(self, rows: slice) -> None:
         """Compare the new rewards with the predictions of the network, which has not seen them."""
@@ -217,8 +211,8 @@ class NetworkLearner(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, the rule's memory, the counts, and the errors from which the noise is estimated."""
-        # A training writes the scale and the deviations before it reads them.
-        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name not in ("scale", "std")}
+        # A training writes the scale before it reads it.
+        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name != "scale"}
         return learnt | self._memory | {"steps": torch.tensor(self.stack.done)}
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -256,8 +250,8 @@ class GreedySettings(NetworkSettings):
     dropout: Share = 0.0
 
 
-class Greedy(NetworkLearner):
-    """A network per run, trained by Adam with an L2 penalty and dropout; scores are its outputs."""
+class AdamLearner(NetworkLearner):
+    """Networks trained by Adam with an L2 penalty and dropout."""
 
     settings: GreedySettings
 
@@ -275,12 +269,26 @@ class Greedy(NetworkLearner):
         if self.settings.l2_by_noise:
             torch.mul(self.noise_variance(), self.settings.l2, out=self._l2)
 
+    def _last_hidden(self, contexts: Tensor) -> Tensor:
+        """The last hidden layer with a constant 1 appended, float64."""
+        return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
+
+
+class Greedy(AdamLearner):
+    """Scores are the outputs of the network."""
+
+    def _outcomes(self, contexts: Tensor) -> Tensor:
+        return forward(self.network, self.params, contexts).unsqueeze(2)
+
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        return self._outcomes(contexts).expand(-1, -1, n, -1)
+
 
 GREEDY = Entry(Greedy, GreedySettings)
 EPSILON_GREEDY = Entry(Greedy, GreedySettings, tuned={"epsilon": 0.05}, paper={"epsilon": 0.05})
 
 
-class MCDropout(Greedy):
+class MCDropout(AdamLearner):
     """Units are dropped in training and when choosing alike, with one mask per row."""
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
@@ -288,9 +296,6 @@ class MCDropout(Greedy):
         masks = rule.masks(rule.noise(streams, self.network, k * n), self.network)
         scores = forward(self.network, self.params, contexts.repeat_interleave(n, dim=1), masks=masks)
         return scores.view(runs, k, n, self.n_arms)
-
-    def _outcomes(self, contexts: Tensor) -> None:
-        return None
 
 
 MC_DROPOUT = Entry(MCDropout, GreedySettings, tuned={"dropout": 0.2}, paper={"dropout": 0.2})
@@ -326,7 +331,7 @@ class BadamSettings(GreedySettings, GaussianSettings):
     power: Positive = 0.5
 
 
-class Badam(Greedy):
+class Badam(AdamLearner):
     """The Gaussian that Adam's state already holds: precision N c + δ with c = v̂ᵖ, around θ or N c/(N c + δ) θ."""
 
     settings: BadamSettings
@@ -407,7 +412,7 @@ class BootstrapSettings(GreedySettings):
     members: Count = 5
 
 
-class Bootstrap(Greedy):
+class Bootstrap(AdamLearner):
     """An ensemble per run: a member weighs an observation 0 or 2, each with probability ½; one acts in each round."""
 
     settings: BootstrapSettings

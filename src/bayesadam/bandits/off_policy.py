@@ -15,7 +15,8 @@ import torch
 
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import DRAWS, Agent
-from bayesadam.bandits.linear import LinearPosterior, LinearSettings, Statistics, with_constant
+from bayesadam.bandits.learner import with_constant
+from bayesadam.bandits.linear import LinearPosterior, LinearSettings, Statistics
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.errors import MatchError, OverlapWarning, SettingError
 
@@ -48,14 +49,6 @@ def mean(terms: Numbers) -> Estimate:
     return Estimate(float(terms.mean()), error)
 
 
-def inverse_propensity(rewards: Numbers, weights: Numbers) -> Estimate:
-    """IPS, (1/n) Σ w r with w = π(a | x)/p: unbiased where the log could choose whatever the policy does.
-
-    Given all decisions before it, each term's mean is the policy's value: so, too, for the log of an agent that learns.
-    """
-    return mean(weights * rewards)
-
-
 def self_normalised(rewards: Numbers, weights: Numbers) -> Estimate:
     """SNIPS, v = Σ w r/Σ w, with the standard error of a ratio by the delta method, √(Σ w² (r − v)²)/Σ w.
 
@@ -66,15 +59,6 @@ def self_normalised(rewards: Numbers, weights: Numbers) -> Estimate:
         return Estimate(math.nan, math.nan)
     value = (weights * rewards).sum() / total
     return Estimate(float(value), float(np.sqrt((weights**2 * (rewards - value) ** 2).sum()) / total))
-
-
-def doubly_robust(rewards: Numbers, weights: Numbers, predicted: Numbers, values: Numbers) -> Estimate:
-    """(1/n) Σ [v̂(x) + w (r − q̂(x, a))] with v̂(x) = Σ_a π(a | x) q̂(x, a).
-
-    Unbiased as IPS is, whatever the model q̂, if that is fitted without the decision and those after it; the nearer q̂
-    is to the mean rewards, the smaller the variance. `predicted` is q̂(x, a) of the chosen arms, and `values` v̂(x).
-    """
-    return mean(values + weights * (rewards - predicted))
 
 
 class RewardModel:
@@ -136,50 +120,22 @@ def predicted_before(log: Log) -> Numbers:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """How well a log covers a policy.
-
-    Attributes:
-        effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
-        largest_share: the largest w over Σ w.
-        mean_weight: of w; its expectation is 1 − `impossible`.
-        impossible: the share of the policy's probability on arms that the log could not choose.
-        never_chosen: its share on arms that the log never chose.
-    """
-
-    effective_size: float
-    largest_weight: float
-    largest_share: float
-    mean_weight: Estimate
-    impossible: float
-    never_chosen: float
-
-    def doubts(self) -> list[str]:
-        """The reasons why estimates by these weights cannot be trusted."""
-        weight, expected = self.mean_weight, 1 - self.impossible
-        on = "of the policy's probability is on arms that the log"
-        rarely = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
-        reasons = {
-            f"the effective sample size is {self.effective_size:.3g}, below 30": self.effective_size < 30,
-            f"one decision has {self.largest_share:.0%} of all the weight": self.largest_share > 0.1,
-            f"{self.impossible:.1%} {on} could not choose": self.impossible > 0.01,
-            f"{self.never_chosen:.1%} {on} never chose": self.never_chosen > 0.01,
-            f"the mean weight is {weight.value:.3g} and not {expected:.3g}: {rarely}": (
-                abs(weight.value - expected) > 4 * weight.error + 1e-9
-            ),
-        }
-        return [reason for reason, holds in reasons.items() if holds]
-
-
-@dataclass(frozen=True)
 class Estimates:
     """The mean reward that a policy would have had on a log's contexts; it prints as a table.
+
+    With weights w = π(a | x)/p of the decisions, a model q̂(x, a) of the rewards, and v̂(x) = Σ_a π(a | x) q̂(x, a):
 
     Attributes:
         logged: of the policy that wrote the log.
         direct: by a linear model of the rewards alone, see `RewardModel.direct`.
-        doubly_robust: the one to use.
+        ips: (1/n) Σ w r, unbiased where the log could choose whatever the policy does. Given all decisions before it,
+            each term's mean is the policy's value: so, too, for the log of an agent that learns.
+        snips: Σ w r/Σ w, see `self_normalised`.
+        doubly_robust: the one to use: (1/n) Σ [v̂(x) + w (r − q̂(x, a))]. Unbiased as IPS is, whatever the model, which
+            is fitted to earlier decisions alone; the better the model, the smaller the variance.
         decisions: how many were used; `left_out` by reason.
+        effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
+        impossible: the share of the policy's probability on arms that the log could not choose.
         doubts: why all but the direct method cannot be trusted; empty where they can.
     """
 
@@ -191,13 +147,9 @@ class Estimates:
     level: float
     decisions: int
     left_out: Mapping[str, int]
-    overlap: Overlap
+    effective_size: float
+    impossible: float
     doubts: tuple[str, ...]
-
-    @property
-    def trusted(self) -> bool:
-        """Whether there is no doubt."""
-        return not self.doubts
 
     def __str__(self) -> str:
         rows = {
@@ -211,14 +163,9 @@ class Estimates:
         for name, found in rows.items():
             low, high = found.interval(self.level)
             lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
-        own = self.overlap
-        lines += [
-            f"{self.decisions} decisions; left out: {_counts(self.left_out)}",
-            f"effective sample size {own.effective_size:.4g}, largest weight {own.largest_weight:.4g}",
-            f"the policy's probability on impossible arms {own.impossible:.2%}, on unseen arms {own.never_chosen:.2%}",
-            *(f"not to be trusted: {doubt}" for doubt in self.doubts),
-        ]
-        return "\n".join(lines)
+        lines.append(f"{self.decisions} decisions; left out: {_counts(self.left_out)}")
+        lines.append(f"effective sample size {self.effective_size:.4g}; on impossible arms {self.impossible:.2%}")
+        return "\n".join(lines + [f"not to be trusted: {doubt}" for doubt in self.doubts])
 
 
 def _counts(left_out: Mapping[str, int]) -> str:
@@ -235,8 +182,8 @@ def evaluate(
     >>> log = Log.of(contexts=rng.normal(size=(400, 1)), arms=arms, probabilities=np.full(400, 0.5), rewards=arms + 0.0)
     >>> always_one = evaluate(log, lambda contexts: np.ones(len(contexts), int))
     >>> low, high = always_one.doubly_robust.interval(0.95)
-    >>> bool(low <= 1 <= high), always_one.trusted
-    (True, True)
+    >>> bool(low <= 1 <= high), always_one.doubts
+    (True, ())
 
     The decisions with a probability and a reward are used, but for arms that were tried in turn. Rewards must be
     missing at random: given the context and the arm, whether one comes must not depend on how large it is. Contexts are
@@ -269,53 +216,56 @@ def evaluate(
         both = min(log.n_arms, policy.n_arms)
         mask, shares = np.zeros((len(used), policy.n_arms), bool), np.zeros(allowed.shape)
         mask[:, :both] = allowed[:, :both]
-        shares[:, :both] = policy.probabilities(contexts, arms=mask, draws=draws, seed=seed)[:, :both]
+        shares[:, :both] = policy.probabilities(contexts, allowed=mask, draws=draws, seed=seed)[:, :both]
     else:
         shares = _checked_probabilities(policy(contexts), (len(used), log.n_arms))
-    rows = np.arange(len(used))
+    rows, n = np.arange(len(used)), len(used)
     weights, predicted = shares[rows, arms] / log.probabilities[used], predicted_before(log)[used]
-    total, never = weights.sum(), np.bincount(arms, minlength=log.n_arms) == 0
-    overlap = Overlap(
-        effective_size=float(total**2 / (weights**2).sum()) if total else 0.0,
-        largest_weight=float(weights.max()),
-        largest_share=float(weights.max() / total) if total else 1.0,
-        mean_weight=mean(weights),
-        impossible=float(shares[~log.possible[used]].sum() / len(used)),
-        never_chosen=float(shares[:, never].sum() / len(used)),
-    )
-    doubts = overlap.doubts()
-    if isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id:
-        doubts.append("the agent has learnt from this very log, which favours it")
+    total, weight, never = weights.sum(), mean(weights), np.bincount(arms, minlength=log.n_arms) == 0
+    size = float(total**2 / (weights**2).sum()) if total else 0.0
+    largest = float(weights.max() / total) if total else 1.0
+    impossible, unseen = float(shares[~log.possible[used]].sum() / n), float(shares[:, never].sum() / n)
+    on = "of the policy's probability is on arms that the log"
+    rarely = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
+    reasons = {
+        f"the effective sample size is {size:.3g}, below 30": size < 30,
+        f"one decision has {largest:.0%} of all the weight": largest > 0.1,
+        f"{impossible:.1%} {on} could not choose": impossible > 0.01,
+        f"{unseen:.1%} {on} never chose": unseen > 0.01,
+        f"the mean weight is {weight.value:.3g} and not {1 - impossible:.3g}: {rarely}": (
+            abs(weight.value - (1 - impossible)) > 4 * weight.error + 1e-9
+        ),
+        "the agent has learnt from this very log, which favours it": (
+            isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
+        ),
+    }
+    doubts = tuple(reason for reason, holds in reasons.items() if holds)
     if doubts:
         warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", OverlapWarning)
     return Estimates(
         logged=mean(rewards),
         direct=RewardModel(log).fit(len(log)).direct(contexts, shares),
-        ips=inverse_propensity(rewards, weights),
+        ips=mean(weights * rewards),
         snips=self_normalised(rewards, weights),
-        doubly_robust=doubly_robust(rewards, weights, predicted[rows, arms], (shares * predicted).sum(axis=1)),
+        doubly_robust=mean((shares * predicted).sum(axis=1) + weights * (rewards - predicted[rows, arms])),
         level=level,
-        decisions=len(used),
+        decisions=n,
         left_out=left_out,
-        overlap=overlap,
-        doubts=tuple(doubts),
+        effective_size=size,
+        impossible=impossible,
+        doubts=doubts,
     )
 
 
 def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
     found = np.asarray(given)
     if found.shape == shape[:1] and np.issubdtype(found.dtype, np.integer):
-        unknown = (found < 0) | (found >= shape[1])
-        if unknown.any():
-            raise MatchError(f"the policy chose arm {found[unknown][0]}: the log has arms 0 to {shape[1] - 1}")
-        certain: Numbers = np.eye(shape[1])[found]
-        return certain
+        found = found[:, None] == np.arange(shape[1])
     if found.shape != shape:
-        kind = f"{found.dtype} of shape {found.shape}"
-        raise MatchError(f"a policy gives probabilities of shape {shape}, or {shape[0]} arms; got {kind}")
+        raise MatchError(f"a policy gives probabilities of shape {shape}, or {shape[0]} arms; got {found.shape}")
     shares = found.astype(np.float64)
     wrong = ~((shares >= 0).all(axis=1) & np.isclose(shares.sum(axis=1), 1, atol=1e-4))
     if wrong.any():
-        row = int(wrong.argmax())
-        raise MatchError(f"a policy's probabilities are at least 0 and sum to 1, and those of row {row} do not")
+        said = f"those of row {int(wrong.argmax())} do not, or are of an arm that the log does not have"
+        raise MatchError(f"a policy's probabilities are at least 0 and sum to 1, and {said}")
     return shares

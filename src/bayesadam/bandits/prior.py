@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from bayesadam.bandits.linear import Statistics, normal_equations
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.problems import BanditProblem
 from bayesadam.bandits.problems import problem as named_problem
-from bayesadam.engine.network import ACTIVATIONS, Network, forward, initial
+from bayesadam.engine.network import Network, forward, initial
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 
@@ -126,7 +126,6 @@ class Prior:
 
 
 def _hidden_names(network: Network) -> list[str]:
-    """The parameters of the hidden layers."""
     return [name for name in network.shapes() if not name.startswith(f"layer{len(network.hidden)}.")]
 
 
@@ -135,7 +134,6 @@ def fit_prior(
     *,
     arms: Arms = "same",
     hidden: tuple[int, ...] = (100, 100, 100),
-    activation: str = "relu",
     rounds: int = 1000,
     steps: int = 4000,
     seed: int = 0,
@@ -163,8 +161,6 @@ def fit_prior(
     """
     if arms not in ("same", "exchangeable"):
         raise SettingError(f"arms must be one of same, exchangeable, got {arms!r}")
-    if not hidden or activation not in ACTIVATIONS:
-        raise SettingError(f"a network with hidden layers is needed, got hidden={hidden!r}, activation={activation!r}")
     if len(sources) < 2:
         raise SettingError(f"a prior is what problems have in common: give two or more, got {len(sources)}")
     seen = [_seen(source, rounds, stream_seed(seed, "prior", number), device) for number, source in enumerate(sources)]
@@ -180,16 +176,17 @@ def fit_prior(
     there = torch.stack([~rewards.isnan().all(dim=0) for _, rewards in seen]).unsqueeze(2)
     if not (there.sum(dim=0) > 1).all():
         raise MatchError("every arm must be seen in two problems or more: give more, or arms='exchangeable'")
-    network = Network(seen[0][0].shape[1], hidden, 1, activation)
+    network = Network(seen[0][0].shape[1], hidden, 1)
     params, heads, noises = _trained(network, seen, steps, seed)
     heads = torch.where(there, heads, torch.where(there, heads, 0).sum(dim=0) / there.sum(dim=0))
     data = []
     for (x, rewards), own in zip(seen, noises, strict=True):
         phi = features(network, params, x.unsqueeze(0)).squeeze(0)
         data.append(_Problem(phi.double(), rewards.double(), _variance(phi, own).double()))
-    errors = torch.stack([one.errors(head).square().nanmean() for one, head in zip(data, heads, strict=True)])
-    least = torch.stack([_LEAST_NOISE * one.rewards.square().nanmean() for one in data]).mean()
-    spread, noise = _spread(heads), torch.maximum(errors.mean(), least.clamp(min=torch.finfo(errors.dtype).tiny))
+    errors = [(y - phi @ head.mT).square().nanmean() for (phi, y, _), head in zip(data, heads, strict=True)]
+    least = _LEAST_NOISE * torch.stack([one.rewards.square().nanmean() for one in data]).mean()
+    noise = torch.maximum(torch.stack(errors).mean(), least.clamp(min=torch.finfo(least.dtype).tiny))
+    spread = _spread(heads)
     tried = {width: _left_out(data, heads, width * spread, noise) for width in _WIDTHS}
     width = min(tried, key=lambda one: float(tried[one][0]))
     shape, scale = _inverse_gamma(tried[width][1].nan_to_num(nan=float(noise)).clamp(min=noise))
@@ -258,17 +255,12 @@ def _variance(phi: Tensor, noises: Tensor) -> Tensor:
     return F.softplus(phi @ noises.mT) + _FLOOR
 
 
-@dataclass(frozen=True, eq=False)
-class _Problem:
+class _Problem(NamedTuple):
     """One problem on the network's features: φ (n, features), rewards and relative variance (n, arms), float64."""
 
     phi: Tensor
     rewards: Tensor
     variance: Tensor
-
-    def errors(self, weights: Tensor) -> Tensor:
-        """Of weights (arms, features), (n, arms); NaN where no reward was seen."""
-        return self.rewards - self.phi @ weights.mT
 
 
 def _spread(heads: Tensor) -> Tensor:
@@ -288,17 +280,18 @@ def _left_out(data: Sequence[_Problem], heads: Tensor, spread: Tensor, noise: Te
     """
     precision = noise * torch.linalg.inv(spread)
     relative, squares = [], []
-    for number, one in enumerate(data):
-        there = ~one.rewards[::2].isnan()
-        phi, rewards = one.phi[::2], one.rewards[::2].nan_to_num()
+    for number, (phis, paid, variance) in enumerate(data):
+        there = ~paid[::2].isnan()
+        phi, rewards = phis[::2], paid[::2].nan_to_num()
         gram = torch.einsum("na,nf,ng->afg", there.to(phi), phi, phi)
         known = Statistics(gram[None], (rewards.mT @ phi)[None], rewards.square().sum(dim=0)[None])
         others = torch.cat([heads[:number], heads[number + 1 :]]).transpose(0, 1)
         _, mean, residual = normal_equations(known, others.unsqueeze(0), precision)
         a = _LEAST_SHAPE + 0.5 * there.sum()
         likely = (-a * (_LEAST_SHAPE * noise + residual[0].sum(dim=0)).log()).softmax(dim=0)
-        errors = one.errors((likely[None, :, None] * mean[0]).sum(dim=1))[1::2].square()
-        relative.append((errors / one.variance[1::2]).nanmean())
+        average = (likely[None, :, None] * mean[0]).sum(dim=1)
+        errors = (paid - phis @ average.mT)[1::2].square()
+        relative.append((errors / variance[1::2]).nanmean())
         squares.append(errors.nanmean())
     return torch.stack(relative).nanmean(), torch.stack(squares)
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +84,7 @@ class BanditProblem:
         return rounds
 
 
-def problem(name: str, *, progress: bool = False) -> BanditProblem:
+def problem(name: str) -> BanditProblem:
     """One of the benchmark's problems.
 
     >>> problem("wheel:0.5").n_arms
@@ -94,7 +92,6 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
 
     Args:
         name: mushroom, financial, jester, statlog, adult, covertype, census, or wheel, with its δ as in `"wheel:0.95"`.
-        progress: whether to show a bar for each file that must be downloaded.
     """
     kind, _, option = name.partition(":")
     if kind == "wheel":
@@ -104,7 +101,7 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
             raise SettingError(f"the wheel's δ must be a number between 0 and 1, got {name!r}") from None
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
-    table = load_table(name, dtype=_TABLES[name], progress=progress)
+    table = load_table(name, dtype=_TABLES[name])
     n, width = table.contexts.shape
     if name == "financial":
         make = partial(_financial_rounds, _Table.of(table.contexts, standardise=False))
@@ -181,30 +178,22 @@ def problem_from_file(
         rewards: or the columns of rewards, one per arm.
         contexts: the columns that are contexts; None takes all others.
     """
-    path = Path(path)
     if (label is None) == (rewards is None):
         raise SettingError("pass either label='column' or rewards=['column', ...]")
-    targets = [label] if label is not None else list(rewards or ())
-    pandas, parquet = require("pandas"), path.suffix in (".parquet", ".pq")
+    pandas, path = require("pandas"), Path(path)
     if not path.is_file():
         raise MissingFileError(f"no file at {path}")
-    if parquet:
-        require("pyarrow")
-    elif ".csv" not in path.suffixes:
-        raise DataError(f"{path} is neither a .csv nor a .parquet file")
+    targets = [label] if label is not None else list(rewards or ())
     try:
-        frame = pandas.read_parquet(path) if parquet else pandas.read_csv(path)
-    except (ValueError, OSError, EOFError) as error:
+        frame = pandas.read_parquet(path) if path.suffix in (".parquet", ".pq") else pandas.read_csv(path)
+        chosen = frame.drop(columns=targets) if contexts is None else frame[list(contexts)]
+        pays = frame[targets]
+    except (ValueError, OSError, KeyError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
-    chosen = [column for column in frame.columns if column not in targets] if contexts is None else list(contexts)
-    absent = [column for column in (*targets, *chosen) if column not in frame.columns]
-    if absent or not chosen:
-        found = ", ".join(map(str, frame.columns))
-        raise DataError(f"{path} has no column {', '.join(map(repr, absent)) or 'for contexts'}; it has {found}")
     name = path.name.partition(".")[0] if name is None else name
     if label is not None:
-        return classification_problem(frame[chosen], frame[label], name=name, standardise=standardise)
-    return reward_problem(frame[chosen], frame[targets], name=name, standardise=standardise)
+        return classification_problem(chosen, pays[label], name=name, standardise=standardise)
+    return reward_problem(chosen, pays, name=name, standardise=standardise)
 
 
 def wheel(delta: float = 0.95) -> BanditProblem:
@@ -266,7 +255,8 @@ def _mushroom_rounds(table: _Table, labels: Numbers, seed: int, rounds: int) -> 
     edible = labels[rows] == 1
     eat = np.where(edible | ~ill, EDIBLE, POISONED)
     expected = np.where(edible, EDIBLE, 0.5 * (EDIBLE + POISONED))
-    return Rounds(table.take(rows), _columns(0 * eat, eat), _columns(0 * eat, expected))
+    rewards, expected = (np.stack([0 * eat, eats], axis=1).astype(np.float32) for eats in (eat, expected))
+    return Rounds(table.take(rows), rewards, expected)
 
 
 def _financial_rounds(table: _Table, seed: int, rounds: int) -> Rounds:
@@ -296,11 +286,8 @@ def _wheel_rounds(delta: float, seed: int, rounds: int) -> Rounds:
     prize = (radius >= delta)[:, None] & (arms == (2 * (x < 0) + (y < 0))[:, None])
     expected = np.where(prize, 50.0, _WHEEL_MEANS)
     rewards = expected + np.where(prize, 0.01, 0.05) * _random(seed, "rewards").standard_normal(expected.shape)
-    return Rounds(_columns(x, y), rewards.astype(np.float32), expected.astype(np.float32))
-
-
-def _columns(*columns: Numbers) -> Numbers:
-    return np.stack(columns, axis=1).astype(np.float32)
+    contexts = np.stack([x, y], axis=1).astype(np.float32)
+    return Rounds(contexts, rewards.astype(np.float32), expected.astype(np.float32))
 
 
 def _known(
@@ -324,29 +311,18 @@ PROBLEMS = (*_TABLES, "wheel")
 
 
 def _contexts(values: Any, name: str) -> Numbers:
-    """A user's contexts, (rows, features), float64; text columns of a pandas table one-hot."""
+    """A user's contexts, (rows, features), float64; text columns of a pandas table one-hot, after the others."""
     if hasattr(values, "columns") and hasattr(values, "iloc"):
-        values = np.concatenate([part for column in values.columns for part in _encoded(values, column, name)], axis=1)
+        for column in values.columns:
+            missing = np.flatnonzero(values[column].isna())
+            if len(missing):
+                raise DataError(
+                    f"{name}: column {column!r} has no value in row {missing[0]}: fill it in or drop the row"
+                )
+            if values[column].dtype.kind not in "biuf" and values[column].nunique() > _MOST_CATEGORIES:
+                raise DataError(f"{name}: column {column!r} has too many different texts for a category: drop it")
+        values = require("pandas").get_dummies(values, dtype=np.float64).to_numpy(np.float64)
     return _numbers(values, name, "contexts")
-
-
-def _encoded(frame: Any, column: Any, name: str) -> Iterable[Numbers]:
-    """One column of a pandas table as columns of numbers."""
-    series = frame[column]
-    if series.isna().any():
-        row = int(np.flatnonzero(series.isna().to_numpy())[0])
-        raise DataError(f"{name}: column {column!r} has no value in row {row}: fill it in or drop the row")
-    first = series.iloc[0] if len(series) else 0.0
-    if series.dtype.kind in "biuf" or isinstance(first, Decimal):
-        yield series.to_numpy(dtype=np.float64)[:, None]
-        return
-    if not isinstance(first, str | bytes | Number | np.generic) or series.dtype.kind in "mM":
-        raise DataError(f"{name}: column {column!r} holds {type(first).__name__}, neither numbers nor texts: drop it")
-    texts = series.astype(str).to_numpy(dtype=str)
-    found = np.unique(texts)
-    if len(found) > _MOST_CATEGORIES:
-        raise DataError(f"{name}: column {column!r} has {len(found)} different texts, which is no category: drop it")
-    yield (texts[:, None] == found).astype(np.float64)
 
 
 def _numbers(values: Any, name: str, what: str) -> Numbers:
@@ -357,8 +333,7 @@ def _numbers(values: Any, name: str, what: str) -> Numbers:
         raise DataError(f"{name}: the {what} are not a table of numbers: {error}") from None
     if table.ndim != 2 or not table.size:
         raise DataError(f"{name}: the {what} must be a table that is not empty, got shape {table.shape}")
-    with np.errstate(over="ignore"):
-        wrong = np.argwhere(~np.isfinite(table.astype(np.float32)))
+    wrong = np.argwhere(~(np.abs(table) <= np.finfo(np.float32).max))
     if len(wrong):
         row, column = wrong[0]
         raise DataError(f"{name}: {what}, row {row}, column {column}: {table[row, column]} is not a finite float32")

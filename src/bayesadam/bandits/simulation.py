@@ -78,9 +78,7 @@ def simulate(
 
     First every arm is pulled a few times in turn. Then the agent acts, a new context per round, and trains every
     `settings.train_every` rounds; between two trainings the rounds are one batch, each with its own posterior draw.
-
-    Every run has its own random numbers: up to rounding it does not depend on the other runs. The same call on the same
-    machine gives the same numbers.
+    Every run has its own random numbers: up to rounding it does not depend on the other runs.
 
     >>> found = simulate("wheel:0.5", "linear", runs=2, rounds=60)
     >>> found.reward_ratio.shape
@@ -136,18 +134,13 @@ class Playing:
         self._path, self._checkpoint_seconds = None if checkpoint is None else Path(checkpoint), checkpoint_seconds
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
         self._played = [chosen.run(one, self.rounds) for one in seeds]
-        saved = None
+        saved: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None = None
         if self._path is not None:
             sweep(self._path)
             saved = storage.read(self._path, storage.SIMULATION) if self._path.exists() else None
+        # The lanes, one per thread, as even as can be.
         threads = min(runs, torch.get_num_threads()) if on.type == "cpu" else 1
-        # The lanes, as even as can be.
         sizes = [len(part) for part in np.array_split(seeds, threads)] if saved is None else saved[1]["lanes"]
-        with torch.cuda.stream(self._stream):
-            self._lanes = [
-                _Lane(agent, own, seeds[first:last], self._played[first:last], on, prior)
-                for first, last in pairwise(accumulate(sizes, initial=0))
-            ]
         self._header: dict[str, Any] = {
             "problem": chosen.name,
             "agent": agent,
@@ -159,8 +152,22 @@ class Playing:
             "data": _fingerprint(self._played, prior),
             "lanes": sizes,
         }
-        if self._path is not None and saved is not None:
-            self._restore(self._path, *saved)
+        written = self._header if saved is None else saved[1]
+        for name, value in self._header.items():
+            if (found := written.get(name)) != value:
+                other = "other data" if name == "data" else f"{name}={found!r}, not {value!r}"
+                raise MatchError(f"{checkpoint} is of a simulation with {other}: delete it to start again")
+        with torch.cuda.stream(self._stream):
+            self._lanes = [
+                _Lane(agent, own, seeds[first:last], self._played[first:last], on, prior)
+                for first, last in pairwise(accumulate(sizes, initial=0))
+            ]
+            if saved is not None:
+                for number, lane in enumerate(self._lanes):
+                    state = storage.under(f"{number}/", saved[0])
+                    lane.buffer.restore(state)
+                    lane.learner.restore(storage.under("learner.", state))
+                self._start -= float(saved[1]["seconds"])
         self._written = time.perf_counter()
         # Torch's own threads are off meanwhile: for products of this size, one thread per lane is faster.
         self._threads_before = torch.get_num_threads()
@@ -207,10 +214,10 @@ class Playing:
         with torch.cuda.stream(self._stream):
             rewards = np.concatenate([lane.buffer.rewards.cpu().numpy() for lane in self._lanes])
         reward = rewards.astype(np.float64).cumsum(axis=1)
-        optimum = np.stack([rounds.optimum for rounds in self._played]).cumsum(axis=1)
-        uniform, single = (np.array([getattr(one, of).sum() for one in self._played]) for of in ("uniform", "single"))
-        points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
+        optimum = np.stack([one.optimum for one in self._played]).cumsum(axis=1)
+        uniform = np.array([one.uniform.sum() for one in self._played])
         regret = optimum - reward
+        points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
         return Simulation(
             **{name: self._header[name] for name in ("problem", "agent", "seed", "rounds")},
             reward_ratio=reward[:, -1] / optimum[:, -1],
@@ -218,22 +225,10 @@ class Playing:
             points=points,
             reward=reward[:, points - 1],
             regret=regret[:, points - 1],
-            lost=reward[:, -1] <= single,
+            lost=reward[:, -1] <= [one.single.sum() for one in self._played],
             seconds=time.perf_counter() - self._start,
             settings=self._settings,
         )
-
-    def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
-        for name, value in self._header.items():
-            if found.get(name) != value:
-                other = "other data" if name == "data" else f"{name}={found.get(name)!r}, not {value!r}"
-                raise MatchError(f"{path} is of a simulation with {other}: delete it to start again, or use another")
-        with torch.cuda.stream(self._stream):
-            for number, lane in enumerate(self._lanes):
-                own = storage.under(f"{number}/", tensors)
-                lane.buffer.restore(own)
-                lane.learner.restore(storage.under("learner.", own))
-        self._start -= float(found["seconds"])
 
 
 def in_turn(simulations: Iterable[Callable[[], Playing]], at_once: int) -> Iterator[tuple[int, Simulation]]:

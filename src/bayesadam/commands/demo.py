@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from bayesadam import Posterior, calibrate, doctor, pruning_masks, readers, scores
@@ -19,10 +21,6 @@ from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, 
 from bayesadam.diagnosis import Diagnosis
 from bayesadam.inspect import quantiles
 from bayesadam.pruning import Ranking
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 # A point with this p-value or less counts as novel.
@@ -46,18 +44,15 @@ class DemoSettings:
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """What the demo found; `predictive` is on the grid, `draws` are functions drawn there, `pruning` is the RMSE."""
+    """What the demo found; `predictive` is on the grid, `draws` are functions drawn there."""
 
     train: ToyData
     grid: ToyData
     predictive: Any
     draws: Tensor
     posterior: Posterior
-    second_moment: Mapping[str, Tensor]
     diagnosis: Diagnosis
-    summaries: tuple[dict[str, Any], ...]
-    scores: Mapping[str, float]
-    pruning: Mapping[str, tuple[float, ...]]
+    results: dict[str, Any]
 
 
 def train_network(data: ToyData, settings: DemoSettings, seed: int, track: Track) -> tuple[nn.Module, Any]:
@@ -106,24 +101,17 @@ def compute(settings: DemoSettings, seed: int, track: Track = lambda items, desc
     on_grid: Any = posterior.predict(grid.x, likelihood="regression")
     tested: Any = posterior.predict(test.x, likelihood="regression")
 
-    second_moment = readers.read_optimizer(model, optimizer).second_moment
-    summaries = []
+    second_moment, parameters = readers.read_optimizer(model, optimizer).second_moment, []
     for name, snr in posterior.snr().items():
         found = zip(("snr_median", "snr_q05", "snr_q95"), quantiles(snr.flatten(), (0.5, 0.05, 0.95)), strict=True)
         dead = float((second_moment[name] == 0).float().mean())
         shape = {"name": name, "shape": tuple(snr.shape), "weights": snr.numel()}
-        summaries.append({**shape, **dict(found), "share_v_zero": dead})
+        parameters.append({**shape, **dict(found), "share_v_zero": dead})
     outside = ((grid.x < TRAIN_INTERVAL[0]) | (grid.x > TRAIN_INTERVAL[1])).squeeze(1)
-    return Demo(
-        train=train,
-        grid=grid,
-        predictive=on_grid,
-        draws=drawn.draws.squeeze(-1),
-        posterior=posterior,
-        second_moment=second_moment,
-        diagnosis=doctor(model, optimizer, n_data=len(train)),
-        summaries=tuple(summaries),
-        scores={
+    diagnosis = doctor(model, optimizer, n_data=len(train))
+    rmse = {ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")}
+    results = {
+        "in_range": {
             "rmse": scores.rmse(tested.mean, test.y),
             "nll": scores.nll(tested, test.y),
             "coverage95": scores.coverage(tested, test.y),
@@ -131,33 +119,21 @@ def compute(settings: DemoSettings, seed: int, track: Track = lambda items, desc
             "flagged_in_range": float((tested.novelty_pvalue <= _FLAGGED).double().mean()),
             "flagged_outside": float((on_grid.novelty_pvalue[outside] <= _FLAGGED).double().mean()),
         },
-        pruning={ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")},
-    )
-
-
-def noise_std(demo: Demo) -> float:
-    """σ of the observations, as calibrated."""
-    return math.sqrt(float(demo.predictive.noise_variance))
-
-
-def results(demo: Demo) -> dict[str, Any]:
-    """The numbers for `metrics.json`."""
-    return {
-        "in_range": dict(demo.scores),
-        "noise_std": noise_std(demo),
-        "n_data": demo.posterior.n_data,
-        "scale": demo.posterior.settings.scale,
-        "prior_precision": demo.posterior.prior_precision,
-        "parameters": demo.summaries,
-        "pruning": {"fractions": _FRACTIONS, "rmse": dict(demo.pruning)},
-        "doctor": demo.diagnosis.codes(),
+        "noise_std": math.sqrt(float(on_grid.noise_variance)),
+        "n_data": posterior.n_data,
+        "scale": posterior.settings.scale,
+        "prior_precision": posterior.prior_precision,
+        "parameters": parameters,
+        "pruning": {"fractions": _FRACTIONS, "rmse": rmse},
+        "doctor": diagnosis.codes(),
     }
+    return Demo(train, grid, on_grid, drawn.draws.squeeze(-1), posterior, diagnosis, results)
 
 
 def table(demo: Demo) -> Table:
     """One row per parameter."""
     rows = []
-    for found in demo.summaries:
+    for found in demo.results["parameters"]:
         numbers = (f"{found[name]:.3g}" for name in ("snr_median", "snr_q05", "snr_q95"))
         cells = found["name"], " × ".join(map(str, found["shape"])), f"{found['weights']:,}"
         rows.append((*cells, *numbers, f"{found['share_v_zero']:.0%}"))
@@ -167,12 +143,12 @@ def table(demo: Demo) -> Table:
 
 def score_line(demo: Demo) -> str:
     """The scores in words."""
-    found, delta = demo.scores, float(next(iter(demo.posterior.prior_precision.values())))
+    found, delta = demo.results["in_range"], float(next(iter(demo.posterior.prior_precision.values())))
     return (
         f"On fresh points in the range of the data: RMSE {found['rmse']:.3f}, NLL {found['nll']:.2f} nats, "
         f"{found['coverage95']:.1%} in the 95 % interval. Flagged as novel (p ≤ {_FLAGGED:g}): "
         f"{found['flagged_in_range']:.0%} of these, {found['flagged_outside']:.0%} of points outside. Calibrated: "
-        f"noise {noise_std(demo):.3f}, scale {demo.posterior.settings.scale:.3g}, prior precision {delta:.3g}"
+        f"noise {demo.results['noise_std']:.3f}, scale {demo.results['scale']:.3g}, prior precision {delta:.3g}"
     )
 
 
@@ -184,17 +160,18 @@ def picture(demo: Demo) -> Figure:
         rows: Any = [["functions", "snr"], ["functions", "snr"], ["functions", "pruning"], ["novelty", "pruning"]]
         panels = figure.subplot_mosaic(rows, width_ratios=[1.4, 1])
         _draw_functions(panels["functions"], panels["novelty"], demo)
-        axes, shade = panels["snr"], plots.colour("snr")
-        for row, found in enumerate(demo.summaries):
+        axes, shade, parameters = panels["snr"], plots.colour("snr"), demo.results["parameters"]
+        for row, found in enumerate(parameters):
             axes.plot([found["snr_q05"], found["snr_q95"]], [row, row], color=shade, alpha=0.4, linewidth=8)
             axes.plot(found["snr_median"], row, "o", color=shade)
-        axes.set_yticks(range(len(demo.summaries)), [found["name"] for found in demo.summaries])
+        axes.set_yticks(range(len(parameters)), [found["name"] for found in parameters])
         axes.invert_yaxis()
         axes.set(title="(c) Signal-to-noise ratio of the weights", xlabel="|μ| / σ: median, 5 to 95 %", xscale="log")
         axes = panels["pruning"]
         for ranking, label in (("snr", "signal-to-noise ratio"), ("magnitude", "magnitude")):
             style: Any = {"color": plots.colour(ranking), "markersize": 3, "linewidth": 1.5, "label": label}
-            axes.plot([100 * fraction for fraction in _FRACTIONS], demo.pruning[ranking], "o-", **style)
+            rmse = demo.results["pruning"]["rmse"][ranking]
+            axes.plot([100 * fraction for fraction in _FRACTIONS], rmse, "o-", **style)
         axes.set(title="(d) Removing weights", xlabel="weights set to 0 (%)", ylabel="test RMSE", ylim=(0, None))
         axes.legend(loc="upper left", title="lowest first by", alignment="left")
     return figure
@@ -213,7 +190,7 @@ def _draw_functions(axes: Axes, below: Axes, demo: Demo) -> None:
     where: Any = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
     axes.text(0.985, 0.02, note, color=plots.MUTED, fontsize=8, **where)
     below.plot(demo.grid.x.squeeze(1), demo.predictive.novelty, color=plots.colour("badam"), linewidth=1.5)
-    usual = float(demo.predictive.guarantee.novelty.double().quantile(1 - _FLAGGED))
+    usual = float(demo.predictive.guarantee["novelty"].double().quantile(1 - _FLAGGED))
     below.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
     below.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
     below.legend(loc="lower right")
@@ -226,4 +203,4 @@ def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None
     with run.prepared():
         demo = compute(settings, seed, run.track)
         run.show(str(demo.diagnosis), table(demo), score_line(demo))
-        return run.finish({"demo.png": plots.png(picture(demo))}, results(demo))
+        return run.finish({"demo.png": plots.png(picture(demo))}, demo.results)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,89 +26,74 @@ EXPORTED = tuple(name for name, spec in STRUCTURES.items() if not spec.needs_gra
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 
 
-Work = Callable[[Path], tuple[str, Mapping[str, Any]]]
-
-
-def run_prune(*, checkpoint: Path, options: CheckpointOptions, out: Path, quiet: bool, **settings: Any) -> None:
+def run_prune(*, checkpoint: Path, out: Path, **given: Any) -> None:
     """Write the pruned file, and a record next to it; the settings are those of `prune_checkpoint`."""
     again = checkpoint.is_file() and checkpoint.suffix in _REWRITTEN
 
-    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
-        report = prune_checkpoint(checkpoint, file, **settings, **vars(options))
-        return str(report), report.to_dict()
+    def work(file: Path, **settings: Any) -> Any:
+        return prune_checkpoint(checkpoint, file, **settings)
 
-    where = target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
-    _write("prune", where, quiet, {"checkpoint": checkpoint, **settings}, options, work)
+    _write("prune", work, checkpoint, target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}"), **given)
 
 
-def run_sample(
-    *, checkpoint: Path, options: CheckpointOptions, out: Path, quiet: bool, seed: int, **settings: Any
-) -> None:
+def run_sample(*, checkpoint: Path, out: Path, seed: int, **given: Any) -> None:
     """Write the draw, and a record next to it; the settings are those of `GaussianWeights.open`."""
 
-    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
-        GaussianWeights.open(checkpoint, **settings, **vars(options)).write_sample(file, seed=seed)
-        return "", {}
+    def work(file: Path, **settings: Any) -> None:
+        GaussianWeights.open(checkpoint, **settings).write_sample(file, seed=seed)
 
-    where = target(out, "sample.safetensors")
-    _write("sample", where, quiet, {"checkpoint": checkpoint, **settings}, options, work, seed)
+    _write("sample", work, checkpoint, target(out, "sample.safetensors"), seed=seed, **given)
 
 
-def run_export(
-    *, checkpoint: Path, options: CheckpointOptions, out: Path, quiet: bool, compress: str | None, **settings: Any
-) -> None:
+def run_export(*, checkpoint: Path, out: Path, **given: Any) -> None:
     """Write the posterior's file, and a record next to it; the settings are those of `GaussianWeights.open`."""
 
-    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
-        GaussianWeights.open(checkpoint, **settings, **vars(options)).export(file, compress=compress)
-        size = file.stat().st_size
-        return f"{size:,} bytes", {"bytes": size}
+    def work(file: Path, compress: Any, **settings: Any) -> None:
+        GaussianWeights.open(checkpoint, **settings).export(file, compress=compress)
 
-    where = target(out, "posterior.safetensors")
-    _write("export", where, quiet, {"checkpoint": checkpoint, "compress": compress, **settings}, options, work)
+    _write("export", work, checkpoint, target(out, "posterior.safetensors"), **given)
 
 
-def run_merge(
-    *, checkpoints: Sequence[Path], options: CheckpointOptions, out: Path, quiet: bool, **settings: Any
-) -> None:
+def run_merge(*, checkpoints: Sequence[Path], out: Path, weights: Sequence[float] | None, **given: Any) -> None:
     """Write the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
-    numbers = [str(path) for path in checkpoints if re.fullmatch(r"[\d.]+", str(path)) and not path.exists()]
-    settings["weights"] = settings["weights"] or None
-    if settings["weights"] and numbers:
-        raise SettingError(f"--weight takes one number, once for each checkpoint: write --weight {numbers[0]} as well")
 
-    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
-        report = merge_checkpoints(checkpoints, file, **settings, **vars(options))
-        return str(report), report.to_dict()
+    def work(file: Path, **settings: Any) -> Any:
+        return merge_checkpoints(checkpoints, file, **settings)
 
-    where = target(out, "merged.safetensors")
-    _write("merge", where, quiet, {"checkpoints": list(map(str, checkpoints)), **settings}, options, work)
+    _write("merge", work, checkpoints, target(out, "merged.safetensors"), weights=weights or None, **given)
 
 
 def _write(
     command: str,
+    work: Any,
+    source: Path | Sequence[Path],
     where: tuple[Path, str],
-    quiet: bool,
-    settings: Mapping[str, Any],
+    *,
     options: CheckpointOptions,
-    work: Work,
+    quiet: bool,
     seed: int = 0,
+    **settings: Any,
 ) -> None:
     """Let the work write its one file, and write the record beside it; neither overwrites what is read."""
     file, record = where
-    keep_apart(file, settings.get("checkpoint"), Path(options.optimizer_path) if options.optimizer_path else None)
-    run = Run(command, seed, file.parent, _plain(settings, options), quiet=quiet)
+    single = source if isinstance(source, Path) else None
+    keep_apart(file, single, Path(options.optimizer_path) if options.optimizer_path else None)
+    named = {"checkpoint": source} if single else {"checkpoints": source}
+    run = Run(command, seed, file.parent, _plain({**named, **settings}, options), quiet=quiet)
     with run.prepared(), run.busy(command):
-        report, results = work(file)
-    if report:
-        run.show(report)
+        report = work(file, **settings, **vars(options))
+    size = file.stat().st_size
+    run.show(f"{size:,} bytes" if report is None else str(report))
     print(file)
-    run.finish({}, results, name=record)
+    run.finish({}, {"bytes": size} if report is None else report.to_dict(), name=record)
 
 
 def _plain(settings: Mapping[str, Any], options: CheckpointOptions) -> dict[str, Any]:
+    def text(value: Any) -> Any:
+        return [text(item) for item in value] if isinstance(value, list) else str(value)
+
     found = {**settings, **vars(options)}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
+    return {key: text(value) if isinstance(value, Path | list) else value for key, value in found.items()}
 
 
 def run_doctor(
@@ -132,7 +116,6 @@ def run_doctor(
 
 def run_inspect(
     *,
-    seed: int,
     out: Path | None,
     quiet: bool,
     checkpoint: Path,
@@ -154,19 +137,20 @@ def run_inspect(
     file, record = target(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
     if file.suffix != ".png":
         raise SettingError(f"--out {file}: the picture is a PNG, name a file that ends in .png, or a folder")
-    run = Run("inspect", seed, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
+    run = Run("inspect", 0, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
     with run.prepared() if out is not None else nullcontext():
-        inspection = inspect_checkpoint(checkpoint, seed=seed, track=run.track, **settings, **vars(options))
+        inspection = inspect_checkpoint(checkpoint, track=run.track, **settings, **vars(options))
     if not json:
         heading, *rows = inspection.rows()
         what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
         table = Table(f"{what} of the weights", heading, rows)
-        reasons, notes = ["\n".join(inspection.why)] if why else [], f"{inspection.legend}\n{inspection.scale_note}"
-        run.show(*reasons, str(inspection.diagnosis), table, notes)
+        reasons = ["\n".join(inspection.why)] if why else []
+        run.show(*reasons, str(inspection.diagnosis), table, inspection.legend)
     with redirect_stdout(sys.stderr) if json else nullcontext():
+        picture = {file.name: png(inspection_picture(inspection))} if plot or out is not None else {}
         if out is not None:
-            run.finish({file.name: png(inspection_picture(inspection))}, inspection.to_dict(), name=record)
+            run.finish(picture, inspection.to_dict(), name=record)
         elif plot:
-            run.write({file.name: png(inspection_picture(inspection))})
+            print(*run.write(picture))
     if json:
         print(as_json(inspection.to_dict()))

@@ -11,14 +11,12 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +28,17 @@ from rich.console import Console, RenderableType
 from bayesadam._files import replacing
 from bayesadam._progress import progress
 from bayesadam._version import __version__
-from bayesadam.errors import BayesAdamError, FileError
+from bayesadam.errors import FileError
 from bayesadam.gaussian.noise import stream_seed
 
-Writer = Callable[[Path], object]
+# A file's text, or what writes the file to a path.
+Content = str | Callable[[Path], object]
 # Goes through a sequence, and may show how far it has come.
 Track = Callable[[Any, str], Any]
-# Does parts that belong together, and yields each by name when it is done, as plain data or as a `Failure`.
+# Does parts that belong together, and yields each by name when it is done, as plain data.
 Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
-
-
-def text(content: str) -> Writer:
-    """What writes the content to a path."""
-    return lambda path: path.write_text(content, encoding="utf-8")
+# Settings that choose parts, and so do not change what a part's result is.
+_CHOICES = ("methods", "problems", "agents")
 
 
 class Table(NamedTuple):
@@ -107,11 +103,11 @@ def target(out: Path, usual: str) -> tuple[Path, str]:
     return out / usual, "metrics.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """One run of a command, which prints its reports and paths; with `quiet` the paths alone.
 
-    `settings` are all but the seed that determines the results; `before` are the seconds of earlier sessions.
+    `settings` are all but the seed that determines the results.
     """
 
     command: str
@@ -121,12 +117,18 @@ class Run:
     device: str = "cpu"
     quiet: bool = False
     started: float = field(default_factory=time.perf_counter)
-    before: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The time taken so far, over all sessions."""
-        return self.before + time.perf_counter() - self.started
+        return time.perf_counter() - self.started
+
+    @property
+    def ledger(self) -> Path:
+        """The finished parts of a run with these settings; other settings have another."""
+        settings = {"seed": self.seed, "device": self.device, **self.settings, **dict.fromkeys(_CHOICES)}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return self.out / f"unfinished-{digest}.json"
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -165,81 +167,38 @@ class Run:
         for report in reports:
             console.print(report, end="\n\n")
 
-    def _metrics(self, results: Mapping[str, Any]) -> Writer:
-        run = {"command": self.command, "version": __version__, "seed": self.seed, "device": self.device}
-        found = {"seconds": round(self.seconds, 3), "settings": dict(self.settings), "results": dict(results)}
-        return text(as_json(run | found) + "\n")
-
-    def so_far(self, results: Mapping[str, Any]) -> None:
-        """Write `metrics.json` alone, while there is more to come."""
-        with replacing(self.out / "metrics.json") as temporary:
-            self._metrics(results)(temporary)
-
     def finish(
-        self, files: Mapping[str, Writer], results: Mapping[str, Any], *, name: str = "metrics.json"
+        self, files: Mapping[str, Content], results: Mapping[str, Any], *, name: str = "metrics.json"
     ) -> tuple[Path, ...]:
         """Write the files, by name, and `metrics.json`, all or none, then print and return their paths."""
-        return self.write({**files, name: self._metrics(results)})
-
-    def write(self, writers: Mapping[str, Writer]) -> tuple[Path, ...]:
-        """Write files by name, all or none, then print and return their paths."""
-        paths = tuple(self.out / name for name in writers)
-        with ExitStack() as stack:
-            # None gets its name before the last is complete.
-            temporaries = [stack.enter_context(replacing(path)) for path in paths]
-            for temporary, write in zip(temporaries, writers.values(), strict=True):
-                write(temporary)
+        paths = self.write({**files, name: self.metrics(results)})
+        self.ledger.unlink(missing_ok=True)
         for path in paths:
             print(path)
         return paths
 
+    def metrics(self, results: Mapping[str, Any]) -> str:
+        """The text of `metrics.json`."""
+        run = {"command": self.command, "version": __version__, "seed": self.seed, "device": self.device}
+        found = {"seconds": round(self.seconds, 3), "settings": dict(self.settings), "results": dict(results)}
+        return as_json(run | found) + "\n"
 
-@dataclass(frozen=True)
-class Failure:
-    """A part that gave no result, and why; the others' results are not lost with it."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Finished parts by name, as plain data on disk, and the seconds spent; removed when all is done."""
-
-    path: Path
-
-    @classmethod
-    def of(cls, out: Path, settings: Mapping[str, Any]) -> Ledger:
-        """The ledger of a run with these settings; other settings have another."""
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        return cls(out / f"unfinished-{digest}.json")
-
-    def read(self) -> dict[str, Any]:
-        """The finished parts; none where there is no ledger or it is damaged."""
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def write(self, finished: Mapping[str, Any], seconds: float) -> None:
-        """Replace the file, whole or not at all."""
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps({**finished, "seconds": seconds}), encoding="utf-8")
-
-    def close(self) -> None:
-        """The run is done."""
-        self.path.unlink(missing_ok=True)
-
-
-def resumed(run: Run, *choices: str) -> tuple[Run, Ledger]:
-    """The run with the seconds of earlier sessions, and its ledger, which `choices` of parts do not change."""
-    ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, **dict.fromkeys(choices)})
-    return replace(run, before=float(ledger.read().get("seconds", 0.0))), ledger
+    def write(self, files: Mapping[str, Content]) -> tuple[Path, ...]:
+        """Write files by name, all or none, and return their paths."""
+        paths = tuple(self.out / name for name in files)
+        with ExitStack() as stack:
+            # None gets its name before the last is complete.
+            temporaries = [stack.enter_context(replacing(path)) for path in paths]
+            for temporary, content in zip(temporaries, files.values(), strict=True):
+                if isinstance(content, str):
+                    temporary.write_text(content, encoding="utf-8")
+                else:
+                    content(temporary)
+        return paths
 
 
 def run_parts(
     run: Run,
-    ledger: Ledger,
     names: Sequence[str],
     work: Work,
     *,
@@ -247,54 +206,26 @@ def run_parts(
     jobs: int = 1,
     on_part: Callable[[Mapping[str, Any]], object] = lambda done: None,
 ) -> dict[str, Any]:
-    """Each name's result, from the ledger or by work; failures are not written to the ledger.
-
-    The time spent is written with every part, and when Ctrl-C or SIGTERM stops the command.
+    """Each name's result, from the ledger or by work; the ledger's seconds count as the run's.
 
     Args:
-        run: see `resumed`.
         groups: the unfinished names as groups, each done by one process; by default each is a group of its own.
         jobs: the number of processes, each on one core; with 1 the work is done in this one.
         on_part: called with all finished parts after each.
     """
-    done = {name: result for name, result in ledger.read().items() if name in names}
-    failed: dict[str, Failure] = {}
+    kept = json.loads(run.ledger.read_text(encoding="utf-8")) if run.ledger.exists() else {}
+    run.started -= kept.get("seconds", 0.0)
+    done = {name: result for name, result in kept.items() if name in names}
     left = [name for name in names if name not in done]
-    with _sigterm_as_exit():
-        try:
-            with closing(_results(groups(left) if left else (), work, jobs)) as results:
-                for (name, result), _ in zip(results, run.track(left, run.command), strict=True):
-                    if isinstance(result, Failure):
-                        failed[name] = result
-                        continue
-                    done[name] = result
-                    ledger.write(done, run.seconds)
-                    on_part(done)
-        except (KeyboardInterrupt, SystemExit):
-            ledger.write(done, run.seconds)
-            raise
-    return {**done, **failed}
+    with closing(_results(groups(left) if left else (), work, jobs)) as results:
+        for (name, result), _ in zip(results, run.track(left, run.command), strict=True):
+            done[name] = result
+            run.write({run.ledger.name: json.dumps({**done, "seconds": run.seconds})})
+            on_part(done)
+    return {name: done[name] for name in names}
 
 
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the block as Ctrl-C does, and ends with the shell's exit code for it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        print("bayesadam: terminated; the same command resumes with what is not finished", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generator[tuple[str, Any], None, None]:
+def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Any:
     """What the work yields, as it comes, from several processes group by group; these end with the generator."""
     if min(jobs, len(groups)) <= 1:
         for group in groups:
@@ -306,9 +237,6 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
         for future in as_completed([pool.submit(_all, work, group) for group in groups]):
             yield from future.result()
         pool.shutdown()
-    except BrokenProcessPool:
-        why = "a worker process died, perhaps for want of memory"
-        raise BayesAdamError(f"{why}: the same command resumes, and --jobs 1 works in one process") from None
     finally:
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()

@@ -7,63 +7,36 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import lzma
 import os
-import time
 import zipfile
 import zlib
 from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._progress import Bar
-from bayesadam.errors import DataError, FileError, MissingExtraError, SettingError
+from bayesadam.errors import DataError, MissingExtraError, SettingError
 
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
-
-# Rounds over the sources that may yet answer, and the seconds before the second; each later wait is twice as long.
-ROUNDS = 3
-FIRST_WAIT = 0.5
 TIMEOUT = 20.0
-# HTTP answers that a second try may change.
-_PASSING = {408, 425, 429}
-_CHUNK = 1 << 16
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One form of a file in a folder: as published, or packed."""
-
-    name: str
-    n_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that a loader reads: as published, compressed, where such a copy is known, and its public sources.
+    """A file that a loader reads, and its public sources; a folder may also hold it compressed, as .gz or .xz.
 
-    One that ends in .gz or .zip, where the file's own name does not, delivers it packed.
+    A source that ends in .gz or .zip, where the file's own name does not, delivers it packed.
     """
 
-    published: Copy
-    packed: Copy | None = None
+    name: str
+    n_bytes: int
+    sha256: str
     urls: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The published name."""
-        return self.published.name
-
-    @property
-    def copies(self) -> tuple[Copy, ...]:
-        """Every form that may be in a folder."""
-        return (self.published,) if self.packed is None else (self.published, self.packed)
 
 
 @dataclass(frozen=True)
@@ -83,16 +56,8 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A file on this machine, and the form in which it is there."""
-
-    copy: Copy
-    path: Path
-
-
-@dataclass(frozen=True)
 class FileCheck:
-    """What `verify` found for one file, by its published name: its sha256, and that of the form that is there."""
+    """What `verify` found for one file: its published sha256, and that of what is there, unpacked."""
 
     data_set: str
     file: str
@@ -103,7 +68,7 @@ class FileCheck:
 
 
 # Folder and name, bytes, sha256.
-_COPIES = """
+_FILES = """
 mnist/train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
 mnist/train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
 mnist/t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
@@ -113,27 +78,14 @@ fashion-mnist/train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc9
 fashion-mnist/t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
 fashion-mnist/t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
 bandits/mushroom/agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
-bandits/mushroom/agaricus-lepiota.data.gz 29462 bf2157cb0f7aca0b2ce5537471c6b9636380b20e322a5aa97af985ba45affffa
 bandits/financial/raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
-bandits/financial/raw_stock_contexts.gz 309822 5a23e986d9fa77ed80abef9153cd590bd3c9c777ccabc5e432c67e215f7a8805
 bandits/jester/jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
-bandits/jester/jester-data-1.csv.xz 2719700 168e8e87e4617422e7e3142366d31ceadf7fc44a08a31a544dd77ad0afc5d0cc
 bandits/statlog/shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
-bandits/statlog/shuttle.trn.gz 313387 7e5b6c9db2350161b89b562a6b73c3ec2eea2c1d6f632bf568401236ad49b751
 bandits/adult/adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
-bandits/adult/adult.data.gz 408969 c7a2b4716a97f930123e0baf879188d701e798172631a654fc703d4b082907f3
 bandits/adult/adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
-bandits/adult/adult.test.gz 205254 8a2c1bffa6e7ce5abfa43881ae5e87c4311ebc2b3cd526c9c40a43f19f06f799
 bandits/covertype/covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
-bandits/covertype/covtype.data.xz 7036792 bbaed4fe81a7ac1b4ce6d3df1bcf79f1e11fefcc2336dbcdecf2ca69fe7cf26d
 bandits/census/USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
 """
-_KNOWN = {
-    path: Copy(path.rpartition("/")[2], int(n), digest)
-    for path, n, digest in map(str.split, _COPIES.strip().splitlines())
-}
-
-
 _TITLES = {
     "mnist": "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
     "fashion-mnist": "Fashion-MNIST: 70,000 pictures of clothes of 28 × 28 pixels",
@@ -170,12 +122,12 @@ def _record(name: str, title: str) -> DataSet:
     """A set by the name of its folder."""
     sources = [url for known, url in map(str.split, _SOURCES.strip().splitlines()) if known == name]
     files, folder = [], ""
-    for path, copy in _KNOWN.items():
-        if path.split("/")[-2] == name and path.rpartition(".")[0] not in _KNOWN:
-            packed = _KNOWN.get(f"{path}.gz") or _KNOWN.get(f"{path}.xz")
-            urls = tuple(url + copy.name if url.endswith("/") else url for url in sources)
-            files.append(DataFile(copy, packed, urls))
-            folder = path.rpartition("/")[0]
+    for path, n_bytes, digest in map(str.split, _FILES.strip().splitlines()):
+        parent, _, file = path.rpartition("/")
+        if parent.split("/")[-1] == name:
+            urls = tuple(url + file if url.endswith("/") else url for url in sources)
+            files.append(DataFile(file, int(n_bytes), digest, urls))
+            folder = parent
     return DataSet(name, title, folder, tuple(files), "wheel" if folder.startswith("bandits/") else "digits")
 
 
@@ -218,13 +170,14 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str, folders: Collection[Path | None] | None = None) -> dict[str, Found]:
-    """The files of a data set in some folders, by default the usual ones, by published name; nothing is fetched."""
-    record, found = data_set(name), dict[str, Found]()
-    for file, folder in product(record.files, (data_folder(), cache_folder()) if folders is None else folders):
-        for copy in file.copies:
-            if folder is not None and (path := folder / record.folder / copy.name).is_file():
-                found.setdefault(file.name, Found(copy, path))
+def find(name: str, folder: Path | None = None) -> dict[str, Path]:
+    """The files of a data set in one folder, or in the usual ones, by published name; nothing is fetched."""
+    record, found = data_set(name), dict[str, Path]()
+    for place in filter(None, (folder,) if folder else (data_folder(), cache_folder())):
+        for file in record.files:
+            for form in (file.name, f"{file.name}.gz", f"{file.name}.xz"):
+                if (path := place / record.folder / form).is_file():
+                    found.setdefault(file.name, path)
     return found
 
 
@@ -238,18 +191,13 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     for file in record.files:
         if files is not None and file.name not in files:
             continue
-        found = present.get(file.name)
-        if found is None:
-            paths[file.name] = _download(record, file, cache_folder(), progress)
-            continue
+        path = paths[file.name] = present.get(file.name) or _download(record, file, cache_folder(), progress)
         # A truncated file is caught without reading it.
-        size = found.path.stat().st_size
-        if size != found.copy.n_bytes:
+        if path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
             raise DataError(
-                f"{found.path} has {size:,} bytes, expected {found.copy.n_bytes:,}: it is truncated or another file; "
+                f"{path} has {size:,} bytes, expected {file.n_bytes:,}: it is truncated or another file; "
                 f"remove it, then `bayesadam data fetch {record.name}`"
             )
-        paths[file.name] = found.path
     return paths
 
 
@@ -265,7 +213,7 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     record, users = data_set(name), data_folder()
     target = cache_folder() if folder is None else Path(folder)
     paths = []
-    for file, check in zip(record.files, verify(name, None if folder is None else (Path(folder),)), strict=True):
+    for file, check in zip(record.files, verify(name, None if folder is None else Path(folder)), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
             raise DataError(
                 f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}: replace it, or "
@@ -276,116 +224,86 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     return tuple(paths)
 
 
-def verify(name: str, folders: Collection[Path] | None = None) -> list[FileCheck]:
+def verify(name: str, folder: Path | None = None) -> list[FileCheck]:
     """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
-    record, present, checks = data_set(name), find(name, folders), []
+    record, present, checks = data_set(name), find(name, folder), []
     for file in record.files:
-        found = present.get(file.name)
-        if found is None:
-            checks.append(FileCheck(record.name, file.name, "missing", file.published.sha256))
-            continue
-        digest = _sha256(found.path)
-        status: Literal["ok", "wrong checksum"] = "ok" if digest == found.copy.sha256 else "wrong checksum"
-        checks.append(FileCheck(record.name, file.name, status, found.copy.sha256, digest, found.path))
+        path = present.get(file.name)
+        digest = None if path is None else _sha256(path, packed=path.name != file.name)
+        status: Any = "missing" if path is None else "ok" if digest == file.sha256 else "wrong checksum"
+        checks.append(FileCheck(record.name, file.name, status, file.sha256, digest, path))
     return checks
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, *, packed: bool = False) -> str:
+    """Of the content, unpacked where it is packed; of nothing where it cannot be."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with (openers[path.suffix] if packed else open)(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        return "none: it cannot be unpacked"
     return digest.hexdigest()
 
 
-class _FailedError(Exception):
-    """A source did not deliver."""
-
-
-class _FailedForGoodError(_FailedError):
-    """A second try would not help."""
-
-
 def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
-    """Download one file into `folder`; it has its name only once it is whole."""
-    named = data_folder()
-    looked = [f"{DATA_VARIABLE} (not set)" if named is None else str(named / record.folder)]
-    looked += [] if folder is None else [str(folder / record.folder)]
+    """Download one file into `folder` from the first source that delivers it; it has its name only once it is whole."""
     absent = (
-        f"{file.name} of the data set {record.name!r} is in none of {', '.join(looked)}: put it there by hand, "
-        f"or use the embedded set {record.instead!r}, which needs no file"
+        f"{file.name} of the data set {record.name!r} is neither in {DATA_VARIABLE} ({data_folder() or 'not set'}) nor "
+        f"in {folder}, below {record.folder}: put it there by hand, or use the embedded set {record.instead!r}"
     )
-    if not file.urls:
-        raise DataError(f"{absent}; no public source is known")
     try:
         require("pooch")
     except MissingExtraError as error:
         raise DataError(f"{absent}; to download it, {error}") from error
-    if folder is None:
-        raise DataError(f"{absent}; to download it, name a folder in {CACHE_VARIABLE}")
-    target = folder / record.folder / file.name
-    reasons, waiting = dict.fromkeys(file.urls, ""), list(file.urls)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for number in range(ROUNDS):
-            if number and waiting:
-                time.sleep(FIRST_WAIT * 2 ** (number - 1))
-            for url in tuple(waiting):
-                try:
-                    with replacing(target) as temporary:
-                        _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else None)
-                        _check(url, temporary, file)
-                    return target
-                except _FailedError as error:
-                    reasons[url] = str(error)
-                    if isinstance(error, _FailedForGoodError):
-                        waiting.remove(url)
-    except FileError as error:
-        raise DataError(str(error)) from error
-    except OSError as error:
-        raise DataError(f"cannot save to {target}: {error.strerror or error}") from error
-    answers = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
-    raise DataError(f"{absent}; no source delivered it ({answers})")
+    target, reasons = (folder or Path()) / record.folder / file.name, []
+    for url in file.urls:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target) as temporary:
+                _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else "")
+                _unpack(temporary, PurePosixPath(url).suffix, file)
+                if (digest := _sha256(temporary)) != file.sha256:
+                    raise DataError(f"wrong checksum: sha256 {digest}, expected {file.sha256}")
+            return target
+        except OSError as error:
+            reasons.append(f"{url}: {error}")
+    raise DataError(f"{absent}; no source delivered it ({'; '.join(reasons) or 'no public source is known'})")
 
 
-def _get(url: str, target: Path, bar: str | None) -> None:
+def _get(url: str, path: Path, bar_name: str) -> None:
     # It comes with pooch.
     requests = require("requests")
-    # A server that packs what it sends would have it unpacked on arrival, .gz files included.
-    asked: Any = {"stream": True, "timeout": TIMEOUT, "headers": {"Accept-Encoding": "identity"}}
     try:
-        with requests.get(url, **asked) as answer, target.open("wb") as file:
-            if 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
-                raise _FailedForGoodError(f"HTTP {answer.status_code} {answer.reason}")
+        # A server that packs what it sends would have it unpacked on arrival, .gz files included.
+        plain = {"Accept-Encoding": "identity"}
+        with requests.get(url, stream=True, timeout=TIMEOUT, headers=plain) as answer, path.open("wb") as file:
             answer.raise_for_status()
-            with Bar(bar or "", int(answer.headers.get("content-length", 0)) or None) as shown:
-                for chunk in answer.iter_content(_CHUNK):
+            with Bar(bar_name, int(answer.headers.get("content-length", 0)) or None) as bar:
+                for chunk in answer.iter_content(1 << 16):
                     file.write(chunk)
-                    if bar:
-                        shown.step(len(chunk))
+                    if bar_name:
+                        bar.step(len(chunk))
     except requests.RequestException as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None or cause.__context__ is not None:
-            cause = cause.__cause__ or cause.__context__ or cause
-        raise _FailedError(str(cause) or type(cause).__name__) from error
+        raise DataError(str(error)) from error
 
 
-def _check(url: str, path: Path, file: DataFile) -> None:
-    """Unpack what the source delivers packed, and compare it with the published checksum."""
-    packing, wanted = PurePosixPath(url).suffix, file.published
-    if packing in (".gz", ".zip") and not file.name.endswith(packing):
-        try:
-            with ExitStack() as stack:
-                if packing == ".gz":
-                    stream: Any = stack.enter_context(gzip.open(path))
-                else:
-                    archive = stack.enter_context(zipfile.ZipFile(path))
-                    stream = archive.open(max(archive.infolist(), key=lambda member: member.file_size))
-                # One byte more than expected shows a wrong file, whatever it would unpack to.
-                content = stream.read(wanted.n_bytes + 1)
-        except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
-            raise _FailedForGoodError(f"not a {packing} file ({error})") from error
-        path.write_bytes(content)
-    if (digest := _sha256(path)) != wanted.sha256:
-        size = f"{path.stat().st_size:,} bytes of sha256 {digest}, expected {wanted.n_bytes:,} of {wanted.sha256}"
-        raise _FailedForGoodError(f"wrong checksum: {size}")
+def _unpack(path: Path, packing: str, file: DataFile) -> None:
+    """Replace what a source delivers packed by the file in it, of an archive the largest."""
+    if packing not in (".gz", ".zip") or file.name.endswith(packing):
+        return
+    # One byte more than expected shows a wrong file, whatever it would unpack to.
+    size = file.n_bytes + 1
+    try:
+        if packing == ".gz":
+            with gzip.open(path) as stream:
+                content = stream.read(size)
+        else:
+            with zipfile.ZipFile(path) as archive:
+                largest = max(archive.infolist(), key=lambda member: member.file_size)
+                content = archive.open(largest).read(size)
+    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+        raise DataError(f"not a {packing} file: {error}") from error
+    path.write_bytes(content)

@@ -68,10 +68,9 @@ class Network:
                 if self.dropout:
                     layers[f"dropout{number}"] = nn.Dropout(self.dropout)
         # Made without values first: torch would initialise them from its global generator, whose state is the user's.
-        module = nn.Sequential(layers).to_empty(device="cpu")
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(params[name] if params is not None else torch.zeros_like(parameter))
+        module = nn.Sequential(layers)
+        values = {name: torch.zeros(shape) for name, shape in self.shapes().items()} if params is None else params
+        module.load_state_dict({name: values[name].detach().cpu().clone() for name in self.shapes()}, assign=True)
         return module
 
 

@@ -22,8 +22,6 @@ Number = float | Tensor
 EPS = 1e-8
 # The number of pieces that torch's fused Adam takes in one launch: a block of a GPU has one piece, however long.
 _PIECES = 30
-# IVON's least weight decay: where the loss is flat, it alone keeps the step finite.
-_LEAST_DECAY = 1e-4
 
 
 class Step(NamedTuple):
@@ -53,10 +51,8 @@ class Rule(ABC):
     so that a step can be captured as a CUDA graph. There, tensors of two dimensions or more have one row per network.
     """
 
-    # Whether the gradient is taken at the weights themselves, and whether it must be that of the mean negative
-    # log-likelihood, with the observation noise; whether the rule starts from weights that Adam has trained; its usual
-    # learning rate, where Adam's does not suit.
-    in_place: ClassVar[bool] = True
+    # Whether the gradient is that of the mean negative log-likelihood, with the observation noise, at weights that `at`
+    # writes; whether the rule starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
     needs_noise: ClassVar[bool] = False
     starts_trained: ClassVar[bool] = False
     lr: ClassVar[float | None] = None
@@ -64,7 +60,7 @@ class Rule(ABC):
 
     @classmethod
     def with_settings(cls, **settings: Any) -> "Rule":
-        """The rule with those of the settings that it has: betas, weight_decay, sparsity, prior_precision, …"""
+        """The rule with those of the settings that it has."""
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in settings.items() if name in own})
 
@@ -85,7 +81,7 @@ class Rule(ABC):
         return None
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:  # noqa: B027
-        """Write the weights at which the gradient is taken into `out`."""
+        """Write the weights at which the gradient is taken into `out`; `noise` may be overwritten."""
 
     @abstractmethod
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -184,17 +180,12 @@ def second_moment(state: Mapping[str, Tensor], beta2: float) -> Tensor:
     return state["exp_avg_sq"] / (1 - beta2**steps).clamp(min=torch.finfo(torch.float32).tiny).float()
 
 
-def optimizer_state_dict(
-    network: Network, state: Mapping[str, Tensor], index: int, rule: Adam, *, lr: float
-) -> dict[str, Any]:
-    """One network's part of the state, as the state dict of torch's Adam or AdamW for that network alone."""
-    parts = {key: unflatten(network, state[key]) for key in ("exp_avg", "exp_avg_sq")}
-    names = list(network.shapes())
-    entries = {
-        number: {"step": state["step"][0].cpu(), **{key: part[name][index].cpu() for key, part in parts.items()}}
-        for number, name in enumerate(names)
-    }
-    group = {"lr": lr, "betas": rule.betas, "eps": EPS, "weight_decay": rule.weight_decay, "amsgrad": False}
+def optimizer_state_dict(network: Network, state: State, index: int, rule: Adam) -> dict[str, Any]:
+    """One network's part of the state, as torch's Adam or AdamW for that network alone saves it, with a rate of 0."""
+    first, second = (unflatten(network, state[key][index, None].cpu()) for key in ("exp_avg", "exp_avg_sq"))
+    step, names = state["step"][0].cpu(), list(first)
+    entries = {i: {"step": step, "exp_avg": first[n][0], "exp_avg_sq": second[n][0]} for i, n in enumerate(names)}
+    group = {"lr": 0.0, "betas": rule.betas, "eps": EPS, "weight_decay": rule.weight_decay, "amsgrad": False}
     group |= {"decoupled_weight_decay": rule.decoupled, "params": [*entries], "param_names": names}
     return {"state": entries, "param_groups": [group]}
 
@@ -207,33 +198,59 @@ class Dropout(Adam):
     """
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
-        """Masks of the inputs and of all hidden layers, each in one piece."""
-        widths = ((network.input_dropout, network.n_inputs), (network.dropout, sum(network.hidden)))
-        parts = [streams.masks(rate, *lead, batch * units) for rate, units in widths if rate]
-        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        """One uniform number for each unit of each example."""
+        return streams.uniform(*lead, batch * sum(width for width, _ in _dropped(network)))
 
     def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """(s, b, units) per layer, contiguous; first the inputs' where these are dropped, ones for layers without."""
-        widths = [network.n_inputs] * bool(network.input_dropout) + list(network.hidden) * bool(network.dropout)
-        b = noise.shape[1] // sum(widths)
-        parts = torch.split(noise, [b * units for units in widths], dim=1)
-        ones = [] if network.dropout else [noise.new_ones(1, 1, 1)] * len(network.hidden)
-        return [part.view(-1, b, units) for part, units in zip(parts, widths, strict=True)] + ones
+        """(s, b, units) per layer, contiguous; first the inputs' where these are dropped."""
+        dropped = _dropped(network)
+        b = noise.shape[1] // sum(width for width, _ in dropped)
+        parts = torch.split(noise, [b * width for width, _ in dropped], dim=1)
+        return [_mask(part.view(-1, b, width), r) for part, (width, r) in zip(parts, dropped, strict=True)]
 
     def sample(
         self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
     ) -> Functions:
         """One mask per draw, the same at every input, makes each draw a function."""
-        drawn = streams.masks(network.dropout, n, sum(network.hidden)).flatten(0, 1).unsqueeze(1)
+        drawn = _mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
         masks = list(torch.split(drawn, list(network.hidden), dim=-1))
         return unflatten(network, weights.repeat_interleave(n, dim=0)), masks
 
 
-class Perturbed(Rule):
-    """Rules whose gradient is that of the mean negative log-likelihood at a draw θ = μ + σ ε."""
+def _dropped(network: Network) -> list[tuple[int, float]]:
+    inputs = [(network.n_inputs, network.input_dropout)] if network.input_dropout else []
+    return inputs + [(width, network.dropout) for width in network.hidden]
 
-    in_place = False
+
+def _mask(uniform: Tensor, rate: float) -> Tensor:
+    return (uniform >= rate).float().div_(1 - rate)
+
+
+class Perturbed(Rule):
+    """Rules whose gradient is that of the mean negative log-likelihood at a draw θ = μ + σ ε from their Gaussian."""
+
     needs_noise = True
+
+    @abstractmethod
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
+        """The Gaussian over the weights."""
+
+    @abstractmethod
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+        """One step, in place, by averages over draws of the gradient and of `product`; these may be overwritten."""
+
+    def product(self, gradient: Tensor, noise: Tensor) -> Tensor:
+        """What else the rule averages over draws, in new memory: the gradient times the perturbation σ ε."""
+        return gradient * noise
+
+    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
+        """μ + σ ε; the noise becomes σ ε, in place."""
+        noise.mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
+        torch.add(weights, noise, out=out)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """One step with one draw."""
+        self.move(weights, gradient, self.product(gradient, noise), state, step)
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """ε ~ N(0, 1) for every weight."""
@@ -256,20 +273,15 @@ class BayesByBackprop(Perturbed):
         """ρ, and Adam's state for μ and for ρ."""
         rho = torch.full_like(weights, math.log(math.expm1(self.initial_std)))
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
-        return {"rho": rho, "std": torch.empty_like(weights), **adam_state(weights), **own}
+        return {"rho": rho, **adam_state(weights), **own}
 
-    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
-        """μ + σ ε."""
-        state["std"].copy_(F.softplus(state["rho"]))
-        torch.addcmul(weights, state["std"], noise, out=out)
-
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
         """Adam for μ and for ρ."""
-        std = state["std"]
-        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).addcmul_(gradient, noise)
-        gradient.add_(weights * (self.prior_precision / step.n_data))
+        std = F.softplus(state["rho"])
+        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).add_(product.div_(std))
+        gradient.add_(mean * (self.prior_precision / step.n_data))
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(weights, gradient, state, step.lr, self.betas)
+        adam_update(mean, gradient, state, step.lr, self.betas)
         adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, self.betas)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
@@ -288,39 +300,23 @@ class Vadam(Perturbed):
     def start(self, weights: Tensor, n_data: Number) -> State:
         """m = 0 and v = (1/σ₀² − δ)/N."""
         second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
-        return {"momentum": torch.zeros_like(weights), "second_moment": second}
+        return {"momentum": torch.zeros_like(weights), "second_moment": second.clamp_(min=0)}
 
-    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
-        """μ + ε/√(N v + δ)."""
-        torch.addcmul(weights, self.gaussian(weights, state, step.n_data).variance.sqrt_(), noise, out=out)
+    def product(self, gradient: Tensor, noise: Tensor) -> Tensor:
+        """g²."""
+        return gradient.square()
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step with the square of one gradient."""
-        vadam_update(weights, gradient, gradient.square(), state, step, self.betas, self.prior_precision)
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+        """m ← β₁ m + (1−β₁)(ĝ + δμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + δ/N)."""
+        momentum, second, pull = state["momentum"], state["second_moment"], self.prior_precision / step.n_data
+        momentum.mul_(self.betas[0]).add_(gradient.add_(mean * pull), alpha=1 - self.betas[0])
+        second.mul_(self.betas[1]).add_(product, alpha=1 - self.betas[1])
+        denominator = second.div(step.second).sqrt_().add_(pull)
+        mean.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(μ, 1/(N v + δ))."""
         return Gaussian(weights, (state["second_moment"] * n_data).add_(self.prior_precision).reciprocal_())
-
-
-def vadam_update(
-    mean: Tensor,
-    gradient: Tensor,
-    square: Tensor,
-    state: Mapping[str, Tensor],
-    step: Step,
-    betas: tuple[float, float],
-    prior_precision: float,
-) -> None:
-    """m ← β₁ m + (1−β₁)(ĝ + λμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + λ/N), in place.
-
-    `square` is ĥ, the average of the squared gradients, and λ the prior precision; `gradient` is overwritten.
-    """
-    momentum, second, pull = state["momentum"], state["second_moment"], prior_precision / step.n_data
-    momentum.mul_(betas[0]).add_(gradient.add_(mean * pull), alpha=1 - betas[0])
-    second.mul_(betas[1]).add_(square, alpha=1 - betas[1])
-    denominator = second.div(step.second).sqrt_().add_(pull)
-    mean.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
 
 @dataclass(frozen=True)
@@ -329,7 +325,7 @@ class IVON(Perturbed):
 
     Attributes:
         averages: (β₁, β₂), which are not Adam's.
-        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4.
+        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4: a flat loss has no other curvature.
         initial_hessian: h₀; None takes the one with the standard deviation `initial_std`.
     """
 
@@ -347,54 +343,35 @@ class IVON(Perturbed):
 
     def decay(self, n_data: Number) -> Number:
         """d."""
-        return max(self.weight_decay, _LEAST_DECAY) if self.prior_precision is None else self.prior_precision / n_data
+        return max(self.weight_decay, 1e-4) if self.prior_precision is None else self.prior_precision / n_data
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """g = 0 and h = h₀."""
-        if self.initial_hessian is None:
-            first = torch.as_tensor(self.initial_std**-2 / n_data - self.decay(n_data)).to(weights)
-        else:
-            first = weights.new_tensor(self.initial_hessian)
-        hessian = torch.zeros_like(weights).add_(first)
-        return {"momentum": torch.zeros_like(weights), "hessian": hessian, "initial_hessian": first}
+        """g = 0 and h = h₀, which is kept where it depends on N."""
+        state = {"momentum": torch.zeros_like(weights)}
+        if self.initial_hessian is not None:
+            return {**state, "hessian": torch.full_like(weights, self.initial_hessian)}
+        first = torch.as_tensor(self.initial_std**-2 / n_data - self.decay(n_data)).to(weights)
+        return {**state, "hessian": torch.zeros_like(weights).add_(first), "initial_hessian": first}
 
-    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
-        """m + ε/√(N (h + d))."""
-        torch.addcmul(weights, self.gaussian(weights, state, step.n_data).variance.sqrt_(), noise, out=out)
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+        """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step with the product of one gradient and its perturbation."""
-        product = (gradient * noise).mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
-        decay, first = self.decay(step.n_data), state["initial_hessian"]
-        ivon_update(weights, gradient, product, state, step, self.betas, decay, first)
+        `product` is the average of n ∇L(m + n); f is N (h + d) times that.
+        """
+        momentum, hessian = state["momentum"], state["hessian"]
+        (beta1, beta2), decay = self.betas, self.decay(step.n_data)
+        first = state["initial_hessian"] if self.initial_hessian is None else self.initial_hessian
+        momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's limit.
+        damped = hessian + decay
+        excess = hessian - product.mul_(damped).mul_(step.n_data)
+        hessian.sub_(excess, alpha=1 - beta2).addcdiv_(excess.square_(), damped, value=0.5 * (1 - beta2) ** 2)
+        direction = momentum.div(step.first).add_(mean * decay).mul_(step.lr * (first + decay))
+        mean.sub_(direction.div_(hessian + decay))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(m, 1/(N (h + d)))."""
         return Gaussian(weights, (state["hessian"] + self.decay(n_data)).mul_(n_data).reciprocal_())
-
-
-def ivon_update(
-    mean: Tensor,
-    gradient: Tensor,
-    product: Tensor,
-    state: Mapping[str, Tensor],
-    step: Step,
-    betas: tuple[float, float],
-    decay: Number,
-    initial_hessian: Number,
-) -> None:
-    """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
-
-    In place. `product` is the average of n ∇L(m + n), and is overwritten; f is κ(h + d) times that, with κ = N.
-    """
-    momentum, hessian = state["momentum"], state["hessian"]
-    momentum.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
-    # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's limit.
-    damped = hessian + decay
-    excess = hessian - product.mul_(damped).mul_(step.n_data)
-    hessian.sub_(excess, alpha=1 - betas[1]).addcdiv_(excess.square_(), damped, value=0.5 * (1 - betas[1]) ** 2)
-    direction = momentum.div(step.first).add_(mean * decay).mul_(step.lr * (initial_hessian + decay))
-    mean.sub_(direction.div_(hessian + decay))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, flatten, initial, member, unflatten
 from bayesadam.engine.rules import Adam, Functions, Gaussian, Rule, State, Step, optimizer_state_dict
 from bayesadam.engine.streams import Streams
-from bayesadam.errors import StateError
 
 Batch = Callable[[Tensor], tuple[Tensor, Slope]]
 Schedule = Callable[[Tensor], Tensor]
@@ -31,7 +30,6 @@ class Stack:
         average: β of a moving average of the weights, `mean`, which is the weights themselves for 0.
         clip: the norm at which each network's gradient is clipped.
         predraw: on CUDA, draw a block's random numbers outside the graph, which is faster and takes more memory.
-        steps_per_graph: steps that one CUDA graph holds.
 
     Attributes:
         scale: turns the gradient into that of the mean negative log-likelihood, (s, 1), for rules that need it.
@@ -51,7 +49,6 @@ class Stack:
         average: float = 0.0,
         clip: float | None = None,
         predraw: bool = False,
-        steps_per_graph: int = 1,
     ) -> None:
         self.network, self.rule, self.seeds, self.batch = network, rule, tuple(seeds), batch
         self.device = torch.device(device)
@@ -64,10 +61,11 @@ class Stack:
         self.scale = torch.ones(len(seeds), 1, device=device)
         self.penalty: Tensor | None = None
         self.streams = Streams(seeds, "training", device)
-        self._at = self.weights if rule.in_place else torch.empty_like(self.weights)
+        self._at = torch.empty_like(self.weights) if rule.needs_noise else self.weights
         self._gradient = StackedGradient(network, self._at)
-        self._predraw, self._steps_per_graph = predraw and self.device.type == "cuda", steps_per_graph
-        self._rows = self._rates = self._noise = torch.empty(0)
+        self._predraw = predraw and self.device.type == "cuda"
+        # Rates, rows and random numbers of the prepared block.
+        self._block: list[Tensor] = []
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Callable[[], None] | None = None
         # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
@@ -85,43 +83,37 @@ class Stack:
         done = torch.arange(self.done, self.done + len(rows), dtype=torch.float64, device=self.device)
         corrections = [1 - beta ** (done + 1) for beta in self.rule.betas]
         newest = 1 - (done / (done + 1)).clamp_(max=self.average)
-        before = self._rates, self._rows, self._noise
-        self._rates = _into(self._rates, torch.stack([schedule(done), *corrections, newest], dim=1).float())
-        self._rows = _into(self._rows, rows.to(self.device))
-        self._next.zero_()
+        block = [torch.stack([schedule(done), *corrections, newest], dim=1).float(), rows.to(self.device)]
         if self._predraw:
             noise = self.rule.noise(self.streams, self.network, rows.shape[2], len(rows))
-            if noise.numel():
-                self._noise = _into(self._noise, noise.transpose(0, 1))
-        if any(old is not new for old, new in zip(before, (self._rates, self._rows, self._noise), strict=True)):
+            block += [noise.transpose(0, 1)] if noise.numel() else []
+        self._next.zero_()
+        pairs = list(zip(self._block, block, strict=False))
+        if pairs and all(old.shape[1:] == new.shape[1:] and len(old) >= len(new) for old, new in pairs):
+            for old, new in pairs:
+                old[: len(new)].copy_(new)
+        else:
             # A graph reads the memory that it was captured with.
-            self._replay = None
+            self._block, self._replay = [tensor.contiguous().clone() for tensor in block], None
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
         """Take the next steps of the prepared block; on CUDA, all but the first ones by replaying a graph."""
-        taken = 0
-        while taken < steps:
-            if self.device.type == "cuda" and self._replay is None and not self._warm_up:
-                drawn = [] if self._predraw else self.streams.generators
-                self._replay = _captured(self._step, self._steps_per_graph, drawn)
-            if self._replay is not None and steps - taken >= self._steps_per_graph:
-                self._replay()
-                taken += self._steps_per_graph
-            else:
+        for _ in range(steps):
+            if self.device.type != "cuda" or self._warm_up:
                 self._step()
-                taken += 1
                 self._warm_up = max(0, self._warm_up - 1)
+                continue
+            if self._replay is None:
+                self._replay = _captured(self._step, [] if self._predraw else self.streams.generators)
+            self._replay()
         self.done += steps
 
     def _step(self) -> None:
-        rows = self._rows.index_select(0, self._next)[0]
-        lr, first, second, newest = self._rates.index_select(0, self._next)[0].unbind()
+        rates, rows, *drawn = (tensor.index_select(0, self._next)[0] for tensor in self._block)
+        lr, first, second, newest = rates.unbind()
         step, rule = Step(lr, first, second, self.n_data), self.rule
-        if self._predraw:
-            noise = self._noise.index_select(0, self._next)[0] if self._noise.numel() else self._noise
-        else:
-            noise = rule.noise(self.streams, self.network, rows.shape[1])
+        noise = drawn[0] if drawn else rule.noise(self.streams, self.network, rows.shape[1])
         x, slope = self.batch(rows)
         rule.at(self.weights, self.state, noise, step, self._at)
         masks = rule.masks(noise, self.network)
@@ -160,36 +152,24 @@ class Stack:
 
     def state_dict(self, index: int) -> dict[str, Any]:
         """One network's part of Adam's memory, as torch's Adam or AdamW for that network alone would save it."""
-        if not isinstance(self.rule, Adam):
-            raise StateError(f"only Adam has a state dict that torch reads, and the rule is {type(self.rule).__name__}")
-        lr = float(self._rates[int(self._next) - 1, 0]) if self._rates.numel() else 0.0
-        return optimizer_state_dict(self.network, self.state, index, self.rule, lr=lr)
+        assert isinstance(self.rule, Adam)
+        return optimizer_state_dict(self.network, self.state, index, self.rule)
 
     def tensors(self) -> dict[str, Tensor]:
         """The memory that makes up the state, by name."""
         averaged = {"mean": self.mean} if self.average else {}
         return {"weights": self.weights, **averaged, "n_data": self.n_data, "scale": self.scale, **self.state}
 
-    def restore(self, tensors: Mapping[str, Tensor], done: int) -> None:
-        """Resume where `tensors` were taken, after so many steps."""
-        self.done = done
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
 
-
-def train(
-    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, proceed: Callable[[], bool] = lambda: True
-) -> None:
-    """The training loop: block after block, as long as `proceed`, called after each, returns True."""
+def train(stack: Stack, blocks: Iterable[Tensor], schedule: Schedule) -> None:
+    """The training loop, block after block."""
     for rows in blocks:
         stack.prepare(rows, schedule)
         stack.run(len(rows))
-        if not proceed():
-            return
 
 
-def _captured(step: Callable[[], None], count: int, generators: Sequence[torch.Generator]) -> Callable[[], None]:
-    """`count` steps as a CUDA graph; returns its replay. `generators` are those that the steps draw from."""
+def _captured(step: Callable[[], None], generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """A step as a CUDA graph; returns its replay. `generators` are those that the step draws from."""
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
@@ -199,8 +179,7 @@ def _captured(step: Callable[[], None], count: int, generators: Sequence[torch.G
     gc.disable()
     try:
         with torch.cuda.graph(graph):
-            for _ in range(count):
-                step()
+            step()
     finally:
         if collects:
             gc.enable()
@@ -215,11 +194,3 @@ def constant(lr: float) -> Schedule:
 def cosine(lr: float, steps: int) -> Schedule:
     """α ½(1 + cos πt/T), from α down to nothing."""
     return lambda done: 0.5 * lr * (1 + torch.cos(math.pi * done / steps))
-
-
-def _into(memory: Tensor, values: Tensor) -> Tensor:
-    """The values in the same memory where they fit, as a captured graph needs, otherwise in new memory."""
-    if memory.shape[1:] != values.shape[1:] or len(memory) < len(values):
-        return values.contiguous().clone()
-    memory[: len(values)].copy_(values)
-    return memory

@@ -1,7 +1,7 @@
 """Random numbers and mini-batches for a stack: each seed has its own source per purpose, whose state can be saved."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bayesadam.gaussian.noise import stream_seed
 
-_RESOLUTION = 1 << 16
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256
 _LONG_EPOCH = 20
@@ -54,18 +53,6 @@ class Streams:
             return torch.stack([torch.randint(n, shape, generator=g, device=self.device) for g in self.generators])
         return torch.from_numpy(np.stack([source.integers(n, size=shape) for source in self._numpy]))
 
-    def masks(self, rate: float, *shape: int) -> Tensor:
-        """(seeds, *shape) zeros with probability `rate`, to within 2⁻¹⁷, otherwise 1/(1 − rate)."""
-        if self.generators:
-            return (self.uniform(*shape) >= rate).float().div_(1 - rate)
-        size, scale = int(np.prod(shape)), np.float32(1 / (1 - rate))
-        out = np.empty((len(self), size), np.float32)
-        for source, part in zip(self._numpy, out, strict=True):
-            # Raw bits, four units to a word: the masks are most of the random numbers there are.
-            bits = source.bit_generator.random_raw(-(-size // 4)).view(np.uint16)[:size]
-            np.multiply(bits >= round(rate * _RESOLUTION), scale, out=part)
-        return torch.from_numpy(out).view(len(self), *shape)
-
     def gamma(self, shape: Tensor) -> Tensor:
         """Draws of Gamma(shape, 1), (seeds, ...), float64; one per entry."""
         if self.generators:
@@ -88,40 +75,30 @@ class Streams:
     def restore(self, state: Tensor) -> None:
         """Resume where `state` was taken."""
         if self.generators:
-            for source, row in zip(self.generators, state, strict=True):
-                source.set_state(row.clone())
+            for generator, row in zip(self.generators, state, strict=True):
+                generator.set_state(row.clone())
             return
-        for own, words in zip(self._numpy, state.numpy(), strict=True):
-            own.bit_generator.state = {
-                "bit_generator": "SFC64",
-                "state": {"state": words[:4].view(np.uint64)},
-                "has_uint32": int(words[4]),
-                "uinteger": int(words[5]),
-            }
+        for source, words in zip(self._numpy, state.numpy(), strict=True):
+            own: dict[str, Any] = {"state": {"state": words[:4].view(np.uint64)}}
+            own |= {"has_uint32": int(words[4]), "uinteger": int(words[5])}
+            source.bit_generator.state = {"bit_generator": "SFC64", **own}
 
 
 def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
     """Shuffled passes over n examples without end, (steps, s, size) each; n mod size examples are left out."""
     sources = [torch.Generator().manual_seed(stream_seed(seed, "batches")) for seed in seeds]
-    steps = n // size
     while True:
         orders = torch.stack([torch.randperm(n, generator=source) for source in sources])
-        yield orders[:, : steps * size].view(len(seeds), steps, size).transpose(0, 1)
+        yield orders[:, : n - n % size].view(len(seeds), -1, size).transpose(0, 1)
 
 
-@dataclass(frozen=True)
 class Blocks:
     """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
 
-    n: int
-    size: int
-    seeds: Sequence[int]
-    steps: int
-
-    @property
-    def _length(self) -> int:
-        steps = self.n // self.size
-        return steps if steps >= _LONG_EPOCH else _BLOCK
+    def __init__(self, n: int, size: int, seeds: Sequence[int], steps: int) -> None:
+        self.n, self.size, self.seeds, self.steps = n, size, seeds, steps
+        self._in_epochs = n // size >= _LONG_EPOCH
+        self._length = n // size if self._in_epochs else _BLOCK
 
     def __len__(self) -> int:
         return -(-self.steps // self._length)
@@ -129,8 +106,5 @@ class Blocks:
     def __iter__(self) -> Iterator[Tensor]:
         streams, shuffled = Streams(self.seeds, "batches"), epochs(self.n, self.size, self.seeds)
         for done in range(0, self.steps, self._length):
-            if self._length == self.n // self.size:
-                rows = next(shuffled)
-            else:
-                rows = streams.rows(self.n, self._length, self.size).transpose(0, 1)
-            yield rows[: self.steps - done]
+            drawn = next(shuffled) if self._in_epochs else streams.rows(self.n, self._length, self.size).transpose(0, 1)
+            yield drawn[: self.steps - done]

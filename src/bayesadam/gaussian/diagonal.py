@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import draw, stream_seed
 from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
-from bayesadam.gaussian.structure import Named, Structure, StructureSpec, keep_row
+from bayesadam.gaussian.structure import Named, Structure, StructureSpec
 from bayesadam.readers.rotated import Rotation
 
 
@@ -95,13 +94,8 @@ class Diagonal(Structure):
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = Σ w c/(w c + δ)."""
-        total = 0.0
-        for name, v in self.second_moment.items():
-            rule = self._rule(name, settings)
-            data = curvature(v, rule.power).mul_(rule.weight)
-            share = data / (data + rule.delta).clamp_(min=torch.finfo(data.dtype).tiny)
-            total += float(whole(share.sum(dtype=wide(share))))
-        return total
+        shares = [self._rule(name, settings).share(v) for name, v in self.second_moment.items()]
+        return sum(float(whole(share.sum(dtype=wide(share)))) for share in shares)
 
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
@@ -115,53 +109,30 @@ class Diagonal(Structure):
             drawn[name] = draw(theta, v, rule, seed=stream_seed(seed, name), n=n, dtype=dtype)
         return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
 
-    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
-        """Σ ½ log(λ/2π) − ½ λ (θ − μ)² over coordinates, λ the precision: rotations keep volumes; sums in float64."""
+    def squared_distance(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """Σ λ (θ − μ)² over coordinates: rotations keep distances."""
         parts, values = [], self._into(values)
         for name, theta in self._into(mode).items():
-            mu, prec = self._mean(name, theta, settings), self.precision(name, settings)
-            quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
-            terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
+            mu = self._mean(name, theta, settings)
+            terms = (placed_like(values[name], mu).to(mu) - mu).square_().mul_(self.precision(name, settings))
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
             parts.append(whole(terms.sum(dim=dims, dtype=wide(terms)) if dims else terms.to(wide(terms))))
         return reduce(lambda total, part: total + part.to(total.device), parts)
 
-    def entropy(self, settings: Settings) -> Tensor:
-        """Σ ½ log(2πe/λ)."""
-        each = (self.precision(name, settings).log_() for name in self.second_moment)
-        parts = (0.5 * (p.numel() * math.log(2 * math.pi * math.e) - whole(p.sum(dtype=wide(p)))) for p in each)
+    def log_det(self, settings: Settings) -> Tensor:
+        """Σ log λ."""
+        logs = (self.precision(name, settings).log_() for name in self.second_moment)
+        parts = (whole(log.sum(dtype=wide(log))) for log in logs)
         return reduce(lambda total, part: total + part.to(total.device), parts)
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """Weights with v̂ = 0 and δ = 0."""
         flat = {}
-        for name, count in self._zeros.items():
-            delta = settings.prior_precision[name]
-            if isinstance(delta, Tensor):
+        for name, delta in settings.prior_precision.items():
+            if isinstance(delta, Tensor) or delta == 0:
                 v = self.second_moment[name]
-                count = int(whole(((v == 0) & (delta.to(v.device) == 0)).sum()))
-            elif delta > 0:
-                count = 0
-            if count:
-                flat[name] = count
-        return flat
-
-    @cached_property
-    def _zeros(self) -> dict[str, int]:
-        counts = [zeros(v) for v in self.second_moment.values()]
-        return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
-
-    def filled(self, rows: Mapping[str, int]) -> Diagonal:
-        """The same with v̂ = 1 in place of 0 in some rows; with a left basis in a direction without curvature.
-
-        A row that no gradient reached lies in the space of those directions, where Σ is the same in all axes.
-        """
-        rows = dict(rows)
-        for name in rows.keys() & self.bases.keys():
-            if self.bases[name].left is not None:
-                v = self.second_moment[name]
-                rows[name] = int((v.reshape(len(v), -1) == 0).sum(dim=1).argmax())
-        return replace(self, second_moment=filled(self.second_moment, rows)) if rows else self
+                flat[name] = zeros(v + delta if isinstance(delta, Tensor) else v)
+        return {name: count for name, count in flat.items() if count}
 
     def tensors(self) -> dict[str, Named]:
         """v̂ under `second_moment`, and the bases under `left` and `right`."""
@@ -174,29 +145,18 @@ class Diagonal(Structure):
         bases = {name: self.bases[name]} if name in self.bases else {}
         return replace(self, second_moment={name: self.second_moment[name]}, bases=bases)
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Diagonal:
-        """The same elsewhere."""
-        moments = {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()}
-        return replace(
-            self, second_moment=moments, bases={n: basis.to(device, dtype) for n, basis in self.bases.items()}
-        )
-
-    def gathered(self) -> Diagonal:
-        """The same second moments, whole."""
-        return replace(self, second_moment={name: whole(v) for name, v in self.second_moment.items()})
+    def each(self, change: Callable[[Tensor], Tensor]) -> Diagonal:
+        """The same with every tensor changed."""
+        bases = {
+            name: Rotation(*(None if side is None else change(side) for side in (basis.left, basis.right)))
+            for name, basis in self.bases.items()
+        }
+        return replace(self, second_moment={name: change(v) for name, v in self.second_moment.items()}, bases=bases)
 
 
-def filled(moments: Named, rows: Mapping[str, int]) -> dict[str, Tensor]:
-    """Moments by name with 1 in place of 0 in the row that is given for some of them."""
-    new = {name: v.clone() for name, v in moments.items() if name in rows}
-    for name, v in new.items():
-        keep_row(v, v + (v == 0), rows[name])
-    return {**moments, **new}
-
-
-def zeros(v: Tensor) -> Tensor:
+def zeros(v: Tensor) -> int:
     """How many entries are 0, on every process; a sum of truth values would take eight bytes an entry."""
-    return whole((v == 0).sum()) if is_sharded(v) else v.numel() - torch.count_nonzero(v)
+    return int(whole((v == 0).sum())) if is_sharded(v) else v.numel() - int(torch.count_nonzero(v))
 
 
 def wide(tensor: Tensor) -> torch.dtype:
@@ -207,5 +167,5 @@ def wide(tensor: Tensor) -> torch.dtype:
 DIAGONAL = StructureSpec(
     "diagonal",
     build=lambda reading: Diagonal(reading.second_moment),
-    load=lambda stored: Diagonal(stored.moments("second_moment")),
+    load=lambda stored: Diagonal(stored.weights("second_moment")),
 )

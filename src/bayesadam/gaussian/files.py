@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
-from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, on_first_rank, whole, wrapped
 from bayesadam._version import __version__
 from bayesadam.errors import FileError, MatchError, MissingFileError, SettingError
@@ -61,14 +60,6 @@ def structure_named(name: str, *, recorded: bool) -> StructureSpec:
             "bayesadam.Recorder(optimizer) before training, then Posterior.from_optimizer(..., recorder=recorder)"
         )
     return STRUCTURES[name]
-
-
-def load_structure(name: str, stored: Stored) -> Structure:
-    """The structure in a file; a KeyError is a tensor that is missing."""
-    if name not in STRUCTURES:
-        unknown = f"a {name!r} posterior, which this version does not know: upgrade bayesadam"
-        raise FileError(f"{stored.path} holds {unknown}")
-    return STRUCTURES[name].load(stored)
 
 
 def packed(
@@ -176,13 +167,25 @@ def write_folder(target: Path, tensors: Named, header: Mapping[str, Any]) -> Non
     from torch.distributed.checkpoint.state_dict_saver import save
 
     unfinished = target.with_name(f".{target.name}.unfinished")
-    _by_first(lambda: _prepare(target, unfinished))
+
+    def prepare() -> None:
+        if not target.parent.is_dir():
+            raise MissingFileError(f"cannot save to {target}: the folder {target.parent} does not exist")
+        if target.exists() and not (target / _HEADER_FILE).is_file():
+            raise FileError(f"cannot save to {target}: it exists and is not the folder of a saved posterior")
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+    def finish() -> None:
+        (unfinished / _HEADER_FILE).write_text(json.dumps(dict(header)), encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+
+    on_first_rank(prepare)
     try:
         save(dict(tensors), checkpoint_id=str(unfinished))
-    except CheckpointException as failure:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        on_first_rank(finish)
+    except (CheckpointException, OSError) as failure:
         raise FileError(f"cannot save to {target}: {failure}") from failure
-    _by_first(lambda: _finish(target, unfinished, json.dumps(dict(header))))
 
 
 def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -191,7 +194,12 @@ def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], di
     from torch.distributed.checkpoint.state_dict_loader import load
 
     source = Path(path)
-    header = _read_header(source)
+    try:
+        header = json.loads((source / _HEADER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{source} is a folder but not a saved posterior: {_HEADER_FILE}: {error}") from error
+    header = header if isinstance(header, dict) else {}
+    storage.check_version(source, header.get("format"))
     tensors: dict[str, Tensor] = {}
     for entry in stored_entries(source):
         if entry.shape is None:
@@ -209,42 +217,3 @@ def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], di
     except CheckpointException as failure:
         raise FileError(f"{source} cannot be read: {failure}") from failure
     return tensors, header
-
-
-def _read_header(source: Path) -> dict[str, Any]:
-    try:
-        header = json.loads((source / _HEADER_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileError(f"{source} is a folder but not a saved posterior: it has no {_HEADER_FILE}") from None
-    except (OSError, ValueError) as error:
-        raise FileError(f"{source / _HEADER_FILE} cannot be read ({error})") from error
-    header = header if isinstance(header, dict) else {}
-    storage.check_version(source, header.get("format"))
-    return header
-
-
-def _prepare(target: Path, unfinished: Path) -> None:
-    if not target.parent.is_dir():
-        raise MissingFileError(f"cannot save to {target}: the folder {target.parent} does not exist")
-    if target.exists() and not (target / _HEADER_FILE).is_file():
-        raise FileError(f"cannot save to {target}: it exists and is not the folder of a saved posterior")
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _finish(target: Path, unfinished: Path, header: str) -> None:
-    with replacing(unfinished / _HEADER_FILE) as temporary:
-        temporary.write_text(header, encoding="utf-8")
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    unfinished.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _by_first(work: Callable[[], None]) -> None:
-    """Have the first process do something while the others wait; they fail together."""
-    try:
-        on_first_rank(work)
-    except OSError as error:
-        raise FileError(str(error)) from error

@@ -9,13 +9,15 @@ from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.structure import Named, Reading, Stored, StructureSpec, outlined
-from bayesadam.readers import read_entry, working_dtype
+from bayesadam.readers import read_entry, read_rotated, working_dtype
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
-from bayesadam.readers.rotated import RotatedReader, Rotation, eigenbasis, is_orthonormal
+from bayesadam.readers.rotated import Rotation, eigenbasis, is_orthonormal
+
+_MAX_SIDE = 10_000
 
 
-def kronecker_of(match: Match) -> Diagonal:
+def _of_state(match: Match) -> Diagonal:
     """The structure in the state of a SOAP or a Shampoo; what they do not rotate is diagonal."""
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
@@ -23,13 +25,11 @@ def kronecker_of(match: Match) -> Diagonal:
         if is_sharded(entry.parameter):
             raise SettingError(f"parameter {entry.name!r} is sharded, and a Kronecker-factored posterior is not")
         place = entry.parameter.device, working_dtype(entry.parameter.dtype)
-        found = None
-        if isinstance(entry.reader, RotatedReader):
-            found = entry.reader.rotated(entry.state, entry.group, entry.parameter.shape)
+        found = read_rotated(entry)
         if found is None:
             moments[entry.name] = read_entry(entry)[1].to(*place)
-            continue
-        moments[entry.name], bases[entry.name] = found.second_moment.to(*place), found.rotation.to(*place)
+        else:
+            moments[entry.name], bases[entry.name] = found[0].to(*place), found[1].to(*place)
     if not bases:
         raise SettingError(
             "structure='kronecker' needs eigenbases, which SOAP keeps: train with a SOAP, record gradients with "
@@ -38,11 +38,11 @@ def kronecker_of(match: Match) -> Diagonal:
     return Diagonal(moments, bases)
 
 
-def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Diagonal:
+def _of_gradients(gradients: Named) -> Diagonal:
     """Of recorded gradients, (K, *shape) by parameter name: bases of Σ G Gᵀ and Σ Gᵀ G, v̂ the mean square in them.
 
     A vector gets the basis of Σ g gᵀ where there are as many gradients as it has entries; with fewer that matrix is
-    flat in directions in which nothing was seen. Sides longer than `max_side` are left as they are.
+    flat in directions in which nothing was seen. Sides longer than 10,000 are left as they are.
     """
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
@@ -51,8 +51,8 @@ def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Dia
         if stack.dim() > 2:
             matrices = stack.flatten(2)
             sides = (matrices.transpose(0, 1).flatten(1), matrices.flatten(0, 1).T)
-            found = [eigenbasis(rows @ rows.T) if 1 < len(rows) <= max_side else None for rows in sides]
-        elif stack.dim() == 2 and 1 < stack.shape[1] <= min(len(stack), max_side):
+            found = [eigenbasis(rows @ rows.T) if 1 < len(rows) <= _MAX_SIDE else None for rows in sides]
+        elif stack.dim() == 2 and 1 < stack.shape[1] <= min(len(stack), _MAX_SIDE):
             found[1] = eigenbasis(stack.T @ stack)
         if any(basis is not None for basis in found):
             bases[name] = Rotation(*found)
@@ -64,12 +64,12 @@ def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Dia
 
 
 def _build(reading: Reading) -> Diagonal:
-    return kronecker_of(reading.match) if reading.gradients is None else kronecker_from_gradients(reading.gradients)
+    return _of_state(reading.match) if reading.gradients is None else _of_gradients(reading.gradients)
 
 
 def _load(stored: Stored) -> Diagonal:
     """The second moments and their bases, each basis of the side of its parameter and orthogonal."""
-    moments = stored.moments("second_moment")
+    moments = stored.weights("second_moment")
     like = outlined(moments)
 
     def read(name: str) -> Rotation:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from bayesadam._storage import check_owner
 from bayesadam.errors import ImproperError
-from bayesadam.gaussian.diagonal import Diagonal, filled
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.noise import standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
-from bayesadam.readers import Rotation, is_orthonormal, read_match, working_dtype
+from bayesadam.readers import is_orthonormal, read_match, working_dtype
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5
@@ -46,9 +47,7 @@ class LowRank(Structure):
     values: Tensor
     rest: Mapping[str, Tensor]
     kind: str = "low-rank"
-    bases: Mapping[str, Rotation] = field(default_factory=dict, init=False, repr=False)
     has_directions = True
-    flat_reason = "Outside its directions a low-rank posterior has the prior alone"
     _known: WeakKeyDictionary[Settings, Directions] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @property
@@ -80,35 +79,32 @@ class LowRank(Structure):
 
     def directions(self, settings: Settings) -> Directions:
         """Qᵀ by parameter name, and 1/(1 + σ²)."""
-        if settings not in self._known:
-            self._known[settings] = self._whitened(settings)
-        return self._known[settings]
-
-    def _whitened(self, settings: Settings) -> Directions:
+        if settings in self._known:
+            return self._known[settings]
         if self.flat_weights(settings):
             raise ImproperError(
                 "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside "
                 "its directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
             )
-        inside = settings.weight * self.values.pow(settings.power)
-        numbers = {delta for delta in settings.prior_precision.values() if not isinstance(delta, Tensor)}
-        whole = any(isinstance(delta, Tensor) for delta in settings.prior_precision.values())
-        if self.kind == "low-rank" and len(numbers) == 1 and not whole:
+        inside, deltas = settings.weight * self.values.pow(settings.power), list(settings.prior_precision.values())
+        if self.kind == "low-rank" and not any(isinstance(d, Tensor) or d != deltas[0] for d in deltas):
             # D is a number: U is Q.
-            return Directions(self.rows, (1 + inside / numbers.pop()).reciprocal())
-        variance = self.coordinate_variance(settings)
-        scaled = {name: _column(inside.sqrt(), r) * r * variance[name].sqrt() for name, r in self.rows.items()}
-        rows, singular = _orthonormal(scaled)
-        return Directions(rows, (1 + singular.square()).reciprocal())
+            found = Directions(self.rows, (1 + inside / deltas[0]).reciprocal())
+        else:
+            variance = self.coordinate_variance(settings)
+            scaled = {name: _column(inside.sqrt(), r) * r * variance[name].sqrt() for name, r in self.rows.items()}
+            rows, singular = _orthonormal(scaled)
+            found = Directions(rows, (1 + singular.square()).reciprocal())
+        self._known[settings] = found
+        return found
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """θ in the map form, θ − Σ δ θ in the likelihood form."""
         if settings.form == "map":
             return dict(mode)
-        pull = {name: _times(theta, settings.prior_precision[name]) for name, theta in mode.items()}
         variance, found = self.coordinate_variance(settings), self.directions(settings)
-        white = {name: tensor * variance[name].sqrt() for name, tensor in pull.items()}
-        pulled = found.scaled(white, found.variance)
+        pull = {n: _times(theta * variance[n].sqrt(), settings.prior_precision[n]) for n, theta in mode.items()}
+        pulled = found.scaled(pull, found.variance)
         return {name: theta - pulled[name] * variance[name].sqrt() for name, theta in mode.items()}
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
@@ -123,36 +119,23 @@ class LowRank(Structure):
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """μ + D^(−½) (ε − Q (1 − (1 + σ²)^(−½)) Qᵀ ε)."""
-        ones = {name: torch.ones_like(theta) for name, theta in mode.items()}
-        zeros = {name: torch.zeros_like(theta) for name, theta in mode.items()}
-        own = {name: theta.dtype for name, theta in mode.items()}
-        white = Diagonal(ones).sample(zeros, Settings(1.0, dict.fromkeys(mode, 0.0)), seed=seed, n=n, dtypes=own)
-        found, mean = self.directions(settings), self.mean(mode, settings)
+        found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
+        leading = () if n is None else (n,)
+        white = {name: standard_normal((*leading, *mu.shape), mu, stream_seed(seed, name)) for name, mu in mean.items()}
         shrunk = found.scaled(white, found.variance.sqrt())
-        variance = self.coordinate_variance(settings)
-        return {name: (mean[name] + shrunk[name] * variance[name].sqrt()).to(dtypes[name]) for name in mode}
+        return {name: (mu + shrunk[name] * variance[name].sqrt()).to(dtypes[name]) for name, mu in mean.items()}
 
-    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
-        """−½ (|z|² + Σ σ² (Qᵀz)² + P log 2π − log det Λ), z = D^½ (θ − μ); sums in float64."""
+    def squared_distance(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """|z|² + Σ σ² (Qᵀz)², z = D^½ (θ − μ)."""
         found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
         white = {name: (values[name].to(mu) - mu) / variance[name].sqrt() for name, mu in mean.items()}
-        inside = found.coordinates(white).double()
-        quadratic = (inside.square() * (found.variance.double().reciprocal() - 1)).sum(dim=-1)
-        for name, z in white.items():
-            squares = z.double().square().unsqueeze(-1)
-            quadratic = quadratic + squares.flatten(z.dim() - mean[name].dim()).sum(dim=-1)
-        count = sum(mu.numel() for mu in mean.values())
-        return -0.5 * (quadratic + count * math.log(2 * math.pi) - self._log_det(settings))
+        inside = found.coordinates(white).double().square() * (found.variance.double().reciprocal() - 1)
+        outside = self._outside.squared_distance(values, mean, replace(settings, form="map"))
+        return inside.sum(dim=-1) + outside.to(inside.device)
 
-    def entropy(self, settings: Settings) -> Tensor:
-        """½ (P log 2πe − log det Λ)."""
-        count = sum(r.numel() for r in self.rest.values())
-        return 0.5 * (count * math.log(2 * math.pi * math.e) - self._log_det(settings))
-
-    def _log_det(self, settings: Settings) -> Tensor:
-        """log det Λ = log det D + Σ log(1 + σ²)."""
-        outside = sum(-float(s.double().log().sum()) for s in self.coordinate_variance(settings).values())
-        return outside - self.directions(settings).variance.double().log().sum()
+    def log_det(self, settings: Settings) -> Tensor:
+        """log det D + Σ log(1 + σ²)."""
+        return self._outside.log_det(settings) - self.directions(settings).variance.double().log().sum()
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik."""
@@ -181,20 +164,15 @@ class LowRank(Structure):
         """Weights without precision of their own outside the directions: r = 0 and δ = 0."""
         return self._outside.flat_weights(settings)
 
-    def filled(self, rows: Mapping[str, int]) -> LowRank:
-        """The same with r = 1 in place of 0 in some rows."""
-        return LowRank(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
-
     def tensors(self) -> dict[str, Named]:
         """Uᵀ under `directions`, s under `eigenvalues`, r under `rest`."""
         rest = {} if self.kind == "low-rank" else dict(self.rest)
         return {"directions": dict(self.rows), "eigenvalues": {"directions": self.values}, "rest": rest}
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> LowRank:
-        """The same elsewhere."""
-        rows = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.rows.items()}
-        rest = {name: r.to(device=device, dtype=dtype) for name, r in self.rest.items()}
-        return LowRank(rows, self.values.to(device=device, dtype=dtype), rest, self.kind)
+    def each(self, change: Callable[[Tensor], Tensor]) -> LowRank:
+        """The same with every tensor changed."""
+        rows, rest = ({name: change(t) for name, t in named.items()} for named in (self.rows, self.rest))
+        return LowRank(rows, change(self.values), rest, self.kind)
 
 
 def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank:
@@ -260,7 +238,7 @@ def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
     places = {name: "cpu" if stored.parameters is None else stored.parameters[name].device for name in named}
     rows = {name: r.to(places[name], working_dtype(r.dtype)) for name, r in named.items()}
     first = next(iter(rows.values()))
-    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else dict(stored.moments("rest")), kind)
+    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else dict(stored.weights("rest")), kind)
 
 
 LOW_RANK = StructureSpec("low-rank", _build, _load, needs_gradients=True)

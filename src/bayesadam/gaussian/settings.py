@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._checks import positive
+from bayesadam._shards import is_sharded, placed_like
 from bayesadam.errors import SettingError
 
 Form = Literal["map", "likelihood"]
@@ -107,33 +108,26 @@ class PrecisionRule:
         return cls(settings.weight, delta, settings.power, settings.form == "likelihood")
 
     def precision(self, second_moment: Tensor) -> Tensor:
-        """w v̂ᵖ + δ."""
-        return precision(second_moment, self.weight, self.delta, self.power)
+        """w v̂ᵖ + δ.
+
+        >>> PrecisionRule(weight=10.0, delta=1.0, power=0.5, shrink=False).precision(torch.tensor([4.0]))
+        tensor([21.])
+        """
+        return curvature(second_moment, self.power).mul_(self.weight).add_(self.delta)
+
+    def share(self, second_moment: Tensor) -> Tensor:
+        """w c/(w c + δ), what the data determine of each weight; 0 where there is neither curvature nor prior."""
+        data = curvature(second_moment, self.power).mul_(self.weight)
+        return data.div_((data + self.delta).clamp_(min=torch.finfo(data.dtype).tiny))
 
     def mean(self, mode: Tensor, second_moment: Tensor) -> Tensor:
         """θ, or the shrunk mean."""
-        return shrunk_mean(mode, second_moment, self.weight, self.delta, self.power) if self.shrink else mode
+        return self.share(second_moment).mul_(mode) if self.shrink else mode
 
 
 def curvature(second_moment: Tensor, power: float) -> Tensor:
     """c = v̂ᵖ, in new memory."""
     return second_moment.sqrt() if power == 0.5 else second_moment.pow(power)
-
-
-def precision(second_moment: Tensor, weight: float, delta: Precision, power: float) -> Tensor:
-    """w v̂ᵖ + δ.
-
-    >>> precision(torch.tensor([4.0]), weight=10.0, delta=1.0, power=0.5)
-    tensor([21.])
-    """
-    return curvature(second_moment, power).mul_(weight).add_(delta)
-
-
-def shrunk_mean(mode: Tensor, second_moment: Tensor, weight: float, delta: Precision, power: float) -> Tensor:
-    """w c/(w c + δ) θ, the mean of the likelihood form; 0 where there is neither curvature nor prior."""
-    data = curvature(second_moment, power).mul_(weight)
-    total = (data + delta).clamp_(min=torch.finfo(data.dtype).tiny)
-    return data.div_(total).mul_(mode)
 
 
 def check_prior(name: str, delta: object) -> None:
@@ -145,34 +139,23 @@ def check_prior(name: str, delta: object) -> None:
         raise SettingError(f"the prior precision of {name!r} must be finite and at least 0, got {delta!r}")
 
 
-def prior_by_name(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Precision]:
-    """δ by parameter name from one number for all, or from a mapping that names every parameter."""
+def prior_by_name(prior: Any, like: Mapping[str, Tensor]) -> dict[str, Precision]:
+    """δ by parameter name, from one for all or from a mapping that names every parameter; tensors placed like these."""
     if not isinstance(prior, Mapping):
-        if isinstance(prior, Tensor) and prior.numel() == 1:
-            prior = float(prior)
-        check_prior("every parameter", prior)
-        return {name: prior if isinstance(prior, Tensor) else float(prior) for name in shapes}
-    missing, unknown = sorted(shapes.keys() - prior.keys()), sorted(prior.keys() - shapes.keys())
-    if missing or unknown:
+        prior = dict.fromkeys(like, prior)
+    if prior.keys() != like.keys():
+        missing, unknown = sorted(like.keys() - prior.keys()), sorted(prior.keys() - like.keys())
         wrong = f"missing {missing[:4]}, unknown {unknown[:4]}"
         raise SettingError(f"prior_precision must name each parameter of the posterior once: {wrong}")
     found: dict[str, Precision] = {}
-    for name, shape in shapes.items():
+    for name, theta in like.items():
         delta = prior[name]
         check_prior(name, delta)
-        if isinstance(delta, Tensor) and delta.numel() != 1:
-            if delta.shape != shape:
-                own, whole = tuple(delta.shape), tuple(shape)
-                raise SettingError(f"the prior precision of {name!r} has shape {own}, the parameter {whole}")
-            found[name] = delta.detach()
-        else:
+        if not isinstance(delta, Tensor) or delta.numel() == 1:
             found[name] = float(delta)
+        elif delta.shape == theta.shape:
+            found[name] = placed_like(delta.detach(), theta) if is_sharded(theta) else delta.detach()
+        else:
+            own, whole = tuple(delta.shape), tuple(theta.shape)
+            raise SettingError(f"the prior precision of {name!r} has shape {own}, the parameter {whole}")
     return found
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which entries of a flat parameter are at hand: those from `first` on, of `total` in all."""
-
-    first: int
-    total: int

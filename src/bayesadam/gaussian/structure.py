@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -63,23 +64,19 @@ class Directions:
 class Structure(ABC):
     """The curvature of a Gaussian over named parameters, before N, δ and p are chosen.
 
-    Every method is a pure function of the structure, the trained weights θ (`mode`) and the settings.
-
     Attributes:
         kind: its name, as in `from_optimizer(..., structure=kind)` and in files.
         second_moment: v̂ in the coordinates in which the covariance is diagonal; tensors may be on the disk.
         bases: those coordinates, of the parameters whose own they are not.
         independent: whether the weights themselves are independent, each with a second moment of its own.
         has_directions: whether `directions` are ever other than None: parameters are then not independent of another.
-        flat_reason: why weights may have no precision at all, for messages.
     """
 
     kind: str
     second_moment: Named
-    bases: Mapping[str, Rotation]
+    bases: Mapping[str, Rotation] = MappingProxyType({})
     independent = False
     has_directions = False
-    flat_reason = "Their gradient was never other than zero: dead units or constant inputs"
 
     @abstractmethod
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
@@ -120,31 +117,27 @@ class Structure(ABC):
         """Draws in the given types; a parameter's draw depends on the seed and its own name alone."""
 
     @abstractmethod
-    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
-        """log q(values), over any leading dimensions."""
+    def squared_distance(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """(θ − μ)ᵀ Λ (θ − μ) of values θ, over any leading dimensions, Λ the precision; sums in float64."""
 
     @abstractmethod
-    def entropy(self, settings: Settings) -> Tensor:
-        """H[q] in nats."""
+    def log_det(self, settings: Settings) -> Tensor:
+        """log det Λ of the precision, in float64."""
 
     @abstractmethod
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """How many weights of each parameter have no precision at all; names without any are left out."""
 
     @abstractmethod
-    def filled(self, rows: Mapping[str, int]) -> Structure:
-        """The same with v̂ = 1 in place of 0 for one row of a parameter, a row that no gradient ever reached."""
-
-    @abstractmethod
     def tensors(self) -> dict[str, Named]:
         """What must be saved: tensors by role, then by parameter name."""
 
     @abstractmethod
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Structure:
-        """The same structure elsewhere."""
+    def each(self, change: Callable[[Tensor], Tensor]) -> Structure:
+        """The same structure with every tensor changed: moved, or gathered."""
 
     def part(self, name: str) -> Structure:
-        """The structure of one parameter alone, in memory; only where parameters are independent of another."""
+        """The structure of one parameter alone, in memory; only where there are no directions over all."""
         raise NotImplementedError(f"a {self.kind} structure has no parts")
 
     def diagonal(self, name: str) -> Tensor:
@@ -152,46 +145,34 @@ class Structure(ABC):
         v = self.second_moment[name]
         return self.bases[name].diagonal(v) if name in self.bases else v
 
-    def gathered(self) -> Structure:
-        """The same structure of whole tensors, where its own are sharded."""
-        return self
-
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A saved posterior's tensors under `role.parameter`, the names of its parameters, and the model's parameters.
-
-    Without a model (`parameters` is None) tensors stay on the disk until they are used.
-    """
+    """A saved posterior's tensors under `role.parameter`; without a model's `parameters` they stay on the disk."""
 
     path: str | os.PathLike[str]
     tensors: Named
     names: Sequence[str]
     parameters: Mapping[str, nn.Parameter] | None
 
-    def weights(self, role: str, *, positive: bool = False) -> Named:
-        """Finite tensors of the parameters' shapes, on their devices; with `positive` none of them negative."""
-        like = outlined(self.tensors)
-        shapes = {name: like[f"{role}.{name}"].shape for name in self.names}
-        kinds = {name: working_dtype(like[f"{role}.{name}"].dtype) for name in self.names}
+    def weights(self, role: str) -> Named:
+        """Finite tensors of the parameters' shapes, on their devices; none of them negative but in `mode`."""
+        like = {name: outlined(self.tensors)[f"{role}.{name}"] for name in self.names}
+        kinds = {name: working_dtype(tensor.dtype) for name, tensor in like.items()}
 
         def read(name: str) -> Tensor:
             tensor = self.tensors[f"{role}.{name}"]
             if not bool(torch.isfinite(tensor).all()):
                 raise self.damaged(f"{name!r} has entries that are not finite")
-            if positive and bool((tensor < 0).any()):
+            if role != "mode" and bool((tensor < 0).any()):
                 raise self.damaged(f"the second moment of {name!r} has negative entries")
             found = tensor if self.parameters is None else placed_like(tensor, self.parameters[name])
             return found.to(kinds[name])
 
         if self.parameters is None:
-            return Lazy({name: meta(tuple(shape), kinds[name]) for name, shape in shapes.items()}, read)
-        check_owner(self.path, shapes, self.parameters)
+            return Lazy({name: meta(tuple(tensor.shape), kinds[name]) for name, tensor in like.items()}, read)
+        check_owner(self.path, {name: tensor.shape for name, tensor in like.items()}, self.parameters)
         return {name: read(name) for name in self.names}
-
-    def moments(self, role: str) -> Named:
-        """`weights`, none of them negative."""
-        return self.weights(role, positive=True)
 
     def damaged(self, why: str) -> FileError:
         """The error to raise."""
@@ -237,16 +218,16 @@ def novelty_share(structure: Structure) -> float:
 def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
     """p = 1, s = 1 and δ = ε mean(w c), the mean over all weights, w = N B; with a prior of shape R ε mean(w c/R) R.
 
-    Neither calibration nor the units of the loss change what follows from them: v̂ N B is the curvature of the whole
-    training loss, and δ goes with it. An unknown B is taken as 100; a wrong one scales all variances alike.
+    Neither calibration nor the units of the loss change what follows from them. A wrong B scales all variances alike.
     """
     batch = settings.batch_size or _USUAL_BATCH
     base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
     total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0, base.prior_shape))
     delta = novelty_share(structure) * base.weight * total / n_weights
     prior = base.prior_at(delta or 1.0)
-    by_name = prior if isinstance(prior, dict) else dict.fromkeys(settings.prior_precision, prior)
-    return replace(base, prior_precision=by_name)
+    return replace(
+        base, prior_precision=prior if isinstance(prior, dict) else dict.fromkeys(base.prior_precision, prior)
+    )
 
 
 def keep_row(values: Tensor, theta: Tensor, row: int) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,55 +14,39 @@ from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.low_rank import LowRank, low_rank_of
 from bayesadam.gaussian.settings import Precision, Settings, curvature
 from bayesadam.gaussian.structure import Named, Structure
-from bayesadam.readers import UNKNOWN
 from bayesadam.readers.rotated import Rotation, eigenbasis
 
-if TYPE_CHECKING:
-    from bayesadam.gaussian.weights import GaussianWeights
 
-
-def summed(first: GaussianWeights, second: GaussianWeights) -> GaussianWeights:
-    r"""The Gaussian around the second's mean whose precision has the curvatures of both:
+def summed(given: Sequence[tuple[Structure, Settings]], like: Named) -> tuple[Structure, Settings]:
+    r"""The structure and the settings, over the parameters `like`, of the precision that has the curvatures of all:
 
     .. math::
         P = w_a c_a + w_b c_b + \max(\delta_a, \delta_b)
 
-    The second must have been read after training that was anchored to the first, so that its mean is that of both data
-    sets, and the prior is counted once. It is kept as power 1, batch size 1 and N = N_a + N_b, whatever the settings.
+    The prior is counted once. It is kept as power 1, batch size 1 and N = N_a + N_b, whatever the settings.
 
     - Diagonal with diagonal, low rank with either of them: exact.
     - Kronecker with Kronecker or with diagonal: the bases are the eigenvectors of the summed factors, and the second
       moments the diagonal of the sum in them.
-    - A parameter that only one of them has keeps its own. One that has more rows in the second, a head with new
-      classes, gets the first's curvature in the old rows.
+    - A parameter that only one of them has keeps its own. One that has more rows in the later one, a head with new
+      classes, gets the earlier one's curvature in the old rows.
     """
-    for each in (first, second):
-        each.require_whole("a sum of posteriors")
-    if not first.mode.keys() & second.mode.keys():
-        raise MatchError(
-            f"the posteriors have no parameter in common: one has {sorted(first.mode)[:4]}, the other "
-            f"{sorted(second.mode)[:4]}. Add posteriors of one model, the later one last"
+    count = sum(settings.n_data for _, settings in given)
+    parts = [_Part(structure, settings, like, count) for structure, settings in given]
+    structures = [structure for structure, _ in given]
+    found: Structure
+    if all(isinstance(each, Diagonal) for each in structures):
+        found = _diagonal(parts, like)
+    elif all(isinstance(each, LowRank) or each.independent for each in structures):
+        found = _low_rank(parts, like)
+    else:
+        names = " and ".join(each.kind for each in structures)
+        raise SettingError(
+            f"posteriors of structure {names} have no sum of either structure: read both with the same, "
+            "Posterior.from_recorder(..., structure=...)"
         )
-    present = second.network_names()
-    gone = [name for name in first.mode if present is not None and name not in present]
-    mode = {**second.mean, **{n: mu for n, mu in first.mean.items() if n not in second.mode and n not in gone}}
-    for name in (each for each in first.mode if each in second.mode):
-        check_growth(name, first.mode[name].shape, mode[name].shape, "the first posterior", "the second")
-    count = first.n_data + second.n_data
-    structure = _structure([_Part(each, mode, count) for each in (first, second)], mode)
-    omitted = {name: reason for name, reason in second.omitted.items() if name not in mode}
-    types = {**(first.dtypes or {}), **(second.dtypes or {})}
-    return replace(
-        second,
-        mode=mode,
-        structure=structure,
-        settings=Settings(count, _prior(first, second, structure, mode), power=1.0, batch_size=1),
-        omitted={**omitted, **dict.fromkeys(gone, "the model has no such parameter any more")},
-        origin=UNKNOWN,
-        padding={name: row for name, row in {**first.padding, **second.padding}.items() if name in mode},
-        dtypes={name: types.get(name, mu.dtype) for name, mu in mode.items()},
-        source=None,
-    )
+    prior = _prior([settings.prior_precision for _, settings in given], found.bases, like)
+    return found, Settings(count, prior, power=1.0, batch_size=1)
 
 
 def check_growth(name: str, old: torch.Size, new: torch.Size, owner: str, later: str) -> None:
@@ -75,19 +58,22 @@ def check_growth(name: str, old: torch.Size, new: torch.Size, owner: str, later:
         )
 
 
-def grown(tensor: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """The tensor with zeros behind it along one dimension, so that it has as many rows."""
+def _grown(tensor: Tensor, like: Tensor, dim: int = 0) -> Tensor:
+    """The tensor in the place of another, with zeros behind it along one dimension, so that it has as many rows."""
+    tensor = tensor.to(like)
+    if not like.dim() or tensor.shape[dim] == len(like):
+        return tensor
     shape = list(tensor.shape)
-    shape[dim] = rows - shape[dim]
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim) if shape[dim] else tensor
+    shape[dim] = len(like) - shape[dim]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 
 class _Part:
     """One posterior's curvature over the parameters of the sum: v with N v = w c, 0 where it knows nothing."""
 
-    def __init__(self, posterior: GaussianWeights, like: Named, count: float) -> None:
-        self.structure, self.like = posterior.structure, like
-        self._power, self._share = posterior.settings.power, posterior.settings.weight / count
+    def __init__(self, structure: Structure, settings: Settings, like: Named, count: float) -> None:
+        self.structure, self.like = structure, like
+        self._power, self._share = settings.power, settings.weight / count
 
     def scaled(self, moments: Tensor) -> Tensor:
         """w c/N."""
@@ -96,12 +82,8 @@ class _Part:
     def moments(self, name: str) -> Tensor:
         """v in its own coordinates, of a structure without directions."""
         found = self.structure.second_moment.get(name)
-        return torch.zeros_like(self.like[name]) if found is None else self.placed(name, self.scaled(found))
-
-    def placed(self, name: str, tensor: Tensor, dim: int = 0) -> Tensor:
-        """On the parameter's device, with zeros in the rows that are new."""
         like = self.like[name]
-        return grown(tensor.to(like), len(like), dim) if like.dim() else tensor.to(like)
+        return torch.zeros_like(like) if found is None else _grown(self.scaled(found), like)
 
     def basis(self, name: str) -> Rotation:
         """Its own coordinates; the rows that are new have theirs."""
@@ -116,19 +98,6 @@ class _Part:
             enlarged[: len(basis), : len(basis)] = basis
             sides[longer] = enlarged
         return Rotation(*sides)
-
-
-def _structure(parts: list[_Part], like: Named) -> Structure:
-    structures = [part.structure for part in parts]
-    if all(isinstance(each, Diagonal) for each in structures):
-        return _diagonal(parts, like)
-    if all(isinstance(each, LowRank) or each.independent for each in structures):
-        return _low_rank(parts, like)
-    names = " and ".join(each.kind for each in structures)
-    raise SettingError(
-        f"posteriors of structure {names} have no sum of either structure: read both with the same, "
-        "Posterior.from_recorder(..., structure=...)"
-    )
 
 
 def _diagonal(parts: list[_Part], like: Named) -> Diagonal:
@@ -178,7 +147,7 @@ def _low_rank(parts: list[_Part], like: Named) -> LowRank:
         if isinstance(structure, LowRank):
             stacks.append({name: _stack(part, structure, name) for name in like})
             if structure.kind != "low-rank":
-                own = {name: part.placed(name, part.scaled(r)) for name, r in structure.rest.items() if name in like}
+                own = {n: _grown(part.scaled(r), like[n]) for n, r in structure.rest.items() if n in like}
         rest |= {name: rest[name] + r if name in rest else r for name, r in own.items()}
     rows = {name: torch.cat([stack[name] for stack in stacks]) for name in like}
     count = len(next(iter(rows.values())))
@@ -195,22 +164,22 @@ def _stack(part: _Part, structure: LowRank, name: str) -> Tensor:
         return part.like[name].new_zeros(len(structure.values), *part.like[name].shape)
     rows = structure.rows[name]
     weights = part.scaled(structure.values).sqrt().to(rows)
-    return part.placed(name, rows * weights.reshape(-1, *[1] * (rows.dim() - 1)), dim=1)
+    return _grown(rows * weights.reshape(-1, *[1] * (rows.dim() - 1)), part.like[name], dim=1)
 
 
-def _prior(first: GaussianWeights, second: GaussianWeights, structure: Structure, like: Named) -> dict[str, Precision]:
+def _prior(priors: Sequence[Mapping[str, Precision]], rotated: Container[str], like: Named) -> dict[str, Precision]:
     """δ by parameter name, the larger of the two: both have it for the same prior."""
     found: dict[str, Precision] = {}
     for name, theta in like.items():
-        parts = [part.prior_precision[name] for part in (first, second) if name in part.mode]
+        parts = [prior[name] for prior in priors if name in prior]
         if not any(isinstance(delta, Tensor) for delta in parts):
             found[name] = max(float(delta) for delta in parts)
-        elif name in structure.bases:
+        elif name in rotated:
             raise SettingError(
                 f"{name!r} has a prior precision for every weight, and a Kronecker-factored sum needs one for all of "
                 "them: posterior.replace(prior_precision=1.0)"
             )
         else:
-            each = [grown(d.to(theta), len(theta)) if isinstance(d, Tensor) else theta.new_tensor(d) for d in parts]
+            each = [_grown(d, theta) if isinstance(d, Tensor) else theta.new_tensor(d) for d in parts]
             found[name] = reduce(torch.maximum, each)
     return found

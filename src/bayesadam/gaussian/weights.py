@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +18,13 @@ from bayesadam import _storage as storage
 from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, placed_like, whole
+from bayesadam._shards import is_sharded, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.gaussian import files
 from bayesadam.gaussian.diagonal import DIAGONAL
-from bayesadam.gaussian.files import SETTING_NAMES, load_structure, structure_named
-from bayesadam.gaussian.noise import common_seed, fresh_seed
+from bayesadam.gaussian.files import SETTING_NAMES, STRUCTURES, structure_named
+from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import (
     Directions,
@@ -36,7 +36,7 @@ from bayesadam.gaussian.structure import (
     novelty_settings,
     outlined,
 )
-from bayesadam.gaussian.sums import summed
+from bayesadam.gaussian.sums import check_growth, summed
 from bayesadam.readers import (
     UNKNOWN,
     Checkpoint,
@@ -54,7 +54,6 @@ from bayesadam.readers import (
     working_dtype,
 )
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.registry import refuse_keys
 from bayesadam.readers.match import Match
 
 if TYPE_CHECKING:
@@ -91,11 +90,7 @@ class Marginals(ABC):
     def plot(self, *, ax: Any = None) -> Any:
         """The signal-to-noise ratios of the weights, layer by layer, with matplotlib; returns the axes.
 
-        Weights below 1 are smaller than their standard deviation: `prune` removes the smallest first. Ratios of 0 are
-        not shown; of a layer with more than a million weights every k-th is.
-
-        Args:
-            ax: axes to draw on; None for those of a new figure.
+        Ratios of 0 are not shown; of a layer with more than a million weights every k-th is.
         """
         require("matplotlib")
         from bayesadam import _plots as plots
@@ -117,7 +112,6 @@ class Source:
         format: the name of its format; `"posterior"` for a saved posterior.
         why: how it was read, a sentence each.
         weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
-        checkpoint: the checkpoint as `read_checkpoint` gave it; None for a saved posterior opened by its path.
         match: each parameter with its optimiser state; None for a saved posterior.
     """
 
@@ -125,7 +119,6 @@ class Source:
     format: str
     why: tuple[str, ...]
     weights: Mapping[str, Tensor]
-    checkpoint: Checkpoint | None = None
     match: Match | None = None
 
 
@@ -139,8 +132,7 @@ class GaussianWeights(Marginals):
         likelihood form  μ = w c/(w c + δ) θ_t        Σ = (w c + δ)⁻¹
 
     `GaussianWeights.open(path)` reads it from a checkpoint or a saved posterior, without a model. Tensors then stay on
-    disk: each access reads one. `parts()` goes through the parameters with one of them in memory at a time. Frozen:
-    `replace` returns a new one that shares its tensors.
+    disk: each access reads one. Frozen: `replace` returns a new one that shares its tensors.
 
     >>> from bayesadam.gaussian.diagonal import Diagonal
     >>> moments = {"w": torch.tensor([4.0, 9.0])}
@@ -187,8 +179,7 @@ class GaussianWeights(Marginals):
         """The Gaussian of a file, without a model: what a trainer saved, or what `save` or `export` wrote.
 
         Tensors stay on disk until they are used; second moments that are negative or not finite are refused then. A
-        Kronecker-factored one of a checkpoint is read at once. A saved posterior keeps its own settings, but for
-        `n_data` and `prior_precision` where they are given.
+        saved posterior keeps its own settings, but for `n_data` and `prior_precision` where they are given.
 
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
@@ -196,12 +187,10 @@ class GaussianWeights(Marginals):
             prior_precision: δ; None takes N × the weight decay of each parameter's group, and 1 where that is 0.
             power: p of the curvature v̂ᵖ.
             batch_size: examples behind one gradient, needed for power=1; None takes what the file says.
-            form: `"map"` or `"likelihood"`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **options: how the file is read, see `CheckpointOptions`.
         """
         reading = CheckpointOptions(**options)
-        given = path if isinstance(path, Checkpoint) else None
         file = path.path if isinstance(path, Checkpoint) else Path(path)
         if is_saved(path, reading.optimizer_path):
             if (power, batch_size, form, structure) != (0.5, None, "map", "diagonal"):
@@ -209,54 +198,35 @@ class GaussianWeights(Marginals):
                     f"{file} is a saved posterior with a power, batch_size, form and structure of its own: open it "
                     "without them, and change settings with .replace(...)"
                 )
-            no_levels = {"weights_key": reading.weights_keys, "optimizer_key": reading.optimizer_key}
-            refuse_keys(file, "a saved posterior has no levels", **no_levels)
-            return _open_saved(file, n_data, prior_precision, given)
+            return _open_saved(file, n_data, prior_precision)
         spec = structure_named(structure, recorded=False)
-        checkpoint = given or read_checkpoint(file, reading)
+        checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(file, reading)
         settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match = match_checkpoint(checkpoint, options=reading)
-        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, checkpoint, match)
+        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, match)
         return replace(of_match(match, settings, prior_precision, spec), source=source)
 
     @property
     def mean(self) -> dict[str, Tensor]:
         """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
         self.require_weights()
-        found = self._filled.mean(self.mode, self.settings)
+        found = self.structure.mean(self.mode, self.settings)
         return found if self.settings.form == "map" else self._with_padding(found)
 
     @property
     def variance(self) -> dict[str, Tensor]:
-        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior, in padding rows too."""
-        found = self._filled.variance(self.settings)
-        for name in self._unfilled:
-            keep_row(found[name], torch.full_like(found[name], math.inf), self.padding[name])
-        return found
-
-    @cached_property
-    def _unfilled(self) -> list[str]:
-        """The parameters whose padding row has neither curvature nor prior."""
-        flat = self.structure.flat_weights(self.settings) if self.padding else {}
-        return [name for name in self.padding if name in flat]
-
-    @cached_property
-    def _filled(self) -> Structure:
-        """The structure with some curvature in padding rows that have none, and no prior either: any will do."""
-        return self.structure.filled({name: self.padding[name] for name in self._unfilled})
+        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
+        return self.structure.variance(self.settings)
 
     @cached_property
     def coordinate_variance(self) -> Mapping[str, Tensor]:
-        """The variances in the coordinates in which Σ is diagonal, `variance` itself for a diagonal one.
-
-        Computed once for all predictions: do not write to it.
-        """
-        return self._filled.coordinate_variance(self.settings)
+        """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
+        return self.structure.coordinate_variance(self.settings)
 
     @cached_property
     def directions(self) -> Directions | None:
         """A low-rank posterior's directions over all weights, with less variance than `coordinate_variance`; cached."""
-        return self._filled.directions(self.settings)
+        return self.structure.directions(self.settings)
 
     @cached_property
     def for_novelty(self) -> Self:
@@ -313,17 +283,6 @@ class GaussianWeights(Marginals):
         """Whether its parameters are sharded over processes (FSDP2), each of which then holds its part of them."""
         return any(is_sharded(theta) for theta in outlined(self.mode).values())
 
-    def parts(self) -> Iterator[GaussianWeights]:
-        """The same over one parameter at a time, in memory; what depends on another, a low-rank one, comes whole.
-
-        A part has no model: it is a `GaussianWeights` also of a `Posterior`.
-        """
-        if self.structure.has_directions:
-            yield self
-        else:
-            for name in self.mode:
-                yield self.part(name)
-
     def part(self, name: str) -> GaussianWeights:
         """The same over one parameter alone, in memory."""
         return GaussianWeights(
@@ -346,44 +305,38 @@ class GaussianWeights(Marginals):
         Args:
             n: the number of draws, a leading dimension; None for one draw without it.
             generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
-                alone, not on the order of the parameters nor on what else is in the posterior, nor on how many
-                processes share a sharded posterior: there the first process's generator counts.
+                alone. Of a sharded posterior the first process's counts.
         """
         check_draws(n)
-        return self._drawn(common_seed(generator, outlined(self.mode)), n)
+        return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
 
     @torch.no_grad()
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
         self.require_weights()
         self.require_proper()
-        drawn = self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
+        drawn = self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
-        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay.
-
-        Padding rows count as any weights, so they need a prior here.
-        """
+        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay."""
         self.require_weights()
-        self._require_proper(self.structure)
-        missing, unknown = sorted(self.mode.keys() - params.keys()), sorted(params.keys() - self.mode.keys())
-        if missing or unknown:
+        self.require_proper()
+        shapes = self.shapes
+        if params.keys() != shapes.keys():
+            missing, unknown = sorted(shapes.keys() - params.keys()), sorted(params.keys() - shapes.keys())
             raise MatchError(f"log_prob needs every parameter once: missing {missing[:4]}, unknown {unknown[:4]}")
-        batch_shapes = set()
-        for name, own in self.shapes.items():
-            shape = params[name].shape
-            split = len(shape) - len(own)
-            if split < 0 or shape[split:] != own:
-                raise MatchError(f"{name!r} has shape {tuple(shape)}; expected (..., {', '.join(map(str, own))})")
-            batch_shapes.add(shape[:split])
-        if len(batch_shapes) > 1:
-            raise MatchError(f"the parameters have different leading dimensions: {sorted(map(tuple, batch_shapes))}")
-        return self.structure.log_prob(params, self.mode, self.settings)
+        first = params[next(iter(shapes))]
+        leading = first.shape[: first.dim() - len(next(iter(shapes.values())))]
+        wrong = [name for name, shape in shapes.items() if params[name].shape != (*leading, *shape)]
+        if wrong:
+            raise MatchError(f"{wrong[:4]}: expected the parameters' shapes, behind the same leading dimensions")
+        squared = self.structure.squared_distance(params, self.mode, self.settings)
+        return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.structure.log_det(self.settings))
 
     def entropy(self) -> Tensor:
         """H[q] in nats, padding rows with it."""
-        self._require_proper(self.structure)
-        return self.structure.entropy(self.settings)
+        self.require_proper()
+        return 0.5 * (self.n_weights * math.log(2 * math.pi * math.e) - self.structure.log_det(self.settings))
 
     def replace(self, **changes: Any) -> Self:
         """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
@@ -398,27 +351,60 @@ class GaussianWeights(Marginals):
         return replace(self.settings, **changes)
 
     def _prior(self, prior: Prior) -> dict[str, Precision]:
-        """δ by name, sharded as the parameters are."""
         if isinstance(prior, CovariantPrior):
             raise SettingError(f"{type(prior).__name__} needs a model: give it to a Posterior")
-        return prior_like(prior_by_name(prior, self.shapes), outlined(self.mode))
+        return prior_by_name(prior, outlined(self.mode))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same on another device or in another floating type; a model stays where it is."""
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             raise SettingError(f"a posterior is in float32 or float64, not {dtype}; draws follow the parameters")
-        mode = {name: theta.to(device=device, dtype=dtype) for name, theta in self.mode.items()}
-        settings = self._settings_with(lambda delta: delta.to(device=device, dtype=dtype))
-        return replace(self, mode=mode, structure=self.structure.to(device, dtype), settings=settings)
+        return self._each(lambda tensor: tensor.to(device=device, dtype=dtype))
 
-    def _settings_with(self, change: Callable[[Tensor], Tensor]) -> Settings:
-        """The settings with every prior precision that is a tensor changed."""
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
         prior = {name: change(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
-        return replace(self.settings, prior_precision=prior)
+        return replace(
+            self,
+            mode={name: change(theta) for name, theta in self.mode.items()},
+            structure=self.structure.each(change),
+            settings=replace(self.settings, prior_precision=prior),
+        )
 
     def __add__(self, later: GaussianWeights) -> GaussianWeights:
-        """The precisions of both around the mean of `later`, which was trained anchored to this one; see `summed`."""
-        return summed(self, later) if isinstance(later, GaussianWeights) else NotImplemented
+        """The precisions of both around the mean of `later`, and the prior once; see `gaussian.sums.summed`.
+
+        `later` must have been read after training that was anchored to this one: its mean is then that of both data
+        sets.
+        """
+        if not isinstance(later, GaussianWeights):
+            return NotImplemented
+        for each in (self, later):
+            each.require_whole("a sum of posteriors")
+        if not self.mode.keys() & later.mode.keys():
+            raise MatchError(
+                f"the posteriors have no parameter in common: one has {sorted(self.mode)[:4]}, the other "
+                f"{sorted(later.mode)[:4]}. Add posteriors of one model, the later one last"
+            )
+        network = later.network_tensors()
+        gone = [name for name in self.mode if network is not None and name not in network]
+        mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
+        for name in (each for each in self.mode if each in later.mode):
+            check_growth(name, self.mode[name].shape, mode[name].shape, "the first posterior", "the second")
+        structure, settings = summed([(each.structure, each.settings) for each in (self, later)], mode)
+        omitted = {name: reason for name, reason in later.omitted.items() if name not in mode}
+        types = {**(self.dtypes or {}), **(later.dtypes or {})}
+        return replace(
+            later,
+            mode=mode,
+            structure=structure,
+            settings=settings,
+            omitted={**omitted, **dict.fromkeys(gone, "the model has no such parameter any more")},
+            origin=UNKNOWN,
+            padding={name: row for name, row in {**self.padding, **later.padding}.items() if name in mode},
+            dtypes={name: types.get(name, mu.dtype) for name, mu in mode.items()},
+            source=None,
+        )
 
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
         """Write it to one safetensors file, tensor by tensor, in place of an older one only once it is complete.
@@ -426,10 +412,8 @@ class GaussianWeights(Marginals):
         A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
 
         Args:
-            weights: False leaves out θ_t, for a file beside the weights: `Posterior.load` then uses the model's own,
-                and all that reads checkpoints uses the file as their optimiser state.
-            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser: see
-                `bayesadam.readers.compression.encode`.
+            weights: False leaves out θ_t, for a file beside the weights, which stands for their optimiser state.
+            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser.
         """
         if not weights or compress is not None:
             self.require_whole("a file without weights, or a compressed one,")
@@ -440,10 +424,7 @@ class GaussianWeights(Marginals):
             storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
 
     def export(self, out: AnyPath, *, compress: str | None = None) -> None:
-        """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use.
-
-        v̂ is in the file with the bias divided out, and N, B, the optimiser's name, its steps and δ.
-        """
+        """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use."""
         require_safetensors(out)
         self.save(out, weights=False, compress=compress)
         warn_of_memory(self.origin, "the network" if self.source is None else self.source.path.name)
@@ -465,7 +446,7 @@ class GaussianWeights(Marginals):
         require_safetensors(out)
         self.require_whole("a file of weights")
         drawn = fresh_seed(torch.Generator().manual_seed(seed))
-        tensors = self._tensors()
+        tensors = self.network_tensors() or self.mode
         identity = identities(tensors)
         owners = {identity[name]: name for name in self.mode}
         together = self._drawn(drawn, None) if self.structure.has_directions else {}
@@ -479,12 +460,8 @@ class GaussianWeights(Marginals):
         with replacing(out) as temporary:
             storage.write_tensors(temporary, outlined(tensors), load)
 
-    def _tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor of the network by name."""
-        return self.mode if self.source is None else self.source.weights
-
-    def network_names(self) -> Container[str] | None:
-        """The names of the network's tensors; None where only those of the Gaussian are known."""
+    def network_tensors(self) -> Mapping[str, Tensor] | None:
+        """Every tensor of the network by name; None where only those of the Gaussian are known."""
         return None if self.source is None else self.source.weights
 
     def __repr__(self) -> str:
@@ -502,15 +479,12 @@ class GaussianWeights(Marginals):
         return named
 
     def require_proper(self) -> None:
-        """Raise unless every weight that is drawn has a finite variance."""
-        self._require_proper(self._filled)
-
-    def _require_proper(self, structure: Structure) -> None:
-        if flat := structure.flat_weights(self.settings):
+        """Raise unless every weight has a finite variance."""
+        if flat := self.structure.flat_weights(self.settings):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.shapes[name].numel()}). {structure.flat_reason}. Give them a prior, "
+                f"{name!r}: {count} of {self.shapes[name].numel()}). Give them a prior, "
                 "prior_precision=1.0 or posterior.replace(prior_precision=1.0), or calibrate"
             )
 
@@ -524,7 +498,7 @@ class GaussianWeights(Marginals):
 
     def warn_of_limits(self) -> None:
         """Warn where the structure cannot hold what the settings require of it."""
-        if (limits := self._filled.limits(self.settings)) is not None:
+        if (limits := self.structure.limits(self.settings)) is not None:
             warn(limits, StructureWarning)
 
     def require_whole(self, what: str) -> None:
@@ -537,16 +511,8 @@ class GaussianWeights(Marginals):
             )
 
 
-def of_match(
-    match: Match,
-    settings: Settings,
-    prior_precision: Any,
-    spec: StructureSpec = DIAGONAL,
-) -> GaussianWeights:
-    """The Gaussian of parameters matched to optimiser states; tensors are read when they are accessed.
-
-    Second moments that are negative or not finite are refused when they are read.
-    """
+def of_match(match: Match, settings: Settings, prior_precision: Any, spec: StructureSpec = DIAGONAL) -> GaussianWeights:
+    """The Gaussian of parameters matched to optimiser states; tensors are read, and checked, when accessed."""
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
     like = {name: meta(tuple(e.parameter.shape), working_dtype(types[name])) for name, e in entries.items()}
@@ -555,47 +521,37 @@ def of_match(
         return read_match(replace(match, entries=(entries[name],))).second_moment[name]
 
     mode = Lazy(like, lambda name: entries[name].parameter.detach().to(like[name].dtype))
-    shapes = {name: theta.shape for name, theta in like.items()}
     decays = {name: entry.weight_decay for name, entry in entries.items()}
-    settings = with_prior(settings, prior_precision, decays, shapes)
+    settings = with_prior(settings, prior_precision, decays, like)
     structure = spec.build(Reading(match, Lazy(like, moment)))
     return GaussianWeights(mode, structure, settings, match.omitted, origin=origin_of(match), dtypes=types)
 
 
 def with_prior(
-    settings: Settings, prior: Any, weight_decay: Mapping[str, float], shapes: Mapping[str, torch.Size]
+    settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Mapping[str, Tensor]
 ) -> Settings:
     """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
     if prior is not None:
-        return replace(settings, prior_precision=prior_by_name(prior, shapes))
+        return replace(settings, prior_precision=prior_by_name(prior, like))
     implied = {name: settings.n_data * decay or 1.0 for name, decay in weight_decay.items()}
-    return replace(settings, prior_precision=prior_by_name(implied, shapes), default_prior=0.0 in weight_decay.values())
-
-
-def prior_like(prior: Mapping[str, Precision], named: Mapping[str, Tensor]) -> dict[str, Precision]:
-    """Prior precisions that are tensors, sharded as the parameters are."""
-    return {
-        name: placed_like(delta, named[name]) if isinstance(delta, Tensor) and is_sharded(named[name]) else delta
-        for name, delta in prior.items()
-    }
+    return replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in weight_decay.values())
 
 
 def unpacked(
     path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], parameters: Mapping[str, Any] | None
 ) -> GaussianWeights:
-    """The Gaussian in a file's tensors and header, placed as the parameters of a model are; errors name `path`.
-
-    Without a model tensors stay on disk until they are used.
-    """
-    kind = header.get("structure")
+    """The Gaussian in a file's tensors and header, placed as the parameters of a model; without one left on disk."""
+    kind = str(header.get("structure"))
     if kind == "mixture":
         remedy = "save one of them (mixture.members) by itself" if parameters is None else "read it with Mixture.load"
         raise FileError(f"{path} holds a mixture of posteriors: {remedy}")
+    if kind not in STRUCTURES:
+        raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
     try:
         names: list[str] = header["parameters"]
         numbers: dict[str, Any] = dict(header["settings"])
         stored = Stored(path, files.decoded(tensors, str(path)), names, parameters)
-        structure = load_structure(str(kind), stored)
+        structure = STRUCTURES[kind].load(stored)
         has_weights = bool(header.get("has_weights", True))
         if has_weights:
             mode = stored.weights("mode")
@@ -603,16 +559,10 @@ def unpacked(
             mode = _no_weights(structure, names) if parameters is None else files.weights_of_model(stored)
         known: dict[str, Any] = dict(numbers.pop("prior_precision"))
         prior = {name: stored.tensors.get(f"prior_precision.{name}", known.get(name)) for name in names}
-        origin = Origin.of_header(header)
-        shapes = {name: theta.shape for name, theta in outlined(mode).items()}
-        omitted = dict(header.get("omitted", {}))
+        settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
+        omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
-    by_name = prior_like(prior_by_name(prior, shapes), outlined(mode))
-    try:
-        settings = Settings(**numbers, prior_precision=by_name)
-    except TypeError as error:
-        raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
+        raise FileError(f"{path} is damaged: its header or tensors lack something ({error})") from None
     return GaussianWeights(
         mode, structure, settings, omitted, origin=origin, has_weights=has_weights or parameters is not None
     )
@@ -634,18 +584,15 @@ def _no_weights(structure: Structure, names: list[str]) -> Lazy:
     )
 
 
-def _open_saved(path: Path, n_data: float | None, prior: Any, checkpoint: Checkpoint | None) -> GaussianWeights:
+def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights:
     tensors, header = storage.read_mapped(path)
     found = unpacked(path, tensors, header, None)
     changes = {"n_data": n_data, "prior_precision": prior}
     found = found.replace(**{key: value for key, value in changes.items() if value is not None})
-    steps = " to ".join(f"{each:g}" for each in dict.fromkeys(found.origin.steps or ())) or "an unknown number of"
-    why = (
-        f"{path}: format posterior, {found.structure.kind}, {'with' if found.has_weights else 'without'} weights.",
-        f"Written by bayesadam {header.get('version', 'of an unknown version')}: second moments of {steps} "
-        f"{'recorded gradients' if found.origin.recorded else 'steps'}, kept as {header.get('compress', 'they are')}.",
-    )
-    return replace(found, source=Source(path, "posterior", why, found.mode, checkpoint))
+    kind, version = found.structure.kind, header.get("version", "of an unknown version")
+    weights, kept = "with" if found.has_weights else "without", header.get("compress", "they are")
+    why = f"{path}: format posterior, {kind}, {weights} weights, by bayesadam {version}, moments kept as {kept}."
+    return replace(found, source=Source(path, "posterior", (why,), found.mode))
 
 
 def check_draws(n: int | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +17,9 @@ from torch import Tensor
 from bayesadam.errors import SettingError
 
 SetMethod = Literal["lac", "aps", "raps"]
+# Held-out scores that nothing was fitted to, (n, ...) by name: `classes.METHOD` of the true classes; `labels`, those
+# classes; `residuals`, |y − E[y]| over the standard deviation of the predictive; `novelty`.
+Guarantee = Mapping[str, Tensor]
 # RAPS: from which rank on a class costs more, and how much.
 _FREE_RANKS = 2
 _PENALTY = 0.05
@@ -70,42 +72,11 @@ def uniform_like(probs: Tensor, seed: int) -> Tensor:
     return torch.rand(probs.shape[:-1], generator=generator, dtype=torch.float64).to(probs.device)
 
 
-@dataclass(frozen=True, eq=False)
-class Guarantee:
-    """Held-out scores that nothing was fitted to.
-
-    Attributes:
-        classes: scores of the true classes, (n, ...), by the method of the set.
-        labels: the true classes, (n, ...).
-        residuals: |y − E[y]| in standard deviations of the predictive, (n, outputs), of numbers.
-        novelty: of the held-out examples, (n,).
-    """
-
-    classes: Mapping[str, Tensor] = field(default_factory=dict)
-    labels: Tensor | None = None
-    residuals: Tensor | None = None
-    novelty: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a file holds, by name."""
-        plain = {"labels": self.labels, "residuals": self.residuals, "novelty": self.novelty}
-        found = {name: tensor for name, tensor in plain.items() if tensor is not None}
-        return found | {f"classes.{name}": tensor for name, tensor in self.classes.items()}
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Guarantee:
-        """The reverse of `tensors`."""
-        mark = "classes."
-        classes = {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)}
-        return cls(classes, *(tensors.get(name) for name in ("labels", "residuals", "novelty")))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Guarantee], novelty: Sequence[Tensor]) -> Guarantee:
-        """Of several batches, on the CPU; of scores that not every batch has, none."""
-        held = [part.tensors() for part in parts]
-        names = set.intersection(*map(set, held)) if held else set()
-        found = {name: torch.cat([each[name] for each in held]).cpu() for name in names}
-        return cls.of(found | ({"novelty": torch.cat(list(novelty)).cpu()} if novelty else {}))
+def joined(parts: Sequence[Guarantee], novelty: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The scores of several batches, on the CPU; of those that not every batch has, none."""
+    names = set.intersection(*map(set, parts)) if parts else set()
+    found = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
+    return found | ({"novelty": torch.cat(list(novelty)).cpu()} if novelty else {})
 
 
 def check_level(level: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -126,23 +126,17 @@ class Likelihood(ABC, Generic[P]):
         return predictive.log_prob(targets)
 
     def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
-        """Why outputs, or outputs and targets, look like those of another likelihood, in words; None if they do not."""
+        """Why outputs, or outputs and targets, are not those of this likelihood, in words; None if they may be."""
         return None
 
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
-        """How averaging over draws changed the mean network's answer beyond recognition; None if it did not.
-
-        Without targets "worse" shows as another answer: a mean farther off than the outputs are from each other.
-        """
+        """How averaging over draws moved the answer farther than the mean network's outputs are apart; else None."""
         draws, at_mean = self.locations(draws), self.locations(at_mean)
         drift = (draws.mean(dim=0) - at_mean).square().mean().sqrt()
-        scale = at_mean.std() if at_mean.numel() > 1 else torch.zeros_like(drift)
-        if len(at_mean) < FEWEST_TO_JUDGE or not bool(drift > scale > 0):
+        if len(at_mean) < FEWEST_TO_JUDGE or not bool(drift > at_mean.std() > 0):
             return None
-        return (
-            f"the averaged prediction is {float(drift):.3g} from the mean network's, whose outputs have a standard "
-            f"deviation of {float(scale):.3g}"
-        )
+        spread = f"whose outputs have a standard deviation of {float(at_mean.std()):.3g}"
+        return f"the averaged prediction is {float(drift):.3g} from the mean network's, {spread}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +193,7 @@ class Predictive(ABC):
         """Draws of f, (n, batch, ...), where the method sampled; of several networks in turn and in proportion to π.
 
         Those of `"linearised-sampled"` are functions: one draw of the weights for the whole batch. Those of `"sampled"`
-        need not be: where every weight is in a linear layer, activations are drawn, independently from example to
-        example. For functions at drawn weights use `sampled()`.
+        need not be: activations may be drawn, independently from example to example.
         """
         drawn = [c.draws for c in self.components if c.draws is not None]
         if len(drawn) < len(self.components) or len(drawn) == 1:
@@ -234,8 +227,8 @@ class Predictive(ABC):
     def epistemic(self) -> Tensor:
         """½ tr(H Cov[f]), H the Hessian of −log p(y | f): to first order what y would teach about the weights, in nats.
 
-        One number for each example, or for each position of classes. Exact where the covariance is known, or where the
-        likelihood does not couple outputs; else an unbiased estimate, `score` has its standard error.
+        One number for each example, or for each position of classes; of coupled outputs without their covariance an
+        unbiased estimate, whose standard error `score` has.
         """
         each = [self.likelihood.epistemic(c) if c.score is None else c.score.value for c in self.components]
         if any(found is None for found in each):
@@ -274,20 +267,15 @@ class Predictive(ABC):
         """The share of held-out examples at least as novel, in float64: of examples like them at most α have p ≤ α."""
         return p_values(self._held_out("novelty"), self.novelty)
 
-    def _held_out(self, name: str) -> Any:
-        found = getattr(self.guarantee, name, None)
-        if found is not None and (len(found) or not isinstance(found, Mapping)):
-            return found
-        if self.guarantee is None or not self.guarantee.tensors():
-            remedy = f"calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
-        elif name == "novelty":
-            remedy = (
-                f"calibration keeps it for at most {FEW_OUTPUTS} outputs. For more, with h = "
-                "posterior.novelty(held_out): (1 + (h >= p.novelty[:, None]).sum(1)) / (1 + len(h))"
+    def _held_out(self, name: str) -> Tensor:
+        """Held-out scores."""
+        if self.guarantee is None or name not in self.guarantee:
+            raise CalibrationError(
+                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples and two "
+                "folds. Scores of classes are kept where each example has one class, and none is left out; those of "
+                f"novelty for at most {FEW_OUTPUTS} outputs"
             )
-        else:
-            remedy = "calibration keeps them where each example has one class, and none is left out"
-        raise CalibrationError(f"no {name} of held-out data: {remedy}")
+        return self.guarantee[name]
 
     @abstractmethod
     def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
@@ -344,15 +332,10 @@ class Predictive(ABC):
             x: one number for each example, such as a column of the inputs.
             targets: the observations.
             other: a predictive of other inputs, such as out-of-distribution ones.
-            kind: see the table; None takes the default.
-            level: of the intervals.
-            ax: axes to draw on; None for those of a new figure.
         """
         require("matplotlib")
         from bayesadam import _plots
 
-        if other is not None and not isinstance(other, Predictive):
-            raise SettingError(f"other must be a predictive of other inputs, got {type(other).__name__}")
         return _plots.predictive(self, x, targets, other, kind, level, ax)
 
 
@@ -415,8 +398,5 @@ def like(y: Tensor, mean: Tensor) -> Tensor:
     if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:
         y = y.reshape(mean.shape)
     if y.shape != mean.shape:
-        remedy = ""
-        if y.dim() == 1 and len(y) == len(mean) and mean.dim() == 2:
-            remedy = ": pass a target for each output, or likelihood='classification' for classes"
-        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}{remedy}")
+        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}")
     return y.to(mean)

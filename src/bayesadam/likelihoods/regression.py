@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
 from bayesadam.likelihoods.predictive import (
-    FEWEST_TO_JUDGE,
     CalibrationMethod,
     Likelihood,
     Predictive,
     average,
     function_draws,
-    like,
     mixed,
     normal_like,
     pooled,
@@ -38,8 +37,6 @@ _HALVINGS = 64
 _FAR = 1e18
 # Nodes to the unit of the quadrature over log-variances.
 _NODES_PER_UNIT = 2
-# By so many nats targets must be likelier before another reading of the outputs is suggested.
-_CLEARLY = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class NumericPredictive(Predictive):
     @property
     def total_variance(self) -> Tensor:
         """Var[y] = Σ π_m (Var_m[y] + (E_m[y] − E[y])²), observation noise included."""
-        each = [(self.likelihood.expected(c), self.likelihood.total_variance(c)) for c in self.components]
+        each = [(self.likelihood.expected(c), self.likelihood.total_variance(c)) for c in self._noisy]
         return mixed(self.weights, each)[1]
 
     @property
@@ -78,44 +75,63 @@ class NumericPredictive(Predictive):
         """Whether a regression's σ² was calibrated or given."""
         return not self.likelihood.noise or all(c.noise_variance is not None for c in self.components)
 
+    @property
+    def _noisy(self) -> tuple[Component, ...]:
+        """The components, with a warning where their noise is not known."""
+        if not self.noise_known:
+            warn(
+                "the noise of the observations is not known and counts as 0, so this is the network's uncertainty "
+                "alone: calibrate(posterior, held_out, likelihood='regression') estimates it, "
+                "posterior.replace(noise_variance=...) gives it, and predictive.variance is that of the function "
+                "without a warning"
+            )
+        return self.components
+
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y), one number per example; outputs are taken as independent unless the covariance is known."""
         y = self.likelihood.matched(y, self.mean)
-        return pooled(self.weights, [self.likelihood.log_density(c)(y) for c in self.components])
+        return pooled(self.weights, [self.likelihood.log_density(c, y) for c in self._noisy])
 
     def _sample(self, number: int, n: int, generator: torch.Generator | None) -> Tensor:
-        return self.likelihood.sample(self.components[number], n, generator)
+        return self.likelihood.sample(self._noisy[number], n, generator)
 
     def entropy(self) -> Tensor:
         """The entropy of y in nats, one number per example: Σ π_m H_m + I(y; m).
 
-        I = Σ π_m E_m[log p_m(y)/p(y)] lies between 0 and −Σ π_m log π_m and has no closed form: it is the average over
-        256 draws of each component, always the same ones, and is right to some hundredths.
+        I = Σ π_m E_m[log p_m(y)/p(y)] has no closed form: it is the average over 256 draws of each component, always
+        the same ones, and is right to some hundredths.
         """
-        known = average(self.weights, [self.likelihood.entropy(c) for c in self.components])
+        known = average(self.weights, [self.likelihood.entropy(c) for c in self._noisy])
         if len(self.components) == 1:
             return known
-        densities = [self.likelihood.log_density(c) for c in self.components]
         between = torch.zeros_like(known)
-        for number, (component, weight) in enumerate(zip(self.components, self.weights, strict=True)):
-            y = self.likelihood.fixed_draws(component, number)
-            scores = [density(y) for density in densities]
+        for number, weight in enumerate(self.weights):
+            y = self.likelihood.fixed_draws(self.components[number], number)
+            scores = [self.likelihood.log_density(c, y) for c in self.components]
             between += weight * (scores[number] - pooled(self.weights, scores)).mean(dim=0)
         return known + between.clamp(min=0).minimum(torch.special.entr(between.new_tensor(self.weights)).sum())
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval of each output: at most (1 − level)/2 of the probability lies on either side of it."""
         check_level(level)
-        return self._quantile((1 - level) / 2, upper=False), self._quantile((1 - level) / 2, upper=True)
+        tail = (1 - level) / 2
+        # Cantelli's inequality: no quantile is farther from the mean.
+        centre, reach = self.predicted_mean.double(), self.stddev.double() * math.sqrt(1 / tail - 1)
+        low, high = (centre - reach).nan_to_num(-_FAR), (centre + reach).nan_to_num(_FAR)
+        bounds = low.clamp(min=-_FAR), high.clamp(max=_FAR)
+        return self._quantile(tail, bounds, upper=False), self._quantile(tail, bounds, upper=True)
 
-    def _quantile(self, tail: float, upper: bool) -> Tensor:
-        ends = [self.likelihood.quantile(c, tail, upper) for c in self.components]
-        if len(ends) == 1:
-            return ends[0]
-        # A quantile of the mixture lies between the least and the greatest of its components'.
-        bounds, masses = torch.stack(ends), [self.likelihood.mass(c, upper) for c in self.components]
-        bracket = bounds.amin(dim=0) - self.likelihood.resolution, bounds.amax(dim=0)
-        return self.likelihood.halved(lambda y: average(self.weights, [m(y) for m in masses]), bracket, tail, upper)
+    def _quantile(self, tail: float, bounds: tuple[Tensor, Tensor], upper: bool) -> Tensor:
+        """The least y with P(Y ≤ y) ≥ `tail`, or with P(Y > y) ≤ `tail`, by halving."""
+        low, high = bounds
+        for _ in range(_HALVINGS):
+            if bool((high - low <= self.likelihood.resolution).all()):
+                break
+            middle = (low + high) / 2
+            mass = average(self.weights, [self.likelihood.mass(c, middle, upper) for c in self.components])
+            below = mass > tail if upper else mass < tail
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return (high.round() if self.likelihood.resolution else (low + high) / 2).to(self.mean)
 
     def prediction_set(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The interval E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out.
@@ -130,14 +146,13 @@ class NumericPredictive(Predictive):
     def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
         """|y − E[y]| in standard deviations."""
         y = self.likelihood.matched(targets, self.mean)
-        return Guarantee(residuals=rows((y - self.predicted_mean).abs() / self.stddev))
+        return {"residuals": rows((y - self.predicted_mean).abs() / self.stddev)}
 
 
 class NumericLikelihood(Likelihood[NumericPredictive]):
     """p(y | f) of numbers. Its methods are of one component c.
 
-    A new one defines `expected`, `total_variance`, `sample` and `log_density`, besides what every likelihood defines.
-    Its intervals are then right to some hundredths of the probability; `mass` makes them exact.
+    Intervals of a new one are right to some hundredths of the probability; `mass` makes them exact.
 
     Attributes:
         resolution: half the distance of neighbouring targets or less; 0 where targets are real.
@@ -159,44 +174,21 @@ class NumericLikelihood(Likelihood[NumericPredictive]):
         """n draws of y."""
 
     @abstractmethod
-    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
-        """y, (..., batch, ...) → log p(y), (..., batch); factorises once."""
+    def log_density(self, c: Component, y: Tensor) -> Tensor:
+        """log p(y), (..., batch), of y, (..., batch, ...)."""
 
     def noise_variance(self, c: Component) -> Tensor:
         """σ² of the observations, 0 where there is none."""
         return c.mean.new_zeros(()) if c.noise_variance is None else c.noise_variance.to(c.mean)
 
-    def mass(self, c: Component, upper: bool) -> Callable[[Tensor], Tensor]:
-        """y → P(Y > y) if `upper`, else P(Y ≤ y), for each output, in float64; by draws."""
+    def mass(self, c: Component, y: Tensor, upper: bool) -> Tensor:
+        """P(Y > y) if `upper`, else P(Y ≤ y), for each output, in float64; by draws."""
         draws = self.fixed_draws(c, 0)
-        return lambda y: (draws > y if upper else draws <= y).double().mean(dim=0)
-
-    def bracket(self, c: Component, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
-        """Two bounds between which the quantile lies, E[y] ± sd[y] √(1/tail − 1), by Cantelli's inequality."""
-        centre, stddev = self.expected(c).double(), self.total_variance(c).double().sqrt()
-        reach = stddev * math.sqrt(1 / tail - 1)
-        return (centre - reach).nan_to_num(-_FAR).clamp(min=-_FAR), (centre + reach).nan_to_num(_FAR).clamp(max=_FAR)
-
-    def quantile(self, c: Component, tail: float, upper: bool) -> Tensor:
-        """The least y with P(Y ≤ y) ≥ `tail`, or with P(Y > y) ≤ `tail`."""
-        return self.halved(self.mass(c, upper), self.bracket(c, tail, upper), tail, upper).to(c.mean)
-
-    def halved(
-        self, mass: Callable[[Tensor], Tensor], bracket: tuple[Tensor, Tensor], tail: float, upper: bool
-    ) -> Tensor:
-        """The quantile of a mass by halving its bracket."""
-        low, high = bracket[0].double(), bracket[1].double()
-        for _ in range(_HALVINGS):
-            if bool((high - low <= self.resolution).all()):
-                break
-            middle = (low + high) / 2
-            below = mass(middle) > tail if upper else mass(middle) < tail
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return (high.round() if self.resolution else (low + high) / 2).to(bracket[0])
+        return (draws > y if upper else draws <= y).double().mean(dim=0)
 
     def entropy(self, c: Component) -> Tensor:
         """The entropy of y, one number per example: the mean of −log p over 256 draws, always the same ones."""
-        return -self.log_density(c)(self.fixed_draws(c, 0)).mean(dim=0)
+        return -self.log_density(c, self.fixed_draws(c, 0)).mean(dim=0)
 
     def fixed_draws(self, c: Component, seed: int) -> Tensor:
         """256 draws of y, the same at every call."""
@@ -215,28 +207,19 @@ class GaussianLikelihood(NumericLikelihood):
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, means and standard deviations, (n, batch, ..., k)."""
 
-    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
+    def log_density(self, c: Component, y: Tensor) -> Tensor:
         """log Σ w N(y; mean, stddev²), summed over targets."""
         weights, means, stddevs = self.gaussians(c)
-        constant, first = weights.log() - stddevs.log() - 0.5 * math.log(2 * math.pi), -means.dim()
+        first = -means.dim()
+        white = (y.unsqueeze(first) - means) / stddevs
+        scores = weights.log() - stddevs.log() - 0.5 * math.log(2 * math.pi) - 0.5 * white.square()
+        return summed(scores.logsumexp(first), means.dim() - 1)
 
-        def density(y: Tensor) -> Tensor:
-            white = (y.unsqueeze(first) - means) / stddevs
-            return summed(torch.logsumexp(constant - 0.5 * white.square(), first), means.dim() - 1)
-
-        return density
-
-    def mass(self, c: Component, upper: bool) -> Callable[[Tensor], Tensor]:
+    def mass(self, c: Component, y: Tensor, upper: bool) -> Tensor:
         """Σ w P(N(mean, stddev²) ≤ y), or > y; `torch.special.ndtr` loses the digits of small ones."""
         weights, means, stddevs = (part.double() for part in self.gaussians(c))
         scale = stddevs.clamp(min=torch.finfo(torch.float64).tiny) * (math.sqrt(2) if upper else -math.sqrt(2))
-        return lambda y: (weights * torch.erfc((y - means) / scale)).sum(dim=0) / 2
-
-    def bracket(self, c: Component, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
-        """The least and the greatest of the Gaussians' quantiles."""
-        _, means, stddevs = self.gaussians(c)
-        ends = means + (1 if upper else -1) * level_quantile(1 - 2 * tail) * stddevs
-        return ends.amin(dim=0), ends.amax(dim=0)
+        return (weights * torch.erfc((y - means) / scale)).sum(dim=0) / 2
 
 
 class Regression(GaussianLikelihood):
@@ -258,102 +241,55 @@ class Regression(GaussianLikelihood):
         ones = torch.ones_like(outputs)
         return ones if noise_variance is None else ones / noise_variance.to(outputs)
 
-    def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Targets in the outputs' shape; the error names the likelihood that outputs of another shape are of."""
-        try:
-            return like(targets, outputs)
-        except MatchError as error:
-            if targets.dim() == 0 or not len(targets) == len(outputs) > 0:
-                raise
-            outputs_of_one, targets_of_one = outputs[0].numel(), targets[0].numel()
-            if outputs_of_one == 2 * targets_of_one:
-                hint = "means and log-variances are likelihood='heteroscedastic'"
-            elif targets_of_one == 1 and not targets.is_floating_point() and outputs_of_one > 1:
-                hint = "class indices are likelihood='classification'"
-            else:
-                raise
-            raise MatchError(f"{error}. One output per target is likelihood='regression'; {hint}") from None
-
     def expected(self, c: Component) -> Tensor:
         """E[y] = E[f]."""
         return c.mean
 
-    def _noise(self, c: Component) -> Tensor:
-        """σ², with a warning where it is not known."""
-        if c.noise_variance is None:
-            warn(
-                "the noise of the observations is not known and counts as 0, so this is the network's uncertainty "
-                "alone: calibrate(posterior, held_out, likelihood='regression') estimates it, "
-                "posterior.replace(noise_variance=...) gives it, and predictive.variance is that of the function "
-                "without a warning"
-            )
-        return self.noise_variance(c)
-
     def total_variance(self, c: Component) -> Tensor:
         """Var[y] = Var[f] + σ²."""
-        return c.variance + self._noise(c)
+        return c.variance + self.noise_variance(c)
 
-    def _total_covariance(self, c: Component, covariance: Tensor) -> Tensor:
-        return covariance + torch.diag_embed(rows(self._noise(c).expand(c.mean.shape)))
+    def _joint(self, c: Component) -> Any:
+        """N(E[f], Cov[f] + σ²) over the outputs of an example, where the covariance is known."""
+        if c.covariance is None:
+            return None
+        noise = torch.diag_embed(rows(self.noise_variance(c).expand(c.mean.shape)))
+        return MultivariateNormal(rows(c.mean), c.covariance + noise, validate_args=False)
 
     def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
         """f + N(0, σ²)."""
         noise = normal_like(c.mean, n, generator)
-        return function_draws(c, n, generator) + noise * self._noise(c).sqrt()
+        return function_draws(c, n, generator) + noise * self.noise_variance(c).sqrt()
 
     def entropy(self, c: Component) -> Tensor:
         """½ log det(2πe Cov[y]); of independent outputs where the covariance is not known."""
-        if c.covariance is None:
-            return (0.5 * (2 * math.pi * math.e * rows(self.total_variance(c))).log()).sum(dim=1)
-        log_det: Tensor = torch.linalg.slogdet(self._total_covariance(c, c.covariance)).logabsdet
-        return 0.5 * (log_det + c.covariance.shape[-1] * math.log(2 * math.pi * math.e))
+        if (joint := self._joint(c)) is not None:
+            found: Tensor = joint.entropy()
+            return found
+        return (0.5 * (2 * math.pi * math.e * rows(self.total_variance(c))).log()).sum(dim=1)
 
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """One, N(E[f], Var[f] + σ²)."""
         return torch.ones_like(c.mean[None]), c.mean[None], self.total_variance(c).sqrt().expand(c.mean.shape)[None]
 
-    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
+    def log_density(self, c: Component, y: Tensor) -> Tensor:
         """log N(y; E[f], Cov[f] + σ²)."""
-        if c.covariance is None:
-            return super().log_density(c)
-        root: Tensor = torch.linalg.cholesky(self._total_covariance(c, c.covariance))
-        log_det = root.diagonal(dim1=1, dim2=2).log().sum(dim=1) + 0.5 * root.shape[-1] * math.log(2 * math.pi)
-
-        def joint(y: Tensor) -> Tensor:
-            residual = (y - c.mean).reshape(*y.shape[: y.dim() - c.mean.dim() + 1], -1, 1)
-            white: Tensor = torch.linalg.solve_triangular(root, residual, upper=False).squeeze(-1)
-            return -0.5 * white.square().sum(dim=-1) - log_det
-
-        return joint
+        if (joint := self._joint(c)) is None:
+            return super().log_density(c, y)
+        found: Tensor = joint.log_prob(y.reshape(*y.shape[: y.dim() - c.mean.dim()], *joint.loc.shape))
+        return found
 
     def distance(self, c: Component, y: Tensor) -> Tensor:
         """√(rᵀ (Cov[f] + σ²)⁻¹ r), r = y − E[f]: the studentised residual |r|/√(σ² + Var[f]) of a single output.
 
-        For an example that the posterior has not seen this is, in a linear model, the textbook's |r|/(σ√(1 − h)), r and
-        h those of a fit with it. One that was trained on has pulled f towards itself, which is not corrected for:
-        Var[f] of a network is far too rough for that.
+        An example that was trained on has pulled f towards itself, which is not corrected for: Var[f] of a network is
+        far too rough for that.
         """
-        if c.covariance is None:
+        if (joint := self._joint(c)) is None:
             return super().distance(c, y)
-        residual = rows(y - c.mean)
-        white = torch.linalg.solve(self._total_covariance(c, c.covariance), residual.unsqueeze(-1)).squeeze(-1)
-        found: Tensor = (residual * white).sum(dim=-1).clamp(min=0).sqrt()
-        return found
-
-    def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
-        """Counts to which the exponentials of the outputs are nearer than the outputs: these are log-rates."""
-        if targets is None:
-            return None
-        if not bool(((targets >= 0) & (targets == targets.floor())).all()) or not bool((targets > 1).any()):
-            return None
-        away, away_of_rates = ((targets - f).double().square().mean() for f in (outputs, outputs.exp()))
-        if not bool(away_of_rates < away):
-            return None
-        return (
-            "the targets are counts, and exp(output) is nearer to them than the output is (root mean squared error "
-            f"{float(away_of_rates.sqrt()):.3g} against {float(away.sqrt()):.3g}), as of a network that was trained "
-            "for log-rates: use likelihood='poisson'"
-        )
+        residual = rows(y - c.mean).unsqueeze(-1)
+        white: Tensor = torch.linalg.solve_triangular(joint.scale_tril, residual, upper=False).squeeze(-1)
+        return white.square().sum(dim=-1).sqrt()
 
 
 class Heteroscedastic(GaussianLikelihood):
@@ -372,7 +308,8 @@ class Heteroscedastic(GaussianLikelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
-        return _nll(targets, *outputs.chunk(2, dim=-1)).mean(dim=(1, 2))
+        mean, log_variance = outputs.chunk(2, dim=-1)
+        return 0.5 * ((targets - mean).square() * (-log_variance).exp() + log_variance).mean(dim=(1, 2))
 
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp(−g) for the means, ½ for the log-variances."""
@@ -411,49 +348,14 @@ class Heteroscedastic(GaussianLikelihood):
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """One for each node, or draw, of g."""
         (mean, centre), (variance, width) = c.mean.chunk(2, dim=-1), c.variance.chunk(2, dim=-1)
-        if c.draws is None:
-            z, weights = nodes_like(_NODES_PER_UNIT, centre)
-            away = z * width.sqrt()
-        else:
-            away = c.draws.chunk(2, dim=-1)[1] - centre
-            weights = torch.full_like(away[:, :1], 1 / len(away))
+        weights, g = nodes(_NODES_PER_UNIT, centre, width, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
+        away = g - centre
         if c.covariance is not None:
             k = mean.shape[-1]
             cross = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
             slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
             mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
-        return weights, mean.expand_as(away), (variance + (centre + away).exp()).sqrt()
-
-    def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
-        """Targets that are likelier by far, half of them and all together, under another reading of the outputs."""
-        if targets is None or len(targets) < FEWEST_TO_JUDGE:
-            return None
-        f, y = outputs.double(), targets.double()
-        mean, spread = f.chunk(2, dim=-1)
-        k = mean.shape[-1]
-        halves = "torch.cat([(f := model(x).chunk(2, -1))[0], {} * f[1].log()], -1)"
-        doubled = f"model(x) * torch.tensor({[1.0] * k + [2.0] * k})"
-        readings = {
-            "log-variances first, then means": (spread, mean, f"model(x).roll({k}, -1)"),
-            "means, then log standard deviations": (mean, 2 * spread, doubled),
-        }
-        if bool((spread > 0).all()):
-            readings["means, then variances"] = mean, spread.log(), halves.format(1)
-            readings["means, then standard deviations"] = mean, 2 * spread.log(), halves.format(2)
-        if k > 1:
-            one, two = f.reshape(*mean.shape, 2).unbind(dim=-1)
-            code = "torch.cat([model(x)[..., ::2], model(x)[..., 1::2]], -1)"
-            readings["a mean and a log-variance for one target after the other"] = one, two, code
-        own = _nll(y, mean, spread)
-        gains = {words: own - _nll(y, m, g) for words, (m, g, _) in readings.items()}
-        words, gain = max(gains.items(), key=lambda item: float(item[1].median()))
-        if not bool(gain.median() > _CLEARLY) or not bool(gain.mean() > _CLEARLY):
-            return None
-        return (
-            f"the held-out targets are likelier by {float(gain.median()):.2g} nats if the outputs are {words}, but "
-            "likelihood='heteroscedastic' takes them for means, then log-variances: pass "
-            f"forward=lambda model, x: {readings[words][2]}, or train on if they are means and log-variances"
-        )
+        return weights, mean.expand_as(away), (variance + g.exp()).sqrt()
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -466,16 +368,14 @@ def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
     return z.to(mean), (-0.5 * z.square()).softmax(dim=0).to(mean)
 
 
+def nodes(per_unit: int, mean: Tensor, variance: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and values, (n, batch, ...), that stand for f: quadrature over a Gaussian, or its draws."""
+    if draws is not None:
+        return torch.full_like(draws[:, :1], 1 / len(draws)), draws
+    z, weights = nodes_like(per_unit, mean)
+    return weights, mean + z * variance.sqrt()
+
+
 def summed(terms: Tensor, dims: int) -> Tensor:
     """(..., batch, ...) of which the last `dims` are the batch and an example's, summed over outputs: (..., batch)."""
     return terms.unsqueeze(-1).flatten(terms.dim() - dims + 1).sum(dim=-1)
-
-
-def level_quantile(level: float) -> float:
-    """z with P(|N(0, 1)| ≤ z) = level."""
-    return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).item()
-
-
-def _nll(y: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """−log N(y; m, exp g) without its constant."""
-    return 0.5 * ((y - mean).square() * (-log_variance).exp() + log_variance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,24 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam._checks import positive, require_kind
+from bayesadam._checks import positive
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
-from bayesadam.merging.networks import (
-    AnyPath,
-    BaseSource,
-    Network,
-    Source,
-    check_alike,
-    check_base,
-    labels_of,
-    network_of,
-    warn_of_copies,
-)
+from bayesadam.merging.networks import AnyPath, BaseSource, Network, Source, check_alike, network_of, networks_of
 from bayesadam.merging.report import MergeReport, Sums
 from bayesadam.readers import CheckpointKeywords, warn_of_memory, working_dtype
 from bayesadam.readers.curvature import PIECE
@@ -44,8 +33,6 @@ MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
 # Below it the second moments of training lie on different weights, as those of networks that know different classes.
 LEAST_OVERLAP = 0.5
 LEAST_GRADIENTS = 50
-# The most that conjugate gradients may leave, of |b|.
-_RESIDUAL = 0.05
 
 
 class Merged(dict[str, Tensor]):
@@ -84,20 +71,6 @@ def merge(
     averaged, batch norm's running statistics among them; integers are the first model's. The factors of a LoRA adapter
     are merged as their product. The report says which were.
 
-    >>> from bayesadam import Posterior
-    >>> def fine_tuned(seed):
-    ...     torch.manual_seed(seed)
-    ...     model = torch.nn.Linear(2, 1)
-    ...     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
-    ...     for _ in range(100):
-    ...         optimizer.zero_grad()
-    ...         model(torch.randn(8, 2)).square().mean().backward()
-    ...         optimizer.step()
-    ...     return Posterior.from_optimizer(model, optimizer, n_data=800)
-    >>> merged = merge([fine_tuned(0), fine_tuned(1)])
-    >>> sorted(merged)
-    ['bias', 'weight']
-
     Args:
         models: posteriors, paths of what trainers saved, or pairs of paths (weights, optimiser's state).
         method: one of the three; None is gradient matching with a base, else Fisher.
@@ -128,11 +101,9 @@ def merge_checkpoints(
     The memory is that of the largest tensor in all models; by Kronecker factors, also that of the bases in the
     optimisers' states. The folder of `out` is made if absent.
     """
-    require_kind(out, (str, os.PathLike), "out")
     out = Path(out)
     if out.suffix != ".safetensors":
         raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
-    require_kind(paths, (list, tuple), "paths")
     sources = [*paths, *([] if base is None else [base])]
     keep_apart(out, *(Path(part) for each in sources for part in (each if isinstance(each, tuple) else (each,))))
     plan = plan_of(paths, method, base, weights, options)
@@ -150,14 +121,11 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
     did not train has no curvature there. Of Kronecker factors F is the diagonal of V: directions across the weights of
     a layer are not compared, and two networks that depend on different ones may overlap all the same.
     """
-    _check_options(options)
-    networks = [network_of(source, f"model {i}", options) for i, source in enumerate((a, b), 1)]
-    check_alike(networks, {})
+    networks = networks_of((a, b), options)
     tied = _tied_names(networks)
     trained = [n for n in networks[0].outline if n not in tied and any(n in each.owners for each in networks)]
-    sums = _sums(networks, trained, (1.0, 1.0), torch.ones(2)).values()
-    total = Sums.total(sums) if sums else None
-    if total is None or not bool((total.curvature > 0).all()):
+    total = Sums.total(_sums(networks, trained, torch.ones(2)).values())
+    if not bool((total.curvature > 0).all()):
         raise MatchError("one of the two networks has no curvature at all: v̂ is 0 throughout")
     return total.overlap(0, 1)
 
@@ -166,16 +134,16 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
 class Plan:
     """Models that fit together, and all that their merge depends on.
 
-    `counts` are α; `scales` the factors on v̂ of each model, α among them, and of the base; `tied` the first name of
-    every tied tensor by its other names; `sums` over each parameter's curvature. δ is `matching_share` of the mean of
-    Fᵢ over all weights and models, or `kronecker_share` of the mean of a parameter's Σ Kᵢ over its weights.
+    `scales` are the factors on v̂ of each model, α among them, and of the base; `tied` the first name of every tied
+    tensor by its other names; `adapters` the merged factors of LoRA; `sums` are over each parameter's curvature. δ is
+    `matching_share` of the mean of Fᵢ over all weights and models, or `kronecker_share` of the mean of a parameter's
+    Σ Kᵢ over its weights.
     """
 
     networks: Sequence[Network]
     method: str
     base: Network | None
-    scales: Sequence[float]
-    counts: Tensor
+    scales: Tensor
     tied: Mapping[str, str]
     adapters: Mapping[str, Tensor]
     sums: Mapping[str, Sums]
@@ -209,23 +177,18 @@ class Plan:
         first = self.networks[0].weights[name].detach()
         if not (first.is_floating_point() or first.is_complex()):
             return first
+        # A tensor that no model trained has no curvature, and Fisher's merge of it is the average.
+        parts = (METHODS[self.method] if name in self.sums else _fisher)(self, name)
         found, start = torch.empty_like(first, memory_format=torch.contiguous_format), 0
-        for part in METHODS[self.method](self, name) if name in self.sums else _average(self, name):
+        for part in parts:
             found.view(-1)[start : start + len(part)] = part
             start += len(part)
         return found
 
 
-def _average(plan: Plan, name: str) -> Iterator[Tensor]:
-    """Σ αᵢ θᵢ / Σ αᵢ in pieces of the flat parameter; to the bit the same where all are the same."""
-    for theta, _ in _stacked(plan.networks, name, plan.scales):
-        alpha = (plan.counts / plan.counts.sum()).to(theta)[:, None]
-        yield torch.where((theta == theta[0]).all(dim=0), theta[0], (alpha * theta).sum(dim=0))
-
-
 def _fisher(plan: Plan, name: str) -> Iterator[Tensor]:
     for theta, curvature in _stacked(plan.networks, name, plan.scales):
-        yield methods.fisher(theta, curvature, plan.counts)
+        yield methods.fisher(theta, curvature, plan.scales[:-1])
 
 
 def _gradient_matching(plan: Plan, name: str) -> Iterator[Tensor]:
@@ -241,19 +204,24 @@ def _kronecker(plan: Plan, name: str) -> Iterator[Tensor]:
         yield from parts
         return
     start = torch.cat(list(parts)).reshape(plan.networks[0].outline[name].shape)
-    trained = [(each, k) for each, k in zip(plan.networks, plan.scales, strict=False) if name in each.owners]
-    thetas = torch.stack([each.weights[name].detach().to(start) for each, _ in trained])
-    operators = [_operator(each, name, scale, start) for each, scale in trained]
-    diagonals = [each.moment(name).to(start) * scale for each, scale in trained]  # type: ignore[union-attr]
+    thetas, operators, diagonal = [], [], torch.zeros_like(start)
+    for each, scale in zip(plan.networks, plan.scales.tolist(), strict=False):
+        if name in each.owners:
+            thetas.append(each.weights[name].detach().to(start))
+            operators.append(_operator(each, name, scale, start))
+            diagonal += each.moment(name).to(start) * scale  # type: ignore[union-attr]
     mean = float(plan.sums[name].curvature.sum()) / plan.sums[name].weights
-    delta = plan.kronecker_share * mean or 1.0
-    found, left = methods.kronecker(thetas, operators, torch.stack(diagonals).sum(dim=0), start, delta)
-    if not left <= _RESIDUAL:
-        warn(
-            f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many decades. "
-            "Compare with method='fisher'"
-        )
-    yield found.reshape(-1)
+    yield methods.kronecker(thetas, operators, diagonal, start, plan.kronecker_share * mean or 1.0).reshape(-1)
+
+
+def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
+    structure, owner = network.gaussian.structure, network.owners[name]  # type: ignore[union-attr]
+    values, dims = structure.second_moment[owner].to(like) * scale, like.dim()
+    if owner not in structure.bases:
+        return values.mul
+    rotation = structure.bases[owner].to(like.device, like.dtype)
+    return lambda x: rotation.out_of(rotation.into(x, dims) * values, dims)
 
 
 # A method is a function of a plan and a parameter's name that yields the merged parameter in flat pieces.
@@ -272,103 +240,67 @@ def plan_of(
     options: CheckpointKeywords,
 ) -> Plan:
     """Read the models, check that they fit together, and warn of what makes a merge bad."""
-    if isinstance(models, str) or not isinstance(models, Sequence) or len(models) < 2:
-        raise SettingError(
-            "merging takes one list of two or more models, merge([a, b]): posteriors, or paths of checkpoints"
-        )
-    _check_options(options)
-    method = _chosen_method(method, base)
-    counts = _counts(weights, len(models))
-    named = zip(models, labels_of(models), strict=True)
-    networks = [network_of(source, label, options, bases=method == "kronecker") for source, label in named]
+    if method is None:
+        method = "fisher" if base is None else "gradient-matching"
+    if method not in METHODS:
+        known = ", ".join(map(repr, METHODS))
+        raise SettingError(f"method must be one of {known}, got {method!r}: give all models in one list, merge([a, b])")
+    if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None):
+        raise SettingError("method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none")
+    networks = networks_of(models, options, bases=method == "kronecker")
     start = None if base is None else network_of(base, "the base", options, trained=False)
-    outline = networks[0].outline
-    pairs = {name: pair for pair in pairs_in(outline) for name in (pair.down, pair.up)}
-    check_alike(networks, pairs)
+    outline, pairs, tied = networks[0].outline, pairs_in(networks[0].outline), _tied_names(networks)
     if pairs and method != "fisher":
         raise SettingError(f"LoRA adapters are merged by method='fisher', not {method!r}")
-    tied = _tied_names(networks)
-    plain = [name for name in outline if name not in tied and name not in pairs]
+    scales, notes = _scales(networks, start, weights, method)
+    adapters, sums = _merged_adapters(networks, pairs, scales[:-1], notes)
+    plain = [name for name in outline if name not in tied and name not in adapters]
     trained = [name for name in plain if any(name in each.owners for each in networks)]
     if start is not None:
-        check_base(start, networks[0], trained)
-    scales, notes = _scales(networks, start, counts, method)
-    adapters, sums = _merged_adapters(networks, list(dict.fromkeys(pairs.values())), counts, notes)
-    sums |= _sums(networks, trained, scales, counts)
+        check_alike(networks[0], start, trained)
+    sums |= _sums(networks, trained, scales)
     if not sums:
         raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
     if method == "kronecker":
         _check_bases(networks, trained)
-    warn_of_copies(networks if start is None else [start, *networks], [*trained, *pairs])
+    _warn_of_copies(networks if start is None else [start, *networks], [*trained, *adapters])
     for network in networks:
         warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
     _warn_of_overlap(Sums.total(sums.values()), networks)
-    partly = [name for name in trained if not all(name in each.owners for each in networks)]
-    others = [name for name in plain if name not in set(trained)]
-    whole = [name for name in others if not (outline[name].is_floating_point() or outline[name].is_complex())]
-    for names, words in (
-        (partly, "that not every model trained come from those that did"),
-        ([name for name in others if name not in set(whole)], "that no model trained were averaged"),
-        (whole, f"of integers are those of {networks[0].label}"),
-    ):
-        if names:
-            notes.append(f"{len(names)} tensors {words}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
-    return Plan(networks, method, start, scales, counts, tied, adapters, sums, notes)
-
-
-def _check_options(options: CheckpointKeywords) -> None:
-    if options.get("optimizer_path") is not None:
-        raise SettingError(
-            "optimizer_path= is the file of one state, and merging reads several: in place of the path of the weights "
-            "pass the pair (weights, state)"
-        )
-
-
-def _chosen_method(method: object, base: object) -> str:
-    if method is None:
-        return "fisher" if base is None else "gradient-matching"
-    if not isinstance(method, str) or method not in METHODS:
-        raise SettingError(
-            f"method must be one of {', '.join(map(repr, METHODS))}, got "
-            f"{repr(method) if isinstance(method, str) else type(method).__name__}: give all models in one list, "
-            "merge([a, b]), and the network before fine-tuning as base="
-        )
-    if method == "gradient-matching" and base is None:
-        raise SettingError(
-            "method='gradient-matching' needs base=, the network before fine-tuning; method='fisher' does without"
-        )
-    if method == "fisher" and base is not None:
-        raise SettingError("method='fisher' makes no use of base=: leave one of the two out")
-    return method
-
-
-def _counts(weights: Sequence[float] | None, models: int) -> Tensor:
-    if weights is None:
-        return torch.ones(models)
-    if isinstance(weights, str) or len(weights) != models:
-        raise SettingError(f"weights must have one number for each of the {models} models, got {weights!r}")
-    for number in weights:
-        positive("each of weights", number, "how much a model is to count")
-    return torch.tensor([float(number) for number in weights])
+    kinds: dict[str, list[str]] = {}
+    for name in plain:
+        if name not in sums:
+            real = outline[name].is_floating_point() or outline[name].is_complex()
+            way = "that no model trained were averaged" if real else f"of integers are those of {networks[0].label}"
+            kinds.setdefault(way, []).append(name)
+        elif not all(name in each.owners for each in networks):
+            kinds.setdefault("that not every model trained come from those that did", []).append(name)
+    for way, names in kinds.items():
+        notes.append(f"{len(names)} tensors {way}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    return Plan(networks, method, start, scales, tied, adapters, sums, notes)
 
 
 def _scales(
-    networks: Sequence[Network], base: Network | None, counts: Tensor, method: str
-) -> tuple[list[float], list[str]]:
+    networks: Sequence[Network], base: Network | None, weights: Sequence[float] | None, method: str
+) -> tuple[Tensor, list[str]]:
     """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
-    scales: list[float] = [*counts.tolist(), 1.0]
+    counts = [1.0] * len(networks) if weights is None else list(weights)
+    if len(counts) != len(networks):
+        raise SettingError(f"weights must have one number for each of the {len(networks)} models, got {weights!r}")
+    for number in counts:
+        positive("each of weights", number, "how much a model is to count")
+    scales = torch.tensor([*map(float, counts), 1.0])
     notes: list[str] = []
-    concerned = [*networks, *([base] if base is not None and base.gaussian else [])]
+    concerned = [*networks, *([base] if base is not None and base.gaussian else [])] if method != "fisher" else []
     for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
-        known = [getattr(each, key) for each in concerned if method != "fisher"]
-        unknown = [each.label for each, number in zip(concerned, known, strict=False) if number is None]
+        unknown = [each.label for each in concerned if getattr(each, key) is None]
         if unknown:
             notes.append(
                 f"{words} of {', '.join(unknown)} is not known, and was taken to be the same for all: where it is not, "
                 "let each model's weight be in proportion to N B"
             )
         else:
-            scales[: len(known)] = [scale * float(number) for scale, number in zip(scales, known, strict=False)]
+            scales[: len(concerned)] *= torch.tensor([float(getattr(each, key)) for each in concerned])
     return scales, notes
 
 
@@ -379,7 +311,7 @@ def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
     return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
 
 
-def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+def _stacked(networks: Sequence[Network], name: str, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """θ and F = scale × v̂ of a parameter in pieces of the flat tensor, (models, n) each; F = 0 without a state."""
     flat = [each.weights[name].detach().reshape(-1) for each in networks]
     kind, device = working_dtype(flat[0].dtype), flat[0].device
@@ -387,29 +319,18 @@ def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) ->
     rows = [zeros if v is None else v.reshape(-1) for v in (each.moment(name) for each in networks)]
     for start in range(0, len(flat[0]), PIECE):
         theta, v = (torch.stack([t[start : start + PIECE].to(device, kind) for t in each]) for each in (flat, rows))
-        yield theta, v.mul_(torch.tensor(scales[: len(v)]).to(v)[:, None])
+        yield theta, v.mul_(scales[: len(v), None].to(v))
 
 
-def _sums(
-    networks: Sequence[Network], names: Sequence[str], scales: Sequence[float], counts: Tensor
-) -> dict[str, Sums]:
+def _sums(networks: Sequence[Network], names: Sequence[str], scales: Tensor) -> dict[str, Sums]:
     return {
-        name: Sums.total(Sums.of(curvature, counts) for _, curvature in _stacked(networks, name, scales))
+        name: Sums.total(Sums.of(f, scales[: len(networks)]) for _, f in _stacked(networks, name, scales))
         for name in names
         if networks[0].outline[name].numel()
     }
 
 
-def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
-    structure, owner = network.gaussian.structure, network.owners[name]  # type: ignore[union-attr]
-    values, dims = structure.second_moment[owner].to(like) * scale, like.dim()
-    if owner not in structure.bases:
-        return values.mul
-    rotation = structure.bases[owner].to(like.device, like.dtype)
-    return lambda x: rotation.out_of(rotation.into(x, dims) * values, dims)
-
-
+@torch.no_grad()
 def _merged_adapters(
     networks: Sequence[Network], pairs: Sequence[Pair], counts: Tensor, notes: list[str]
 ) -> tuple[dict[str, Tensor], dict[str, Sums]]:
@@ -418,15 +339,16 @@ def _merged_adapters(
     sums: dict[str, Sums] = {}
     kinds: dict[str, str] = {}
     for pair in pairs:
-        with torch.no_grad():
-            adapters = _adapters(networks, pair)
-            ranks = [len(adapter.down) for adapter in adapters]
-            largest = ranks.index(max(ranks))
-            alpha = counts.to(adapters[0].up)[:, None, None]
-            curvature = alpha * torch.stack([adapter.curvature() for adapter in adapters])
-            change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
-            up, down = adapters[largest].nearest(change)
-        for name, factor in ((pair.up, up), (pair.down, down)):
+        adapters = [_adapter(each, pair, networks[0].weights[pair.up].device) for each in networks]
+        if len({adapter.scale is None for adapter in adapters}) > 1:
+            raise MatchError(
+                f"put adapter_config.json beside all weights: some scalings of {pair.prefix!r} are unknown"
+            )
+        ranks = [len(adapter.down) for adapter in adapters]
+        largest = ranks.index(max(ranks))
+        curvature = torch.stack([n * adapter.curvature() for n, adapter in zip(counts.tolist(), adapters, strict=True)])
+        change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
+        for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
             like = networks[largest].outline[name]
             merged[name] = factor.reshape(like.shape).to(like.dtype)
         sums[pair.down] = Sums.of(curvature.flatten(1), counts)
@@ -436,26 +358,16 @@ def _merged_adapters(
     return merged, sums
 
 
-def _adapters(networks: Sequence[Network], pair: Pair) -> list[Adapter]:
-    """Both factors of an adapter as matrices, in each of the networks."""
-    scales = [each.scaling(pair.prefix, pair.adapter, each.outline[pair.down].shape[0]) for each in networks]
-    if None in scales and any(scales):
-        raise MatchError(
-            f"the scaling of the adapter of {pair.prefix!r} is not known of {networks[scales.index(None)].label}: put "
-            "its adapter_config.json beside its weights, or merge posteriors of the live models"
-        )
-    device = networks[0].weights[pair.up].device
-
-    def factor(network: Network, name: str) -> tuple[Tensor, Tensor]:
+def _adapter(network: Network, pair: Pair, device: torch.device) -> Adapter:
+    """Both factors as matrices, with their second moments."""
+    tensors = []
+    for name in (pair.up, pair.down):
         weight, v = network.weights[name].detach(), network.moment(name)
         weight = weight.to(device, working_dtype(weight.dtype)).flatten(1)
-        return weight, torch.zeros_like(weight) if v is None else v.to(weight).flatten(1)
-
-    found = []
-    for network, scale in zip(networks, scales, strict=True):
-        (up, up_moment), (down, down_moment) = factor(network, pair.up), factor(network, pair.down)
-        found.append(Adapter(up, down, up_moment, down_moment, scale or 1.0))
-    return found
+        tensors.append((weight, torch.zeros_like(weight) if v is None else v.to(weight).flatten(1)))
+    (up, up_moment), (down, down_moment) = tensors
+    scale = network.scaling(pair.prefix, pair.adapter, len(down)) if network.scaling else None
+    return Adapter(up, down, up_moment, down_moment, scale)
 
 
 def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
@@ -463,14 +375,24 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
     for network in networks:
         if not any(network.has_bases(name) for name in trained):
             raise SettingError(
-                f"method='kronecker' needs eigenbases, and {network.label} has none: train with a Recorder or SOAP and "
-                "build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
+                f"method='kronecker' needs eigenbases, and {network.label} has none: see Recorder, or SOAP"
             )
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
             raise SettingError(
                 f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging needs "
                 f"{LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
+            )
+
+
+def _warn_of_copies(networks: Sequence[Network], names: Sequence[str]) -> None:
+    """Warn of networks whose trained weights are the same; reading ends with the first tensor that differs."""
+    for one, other in combinations(networks, 2):
+        pairs = ((one.weights[name].detach(), other.weights[name].detach()) for name in names)
+        if all(own.shape == theirs.shape and torch.equal(own, theirs.to(own)) for own, theirs in pairs):
+            warn(
+                f"{one.label} and {other.label} have the same weights: give each network once, with a larger number in "
+                "weights= where it is to count for more; base= is the network before fine-tuning"
             )
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 Operator = Callable[[Tensor], Tensor]
+# Conjugate gradients stop at this share of the right-hand side, or after so many steps.
+_TOLERANCE, _STEPS = 1e-3, 500
 
 
 def counted_shares(curvature: Tensor, counts: Tensor) -> Tensor:
@@ -30,7 +32,9 @@ def fisher(weights: Tensor, curvature: Tensor, counts: Tensor) -> Tensor:
     >>> fisher(torch.tensor([[1.0, 1.0], [5.0, 5.0]]), torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.ones(2))
     tensor([2., 3.])
     """
-    return counted_shares(curvature, counts).mul_(weights).sum(dim=0)
+    merged = counted_shares(curvature, counts).mul_(weights).sum(dim=0)
+    # To the bit the same where all are, and −inf stays what it is.
+    return torch.where((weights == weights[0]).all(dim=0), weights[0], merged)
 
 
 def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_curvature: Tensor, delta: float) -> Tensor:
@@ -50,44 +54,32 @@ def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_cur
 
 
 def kronecker(
-    weights: Tensor,
-    operators: Sequence[Operator],
-    diagonal: Tensor,
-    start: Tensor,
-    delta: float,
-    *,
-    tolerance: float = 1e-3,
-    most: int = 500,
-) -> tuple[Tensor, float]:
-    """θ of (Σ Kᵢ + δ I)(θ − θ_F) = Σ Kᵢ (θᵢ − θ_F), and the share of |b| that is left.
+    weights: Sequence[Tensor], operators: Sequence[Operator], diagonal: Tensor, start: Tensor, delta: float
+) -> Tensor:
+    """θ of (Σ Kᵢ + δ I)(θ − θ_F) = Σ Kᵢ (θᵢ − θ_F).
 
     Along directions in which the models have curvature it is (Σ Kᵢ)⁻¹ Σ Kᵢ θᵢ; where all have little beside δ it stays
     at θ_F, the merge by the diagonals. Solved by conjugate gradients preconditioned with the diagonal.
 
     Args:
-        weights: θᵢ, (models, *shape).
+        weights: θᵢ.
         operators: x → Kᵢ x, one a model, αᵢ in it.
         diagonal: that of Σ Kᵢ, of the parameter's shape.
         start: θ_F.
         delta: δ, positive.
-        tolerance: the share of the right-hand side b at which it stops.
-        most: the most steps.
     """
     residual = torch.stack([k(theta - start) for k, theta in zip(operators, weights, strict=True)]).sum(dim=0)
-    found, size, left = start.clone(), float(residual.norm()), 1.0
-    if size == 0:
-        return found, 0.0
+    found, size = start.clone(), float(residual.norm())
     direction = residual / (diagonal + delta)
     product = float((residual * direction).sum())
-    for _ in range(most):
+    for _ in range(_STEPS):
+        if float(residual.norm()) <= _TOLERANCE * size:
+            break
         image = sum((k(direction) for k in operators), delta * direction)
         step = product / float((direction * image).sum())
         found.add_(direction, alpha=step)
         residual.sub_(image, alpha=step)
-        left = float(residual.norm()) / size
-        if left <= tolerance:
-            break
         scaled = residual / (diagonal + delta)
         product, before = float((residual * scaled).sum()), product
         direction = scaled.add_(direction, alpha=product / before)
-    return found, left
+    return found

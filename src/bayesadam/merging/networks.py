@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
-from bayesadam._warnings import warn
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.gaussian.structure import outlined
 from bayesadam.gaussian.weights import GaussianWeights
-from bayesadam.lora import Pair, Scaling, scaling_of_folder, scaling_of_model
+from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
-from bayesadam.readers.rotated import RotatedReader
 
 AnyPath = str | os.PathLike[str]
 Source = GaussianWeights | AnyPath | tuple[AnyPath, AnyPath]
@@ -41,13 +38,13 @@ class Network:
     gaussian: GaussianWeights | None = None
     n_data: float | None = None
     batch_size: int | None = None
-    scaling: Scaling = field(default=lambda prefix, adapter, rank: None)
-    # The name in the Gaussian of each trained tensor, a tied one under all its names.
-    owners: Mapping[str, str] = field(init=False)
+    scaling: Scaling | None = None
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def owners(self) -> Mapping[str, str]:
+        """The name in the Gaussian of each trained tensor, a tied one under all its names."""
         trained = {self.identity[name]: name for name in (self.gaussian.mode if self.gaussian else ())}
-        object.__setattr__(self, "owners", {n: trained[key] for n, key in self.identity.items() if key in trained})
+        return {name: trained[key] for name, key in self.identity.items() if key in trained}
 
     @property
     def outline(self) -> Mapping[str, Tensor]:
@@ -86,22 +83,22 @@ def network_of(
     if isinstance(source, GaussianWeights):
         return _of_gaussian(source, label)
     if isinstance(source, nn.Module | Mapping) and not trained:
-        return _untrained(unwrap(source).state_dict() if isinstance(source, nn.Module) else source, label)
-    if isinstance(source, tuple) and len(source) == 2:
-        return _opened(Path(source[0]), Path(source[1]), label, options, bases)
-    if not isinstance(source, str | os.PathLike):
-        others = "" if trained else ", a model or a state dict"
+        tensors = unwrap(source).state_dict() if isinstance(source, nn.Module) else source
+        return Network(label, tensors, identities(tensors))
+    path, state = source if isinstance(source, tuple) else (source, None)
+    if not isinstance(path, str | os.PathLike):
         raise SettingError(
             f"cannot merge a {type(source).__name__}: pass posteriors, paths of checkpoints, or pairs of paths "
-            f"(weights, optimiser's state){others}. A model alone has no curvature: use Posterior.from_optimizer"
+            "(weights, optimiser's state). A model alone has no curvature: use Posterior.from_optimizer"
         )
     try:
-        return _opened(Path(source), None, label, options, bases)
+        return _opened(Path(path), state, label, options, bases)
     except FileError:
-        contents = None if trained else format_of(Path(source)).read(Path(source), None, None)
+        contents = None if trained else format_of(Path(path)).read(Path(path), None, None)
         if contents is None or contents.weights is None:
             raise
-        return _untrained(renamed(contents.weights, clean_names(contents.weights)), label)
+        tensors = renamed(contents.weights, clean_names(contents.weights))
+        return Network(label, tensors, identities(tensors))
 
 
 def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
@@ -120,7 +117,7 @@ def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
     return Network(label, weights, identity, gaussian, gaussian.n_data, gaussian.batch_size, scaling)
 
 
-def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywords, bases: bool) -> Network:
+def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKeywords, bases: bool) -> Network:
     options = {**options, "optimizer_path": state}
     try:
         checkpoint = read_checkpoint(path, **options)
@@ -129,96 +126,43 @@ def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywo
         if bases and _rotates(gaussian):
             gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, structure="kronecker", **options)
     except BayesAdamError as error:
-        # The argument of a reader of one checkpoint is a pair here.
-        said = str(error).replace("as optimizer_path=", "as the second of a pair (weights, state), in Python")
-        if isinstance(error, FileError) and path.exists():
-            said += ". The network before fine-tuning, which needs no state, is given as base="
-        raise type(error)(said if label in said else f"{label}: {said}") from error
-    weights = checkpoint.weights
-    scaling = scaling_of_folder(path)
+        hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
+        raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error
+    weights, scaling = checkpoint.weights, scaling_of_folder(path)
     return Network(label, weights, identities(weights), gaussian, known.n_data, known.batch_size, scaling)
 
 
 def _rotates(gaussian: GaussianWeights) -> bool:
     """Whether its file has the state of an optimiser with eigenbases."""
     match = gaussian.source.match if gaussian.source else None
-    return match is not None and any(isinstance(entry.reader, RotatedReader) for entry in match.entries)
+    return match is not None and any(entry.reader.factors is not None for entry in match.entries)
 
 
-def _untrained(tensors: Mapping[str, Tensor], label: str) -> Network:
-    outline = outlined(tensors)
-    if not outline or not all(isinstance(tensor, Tensor) for tensor in outline.values()):
-        raise MatchError(f"{label} is no state dict: it must have tensors by name")
-    return Network(label, tensors, identities(tensors))
+def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases: bool = False) -> list[Network]:
+    """The networks behind models, of one architecture: named by their files, by paths where these have one name."""
+    if isinstance(models, str) or not isinstance(models, Sequence) or len(models) < 2:
+        raise SettingError("merging takes one list of two or more models, merge([a, b]): posteriors, or paths")
+    if options.get("optimizer_path") is not None:
+        raise SettingError("pass the pair (weights, state) in place of a path: optimizer_path= is of one file")
+    firsts = [source[0] if isinstance(source, tuple) else source for source in models]
+    paths = [each if isinstance(each, str | os.PathLike) else f"model {i}" for i, each in enumerate(firsts, 1)]
+    names = [Path(path).name for path in paths]
+    labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    found = [network_of(source, label, options, bases=bases) for source, label in zip(models, labels, strict=True)]
+    pairs = pairs_in(found[0].outline)
+    ranks = {name for pair in pairs for name in (pair.down, pair.up)}
+    for other in found[1:]:
+        check_alike(found[0], other, {**found[0].outline, **other.outline}, ranks)
+    return found
 
 
-def labels_of(models: Sequence[Source]) -> list[str]:
-    """The names of files where these differ, their paths where they do not, numbers for posteriors; none twice."""
-    sources = [source if isinstance(source, tuple) else (source,) for source in models]
-    seen: list[tuple[Hashable, ...]] = []
-    for parts in sources:
-        key = tuple(Path(part).resolve() if isinstance(part, str | os.PathLike) else id(part) for part in parts)
-        if key in seen:
-            named = "one posterior" if isinstance(parts[0], GaussianWeights) else ", ".join(map(str, parts))
-            raise SettingError(
-                f"{named} is given twice, as models {seen.index(key) + 1} and {len(seen) + 1}: give each fine-tuned "
-                "network once. One that is to count for more has a larger number in weights="
-            )
-        seen.append(key)
-    paths = [str(parts[0]) if isinstance(parts[0], str | os.PathLike) else "" for parts in sources]
-    short = [Path(path).name for path in paths]
-    names = short if len(set(short)) == len(short) else paths
-    return [name or f"model {number}" for number, name in enumerate(names, 1)]
-
-
-def check_alike(networks: Sequence[Network], pairs: Mapping[str, Pair]) -> None:
-    """Refuse networks of another architecture, naming the first tensor that differs; adapters may differ in rank."""
-    first = networks[0]
-    for other in networks[1:]:
-        both = f"{first.label} and {other.label} are of different architectures"
-        missing = [name for name in first.outline if name not in other.outline]
-        unknown = [name for name in other.outline if name not in first.outline]
-        if missing or unknown:
-            name, owner, lacking = (missing[0], first, other) if missing else (unknown[0], other, first)
+def check_alike(first: Network, other: Network, names: Iterable[str], pairs: Container[str] = ()) -> None:
+    """Refuse networks of different architectures, naming the first tensor that differs; adapters may differ in rank."""
+    for name in names:
+        own, theirs = (each.outline[name].shape if name in each.outline else None for each in (first, other))
+        if own is None or theirs is None or (own != theirs and name not in pairs):
+            described = ["missing" if shape is None else f"of shape {tuple(shape)}" for shape in (own, theirs)]
             raise MatchError(
-                f"{both}: {owner.label} has {name!r}, {lacking.label} has not ({len(missing) + len(unknown)} such "
-                "names). Only networks of one architecture, fine-tuned from one start, can be merged"
+                f"{first.label} and {other.label} are of different architectures: {name!r} is {described[0]} in the "
+                f"one and {described[1]} in the other. Only networks fine-tuned from one start can be merged"
             )
-        for name, tensor in first.outline.items():
-            theirs = other.outline[name]
-            if tensor.shape != theirs.shape and name not in pairs:
-                raise MatchError(
-                    f"{both}: {name!r} has shape {tuple(tensor.shape)} in the one and {tuple(theirs.shape)} in the "
-                    "other"
-                )
-
-
-def check_base(base: Network, first: Network, trained: Sequence[str]) -> None:
-    """Refuse a base of another architecture."""
-    for name in trained:
-        shape, theirs = first.outline[name].shape, base.outline.get(name)
-        if theirs is None or theirs.shape != shape:
-            found = "nothing of that name" if theirs is None else f"of shape {tuple(theirs.shape)}"
-            raise MatchError(
-                f"the base is of another architecture: {first.label} has {name!r} of shape {tuple(shape)}, the base "
-                f"{found}"
-            )
-
-
-def warn_of_copies(networks: Sequence[Network], names: Sequence[str]) -> None:
-    """Warn of networks whose trained weights are the same; reading ends with the first tensor that differs."""
-    for one, other in combinations(networks, 2):
-        if all(_same(one, other, name) for name in names):
-            warn(
-                f"{one.label} and {other.label} have the same weights: is one a copy of the other, or were both read "
-                "from one model? Give each fine-tuned network once, with a larger number in weights= where it is to "
-                "count for more; base= is the network before fine-tuning"
-            )
-
-
-def _same(one: Network, other: Network, name: str) -> bool:
-    like, theirs = one.outline[name], other.outline[name]
-    if like.shape != theirs.shape or like.dtype != theirs.dtype:
-        return False
-    own = one.weights[name].detach()
-    return torch.equal(own, other.weights[name].detach().to(own.device))

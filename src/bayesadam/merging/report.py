@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bayesadam.merging.methods import counted_shares
 
-_WIDEST = 16
-
 
 @dataclass(frozen=True, eq=False)
 class Sums:
@@ -58,8 +56,8 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class MergedParameter:
-    """One parameter, or one layer: the mean share with which each model counted, and the least overlap of two."""
+class MergedLayer:
+    """One module: the mean share with which each model counted, and the least overlap of two."""
 
     name: str
     weights: int
@@ -67,10 +65,9 @@ class MergedParameter:
     overlap: float
 
     @classmethod
-    def of(cls, name: str, sums: Sums) -> MergedParameter:
+    def of(cls, name: str, sums: Sums) -> MergedLayer:
         """The row of the sums over its weights."""
-        shares = (sums.shares / max(sums.weights, 1)).tolist()
-        return cls(name, sums.weights, tuple(shares), sums.least_overlap())
+        return cls(name, sums.weights, tuple((sums.shares / sums.weights).tolist()), sums.least_overlap())
 
 
 @dataclass(frozen=True)
@@ -80,29 +77,25 @@ class MergeReport:
     Attributes:
         method: by which the models were merged.
         labels: the models', in the order of the shares.
-        parameters: every parameter that one of them has curvature of.
-        layers: the same by module.
+        layers: every module of which one of them has curvature.
         overlap: the least of two models over all weights, as by `similarity`.
         notes: what was merged in another way, and what was not known, in words.
     """
 
     method: str
     labels: tuple[str, ...]
-    parameters: tuple[MergedParameter, ...]
-    layers: tuple[MergedParameter, ...]
+    layers: tuple[MergedLayer, ...]
     overlap: float
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, method: str, labels: Sequence[str], sums: Mapping[str, Sums], notes: Iterable[str]) -> MergeReport:
         """The report of sums by parameter name."""
-        layers: dict[str, list[Sums]] = {}
+        parts: dict[str, list[Sums]] = {}
         for name, found in sums.items():
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(found)
-        rows = tuple(MergedParameter.of(name, found) for name, found in sums.items())
-        by_layer = tuple(MergedParameter.of(name, Sums.total(parts)) for name, parts in layers.items())
-        least = Sums.total(sums.values()).least_overlap()
-        return cls(method, tuple(labels), rows, by_layer, least, tuple(notes))
+            parts.setdefault(name.rpartition(".")[0] or name, []).append(found)
+        layers = tuple(MergedLayer.of(name, Sums.total(found)) for name, found in parts.items())
+        return cls(method, tuple(labels), layers, Sums.total(sums.values()).least_overlap(), tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -110,9 +103,8 @@ class MergeReport:
 
     def __str__(self) -> str:
         numbers = [f"model {number}" for number in range(1, len(self.labels) + 1)]
-        long = any(len(label) > _WIDEST for label in self.labels)
-        legend = [f"{number} is {label}" for number, label in zip(numbers, self.labels, strict=True)] if long else []
-        lines = [["layer", "weights", *(numbers if long else self.labels), "overlap"]]
+        legend = [f"{number} is {label}" for number, label in zip(numbers, self.labels, strict=True) if number != label]
+        lines = [["layer", "weights", *numbers, "overlap"]]
         for row in self.layers:
             lines.append([row.name, f"{row.weights:,}", *(f"{s:.1%}" for s in row.shares), f"{row.overlap:.2f}"])
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._checks import count, not_negative, positive
+from bayesadam.engine.rules import Perturbed, Step
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision
@@ -24,18 +24,15 @@ _SHARED = ("n_data", "samples", "seed", "passes")
 
 
 class PerturbedOptimizer(Optimizer, ABC):
-    """An optimiser that holds q = N(μ, 1/ρ), one precision ρ a weight, and asks for gradients at draws from it.
+    """An optimiser that holds a Gaussian q over the weights and asks for gradients at draws from it.
 
-    A subclass says how its curvature starts, what ρ is, which product of gradient and noise estimates the curvature,
-    and what a step does with the averages of both over the samples.
+    The equations are those of a rule of the engine.
     """
 
     reader: ClassVar[StateReader]
-    # The pass that is not in the sums yet, (parameter, gradient, noise); the sums of gradient and product; their
-    # passes.
+    # The last pass, (parameter, gradient, noise), not summed yet; the sums of gradient and product over the passes.
     _open: list[tuple[Tensor, Tensor, Tensor]]
     _sums: dict[Tensor, tuple[Tensor, Tensor]]
-    _passes: int
 
     def __init__(
         self,
@@ -46,40 +43,24 @@ class PerturbedOptimizer(Optimizer, ABC):
         samples: int,
         generator: torch.Generator | int | None,
     ) -> None:
-        shared = {"n_data": n_data, "samples": samples, "seed": _seed(generator), "passes": 0}
-        super().__init__(params, {**defaults, **shared})
+        if isinstance(generator, bool) or not isinstance(generator, torch.Generator | int | None):
+            raise SettingError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
+        seed = generator if isinstance(generator, int) else fresh_seed(generator)
+        super().__init__(params, {**defaults, "n_data": n_data, "samples": samples, "seed": seed, "passes": 0})
         self._start_over()
         self._inside = False
 
     @abstractmethod
-    def _check_own(self, settings: Group) -> None:
-        """Refuse the subclass's own settings."""
-
-    @abstractmethod
-    def _start(self, group: Group) -> float:
-        """What the curvature starts from."""
-
-    @abstractmethod
-    def _precision(self, curvature: Tensor, group: Group) -> Tensor:
-        """ρ, in new memory."""
-
-    @abstractmethod
-    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        """What is averaged over the samples with the gradient, in new memory."""
-
-    @abstractmethod
-    def _update(
-        self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
-    ) -> None:
-        """One step of μ, the momentum and the curvature, in place; `gradient` and `product` may be overwritten."""
+    def _rule(self, group: Group) -> Perturbed:
+        """The equations, with the settings of a group."""
 
     @abstractmethod
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
-        """δ of `Posterior`, such that it has the precision ρ."""
+        """δ of `Posterior`, such that it has q's precision."""
 
     @contextmanager
     def sampled_parameters(self) -> Iterator[None]:
-        """The parameters at one draw θ = μ + ε/√ρ; call `backward()` inside. On leaving, by whatever way, they are μ
+        """The parameters at one draw θ = μ + σ ε; call `backward()` inside. On leaving, by whatever way, they are μ
         again.
 
         The parameters' own memory is set aside, not written to, so what comes back is the very same bits. The gradients
@@ -98,7 +79,7 @@ class PerturbedOptimizer(Optimizer, ABC):
                 parameter.grad = None
                 parameter.data = (originals[parameter] + n).to(parameter.dtype)
             yield
-            self._open = [(p, _dense(p.grad, p), n) for p, n in noise.items() if p.grad is not None]
+            self._open = [(p, p.grad, n) for p, n in noise.items() if p.grad is not None]
         finally:
             for parameter, data in originals.items():
                 parameter.data = data
@@ -126,7 +107,13 @@ class PerturbedOptimizer(Optimizer, ABC):
                 loss = closure()
         with torch.no_grad():
             self._gather()
-            self._require_samples()
+            expected = self.param_groups[0]["samples"]
+            if self._passes != expected:
+                raise StateError(
+                    f"{type(self).__name__}.step() needs gradients at sampled weights of samples={expected} passes and "
+                    f"has {self._passes or 'none'} since the last step: call loss.backward() inside `with "
+                    "optimizer.sampled_parameters():`, so many times a step, and zero_grad() before them"
+                )
             for parameter, group in self._grouped():
                 if parameter in self._sums:
                     self._move(parameter, group)
@@ -163,18 +150,15 @@ class PerturbedOptimizer(Optimizer, ABC):
                 self._check(group)
             except KeyError as missing:
                 raise MatchError(
-                    f"not the state dict of a {type(self).__name__}: a parameter group has no {missing}, only "
-                    f"{sorted(map(str, group))}"
+                    f"not the state dict of a {type(self).__name__}: a parameter group has no {missing}"
                 ) from None
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the parameters' type, and rounds it.
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
-            if parameter.dtype != working_dtype(parameter.dtype) and parameter in self.state:
-                state = self.state[parameter]
-                for name, value in state_dict["state"][key].items():
-                    state[name] = value.to(state[name].device, copy=True)
+        # torch casts what it loads to the parameters' type, and rounds it: the state of 16-bit ones is float32.
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for key, parameter in zip(saved["params"], group["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    own = self.state[parameter]
+                    own[name] = value.to(own[name].device, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -187,45 +171,39 @@ class PerturbedOptimizer(Optimizer, ABC):
         not_negative("lr", settings["lr"])
         if len(betas := settings["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
-        self._check_own(settings)
 
     def _grouped(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Every parameter with its group, in the optimiser's order."""
         return ((parameter, group) for group in self.param_groups for parameter in group["params"])
 
     def _draw(self) -> dict[Tensor, Tensor]:
-        """ε/√ρ for each parameter that is trained."""
+        """σ ε for each parameter that is trained."""
         noise: dict[Tensor, Tensor] = {}
         for index, (parameter, group) in enumerate(self._grouped()):
-            if parameter.requires_grad:
-                curvature = self._state_of(parameter, group)[self.reader.key]
-                seed = stream_seed(group["seed"], "pass", group["passes"], index)
-                scale = self._precision(curvature, group).rsqrt_()
-                noise[parameter] = standard_normal(curvature.shape, curvature, seed).mul_(scale)
+            if not parameter.requires_grad:
+                continue
+            if parameter.is_complex():
+                raise SettingError(
+                    f"a parameter of shape {tuple(parameter.shape)} is complex: store it as two real ones"
+                )
+            rule, state = self._rule(group), self.state[parameter]
+            if not state:
+                weights = parameter.to(working_dtype(parameter.dtype))
+                state |= {"step": torch.zeros(()), **rule.start(weights, group["n_data"])}
+            seed = stream_seed(group["seed"], "pass", group["passes"], index)
+            scale = rule.gaussian(parameter, state, group["n_data"]).variance.sqrt_()
+            noise[parameter] = standard_normal(scale.shape, scale, seed).mul_(scale)
         for group in self.param_groups:
             group["passes"] += 1
         return noise
 
-    def _state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            if parameter.is_complex():
-                raise SettingError(
-                    f"a parameter of shape {tuple(parameter.shape)} is complex ({parameter.dtype}): freeze it, "
-                    "or store "
-                    "it as two real tensors"
-                )
-            state["step"] = torch.zeros(())
-            state["momentum"] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
-            state[self.reader.key] = torch.full_like(state["momentum"], self._start(group))
-        return state
-
     def _gather(self) -> None:
         """Add the last pass to the sums; only now, so that its gradients can be clipped after the block."""
+        rule = self._rule(self.param_groups[0])
         for parameter, gradient, noise in self._open:
             # A copy: data-parallel training reuses the memory of its gradients.
-            gradient = gradient.detach().to(working_dtype(parameter.dtype), copy=True)
-            product = self._product(gradient, noise)
+            gradient = gradient.detach().to_dense().to(noise.dtype, copy=True)
+            product = rule.product(gradient, noise)
             if parameter in self._sums:
                 self._sums[parameter][0].add_(gradient)
                 self._sums[parameter][1].add_(product)
@@ -236,10 +214,12 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _move(self, parameter: Tensor, group: Group) -> None:
         gradient, product = (total.div_(self._passes) for total in self._sums[parameter])
-        state: dict[str, Tensor] = self.state[parameter]
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1
+        taken = float(state["step"])
         mean = parameter.to(gradient.dtype)
-        self._update(mean, gradient, product, state, group)
+        step = Step(group["lr"], 1 - beta1**taken, 1 - beta2**taken, group["n_data"])
+        self._rule(group).move(mean, gradient, product, state, step)
         if mean.dtype != parameter.dtype:
             parameter.copy_(mean)
 
@@ -248,39 +228,4 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _require_outside(self, what: str) -> None:
         if self._inside:
-            raise StateError(
-                f"{what} was called inside a sampled_parameters() block, where the weights are perturbed: leave "
-                "it first"
-            )
-
-    def _require_samples(self) -> None:
-        expected = self.param_groups[0]["samples"]
-        if not self._passes:
-            raise StateError(
-                f"{type(self).__name__}.step() needs gradients at sampled weights and has none since the last "
-                "step: call "
-                "loss.backward() inside `with optimizer.sampled_parameters():`, and zero_grad() before it"
-            )
-        if self._passes != expected:
-            raise StateError(
-                f"{self._passes} sampled passes since the last step or zero_grad(), but samples={expected}: open "
-                f"sampled_parameters() {expected} times a step with no zero_grad() between, or set "
-                f"samples={self._passes}"
-            )
-
-
-def _seed(generator: torch.Generator | int | None) -> int:
-    if generator is None or isinstance(generator, torch.Generator):
-        return fresh_seed(generator)
-    if isinstance(generator, bool) or not isinstance(generator, int):
-        raise SettingError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
-    return generator
-
-
-def _dense(gradient: Tensor, parameter: Tensor) -> Tensor:
-    if gradient.layout != torch.strided:
-        raise SettingError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient ({gradient.layout}): every weight is "
-            "perturbed, so gradients must be dense; build nn.Embedding with sparse=False"
-        )
-    return gradient
+            raise StateError(f"{what} was called inside a sampled_parameters() block, where the weights are perturbed")

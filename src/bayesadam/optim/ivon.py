@@ -1,24 +1,16 @@
-r"""IVON (Shen et al. 2024, arXiv 2402.17641): a variational online Newton step with a Hessian estimated from the
-noise.
-"""
+"""IVON (Shen et al. 2024, arXiv 2402.17641): a variational online Newton step, its Hessian estimated from noise."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam._checks import not_negative, positive
-from bayesadam.engine.rules import Step, ivon_update
+from bayesadam.engine.rules import IVON as Rule
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer
-from bayesadam.readers import State, StateReader
-
-
-def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:
-    """max(h, 0): a posterior's curvature is not negative."""
-    hessian: Tensor = state["hessian"]
-    return hessian.clamp(min=0.0)
+from bayesadam.readers import StateReader
 
 
 class IVON(PerturbedOptimizer):
@@ -44,11 +36,7 @@ class IVON(PerturbedOptimizer):
     the loss curves downwards. `posterior` then splits the same precision as :math:`\kappa \max(h, 0)` for the data and
     :math:`\kappa (d + \min(h, 0))` for the prior, of which one number :math:`\kappa d` is the rule.
 
-    h starts from h₀ and is not bias-corrected: it forgets h₀ after about 1/(1 − β₂) steps, 100,000 by default. In
-    shorter runs a smaller β₂ lets the data speak.
-
-    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any
-    optimiser: float32 parameters under autocast learn better.
+    h forgets h₀ after about 1/(1 − β₂) steps, 100,000 by default: in shorter runs a smaller β₂ lets the data speak.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = IVON(model.parameters(), lr=0.1, n_data=100, generator=0)
@@ -76,7 +64,8 @@ class IVON(PerturbedOptimizer):
         (),
         key="hessian",
         decay=("betas", 1),
-        read=_upward,
+        # A posterior's curvature is not negative.
+        read=lambda state, group, shape: state["hessian"].clamp(min=0.0),
         note="A Hessian, not a square of gradients. Its precision is κ (h + d): power=1, batch_size=1, uncorrected.",
     )
 
@@ -95,29 +84,15 @@ class IVON(PerturbedOptimizer):
         own = {"lr": lr, "betas": betas, "initial_hessian": initial_hessian, "weight_decay": weight_decay}
         super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
 
-    def _check_own(self, settings: Group) -> None:
+    def _check(self, settings: Group) -> None:
+        super()._check(settings)
         positive("initial_hessian", settings["initial_hessian"], "what h starts from")
         not_negative("weight_decay", settings["weight_decay"])
 
-    def _start(self, group: Group) -> float:
-        return float(group["initial_hessian"])
-
-    def _precision(self, curvature: Tensor, group: Group) -> Tensor:
-        return curvature.add(group["weight_decay"]).mul_(group["n_data"])
-
-    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        return gradient.mul(noise)
-
-    def _update(
-        self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
-    ) -> None:
-        (beta1, beta2), steps = group["betas"], float(state["step"])
-        step = Step(group["lr"], 1 - beta1**steps, 1 - beta2**steps, group["n_data"])
-        decay, first = group["weight_decay"], group["initial_hessian"]
-        ivon_update(mean, gradient, product, state, step, group["betas"], decay, first)
+    def _rule(self, group: Group) -> Rule:
+        prior = group["n_data"] * group["weight_decay"]
+        return Rule(group["betas"], prior_precision=prior, initial_hessian=group["initial_hessian"])
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
-        kappa, decay = group["n_data"], group["weight_decay"]
-        if bool((curvature < 0).any()):
-            return curvature.clamp(max=0.0).add_(decay).mul_(kappa)
-        return float(kappa * decay)
+        prior = float(group["n_data"] * group["weight_decay"])
+        return curvature.clamp(max=0.0).mul_(group["n_data"]).add_(prior) if bool((curvature < 0).any()) else prior

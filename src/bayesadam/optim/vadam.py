@@ -1,13 +1,13 @@
 r"""Vadam (Khan et al. 2018, arXiv 1806.04854): Adam at perturbed weights, whose second moment is q's precision."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam._checks import positive
-from bayesadam.engine.rules import Step, vadam_update
+from bayesadam.engine.rules import Vadam as Rule
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer
@@ -15,8 +15,7 @@ from bayesadam.readers import StateReader
 
 
 class Vadam(PerturbedOptimizer):
-    r"""Variational Adam, a mean-field Gaussian :math:`q = \mathcal N(\mu, (N v + \lambda)^{-1})`, trained by
-    perturbation.
+    r"""Variational Adam, a mean-field Gaussian :math:`q = \mathcal N(\mu, (N v + \lambda)^{-1})`.
 
     .. math::
         &\textbf{input}: \mu, \alpha\ (\text{lr}), \beta_1, \beta_2, N, \lambda\ (\text{prior precision}),
@@ -32,18 +31,12 @@ class Vadam(PerturbedOptimizer):
 
     :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior.
 
-    The posterior takes v as it stands. The correction by :math:`1 - \beta_2^t` belongs to averages that start from
-    zero; this one starts from the precision that was asked for, so it forgets a start and has no bias towards zero, and
-    :math:`N v + \lambda` is what the samples were drawn with: :math:`\rho_0` before the first step, which dividing by
-    :math:`1 - \beta_2` would make a thousand times too sure. The step divides all the same, as published: with
-    :math:`\rho_0 > \lambda` the first :math:`1/(1 - \beta_2)` or so steps are shorter than Adam's. For this and because
-    too wide a start drowns the gradients in noise, the result is sensitive to :math:`\rho_0`: try several.
+    The posterior takes v as it stands, without the correction by :math:`1 - \beta_2^t`: v does not start from zero, and
+    :math:`N v + \lambda` is what the samples are drawn with. The step divides all the same, as published. The result is
+    sensitive to :math:`\rho_0`, since too wide a start drowns the gradients in noise: try several.
 
     v averages squares of mini-batch *means*. Of M examples these are near 1/M of the per-example ones, so q is about M
     times wider than a Laplace posterior; `posterior(model).replace(batch_size=M)` has the precision N M v + λ instead.
-
-    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any
-    optimiser: float32 parameters under autocast learn better.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = Vadam(model.parameters(), n_data=100, prior_precision=1.0, initial_precision=50.0, generator=0)
@@ -88,32 +81,16 @@ class Vadam(PerturbedOptimizer):
         own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
         super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
 
-    def _check_own(self, settings: Group) -> None:
+    def _check(self, settings: Group) -> None:
+        super()._check(settings)
         prior, initial = settings["prior_precision"], settings["initial_precision"]
         positive("prior_precision", prior, "λ of the prior N(0, 1/λ)")
         positive("initial_precision", initial, "what q starts from")
         if initial < prior:
-            raise SettingError(
-                f"initial_precision={initial!r} is below prior_precision={prior!r}: v would start at "
-                f"{(initial - prior) / settings['n_data']:g}, and an average of squares cannot be negative. Pass "
-                f"initial_precision={prior!r} or more, or a smaller prior_precision"
-            )
+            raise SettingError(f"initial_precision={initial!r} is below prior_precision={prior!r}: v would be negative")
 
-    def _start(self, group: Group) -> float:
-        return float((group["initial_precision"] - group["prior_precision"]) / group["n_data"])
-
-    def _precision(self, curvature: Tensor, group: Group) -> Tensor:
-        return curvature.mul(group["n_data"]).add_(group["prior_precision"])
-
-    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        return gradient.square()
-
-    def _update(
-        self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
-    ) -> None:
-        (beta1, beta2), steps = group["betas"], float(state["step"])
-        step = Step(group["lr"], 1 - beta1**steps, 1 - beta2**steps, group["n_data"])
-        vadam_update(mean, gradient, product, state, step, group["betas"], group["prior_precision"])
+    def _rule(self, group: Group) -> Rule:
+        return Rule(group["betas"], group["prior_precision"], group["initial_precision"] ** -0.5)
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         return float(group["prior_precision"])

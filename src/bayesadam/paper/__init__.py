@@ -15,15 +15,14 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Sample:
-    """The same number from several seeds or runs, without those that are not finite, and where it was read."""
+    """The same number from several seeds or runs, without those that are not finite."""
 
     values: tuple[float, ...]
-    source: str = ""
 
     @classmethod
-    def of(cls, values: Iterable[float | None], source: str = "") -> Sample:
+    def of(cls, values: Iterable[float | None]) -> Sample:
         """From what `metrics.json` holds, where null stands for what is not finite."""
-        return cls(tuple(float(value) for value in values if value is not None and math.isfinite(value)), source)
+        return cls(tuple(float(value) for value in values if value is not None and math.isfinite(value)))
 
     @property
     def mean(self) -> float:
@@ -31,14 +30,9 @@ class Sample:
         return fmean(self.values) if self.values else math.nan
 
     @property
-    def sd(self) -> float:
-        """The standard deviation, with n − 1; NaN where there are not two values."""
-        return stdev(self.values) if len(self.values) > 1 else math.nan
-
-    @property
     def standard_error(self) -> float:
-        """Of the mean: sd/√n."""
-        return self.sd / math.sqrt(len(self.values)) if self.values else math.nan
+        """Of the mean: sd/√n; NaN where there are not two values."""
+        return stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else math.nan
 
 
 def above(first: Sample, second: Sample) -> bool | None:

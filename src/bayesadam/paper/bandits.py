@@ -7,20 +7,18 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from bayesadam.bandits import PAPER_AGENTS, AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, resumed, run_parts, text
+from bayesadam.commands.running import Run, Table, run_parts
 from bayesadam.errors import SettingError
 from bayesadam.paper import MISSING, Sample, fixed, mean_error, percent
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TITLES = {
     **plots.METHOD_TITLES,
@@ -149,21 +147,20 @@ def tables(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any
     return [Table(first, columns, rewards, note), Table(second, columns, regrets)]
 
 
-def panel(axes: Axes, problem: str, agents: Mapping[str, Cell]) -> None:
-    """Cumulative regret on one problem, mean and one standard deviation over the runs."""
-    for agent, cell in agents.items():
-        shade = plots.colour(agent)
-        mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
-        axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
-        axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
-    axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
-    axes.locator_params(axis="x", nbins=4)
+def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings) -> Figure:
+    """Cumulative regret, mean and one standard deviation over the runs: a panel per problem, with one legend."""
 
+    def panel(axes: Axes, problem: str) -> None:
+        for agent, cell in results[problem].items():
+            shade = plots.colour(agent)
+            mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
+            axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
+            axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
+        axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
+        axes.locator_params(axis="x", nbins=4)
 
-def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
-    """One panel per problem, with one legend."""
     title = f"Regret, mean and one standard deviation of {settings.runs} runs"
-    draw = [partial(panel, problem=problem, agents=agents) for problem, agents in by_problem(cells).items()]
+    draw = [partial(panel, problem=problem) for problem in results]
     with plots.house_style():
         figure, panels = plots.panels(draw, title, columns=3, size=(4.2, 3.2), margin=(1.6, 0.4))
         panels[min(3, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -174,18 +171,18 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
     """The `bandits` command: results go to `metrics.json` as they arrive."""
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
     with run.prepared():
-        run, ledger = resumed(run, "problems", "agents")
         names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
         unfinished = out / "unfinished"
         unfinished.mkdir(exist_ok=True)
         work = partial(play, seed=seed, settings=settings, device=device, folder=unfinished.resolve())
-        together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
-        done = run_parts(run, ledger, names, work, **together)
-        ordered = {name: done[name] for name in names}
-        found = tables(by_problem(ordered), asdict(settings))
+
+        def so_far(done: Mapping[str, Cell]) -> None:
+            run.write({"metrics.json": run.metrics(by_problem(done))})
+
+        results = by_problem(run_parts(run, names, work, groups=lambda left: [left], on_part=so_far))
+        found = tables(results, asdict(settings))
         run.show(*found)
-        table1, regret = "\n".join(table.markdown() for table in found), plots.png(picture(ordered, settings))
-        paths = run.finish({"table1.md": text(table1), "regret.png": regret}, by_problem(ordered))
-        ledger.close()
+        table1 = "\n".join(table.markdown() for table in found)
+        paths = run.finish({"table1.md": table1, "regret.png": plots.png(picture(results, settings))}, results)
         rmtree(unfinished, ignore_errors=True)
         return paths

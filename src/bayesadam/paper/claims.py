@@ -2,16 +2,15 @@
 
 A check compares two samples of a run; a difference must exceed two standard errors. All checks passed: the claim held.
 None: it did not. Some: in part. A claim to be better than all others fails where one of them is better. A claim about
-the table holds only with the settings that the paper states; with our own alone it holds in part.
+the table holds only with the settings that the paper states; with our own it holds in part at best.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
@@ -33,13 +32,12 @@ EXPERIMENTS = tuple(_PAPER)
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """One run's `metrics.json`, its folder's name below the report's, and Figure 1's curves where it saved them."""
+    """One run's `metrics.json`, its picture, and its folder's name below the report's."""
 
     experiment: str
     name: str
     metrics: Mapping[str, Any]
-    sha256: str
-    curves: Mapping[str, Any] | None = None
+    picture: bytes = b""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -51,27 +49,17 @@ class Finished:
         """What it found."""
         return dict(self.metrics["results"])
 
-    @property
-    def file(self) -> str:
-        """The file's path below the report's folder."""
-        return f"{self.name}/metrics.json"
-
-    def at(self, *keys: str) -> str:
-        """The position of a result in the file, as a JSON pointer."""
-        return "/".join([f"{self.file}#", "results", *(key.replace("~", "~0").replace("/", "~1") for key in keys)])
-
     def sample(self, *keys: str) -> Sample:
-        """The numbers over seeds or runs at that position; none where it does not exist."""
+        """The numbers over seeds or runs at that position of the results; none where it does not exist."""
         found: Any = self.results
         for key in keys:
             found = found.get(key, {})
-        return Sample.of(found or (), self.at(*keys))
+        return Sample.of(found or ())
 
     def accuracy(self, method: str, ranking: str, fraction: float) -> Sample:
         """Of pruned networks, seed by seed, at one fraction; none where it was not measured."""
         found = self.results.get(method, {}).get(ranking, {"fractions": (), "accuracy": ()})
-        rows = [dict(zip(found["fractions"], row, strict=True)).get(fraction) for row in found["accuracy"]]
-        return Sample.of(rows, self.at(method, ranking, "accuracy"))
+        return Sample.of(dict(zip(found["fractions"], row, strict=True)).get(fraction) for row in found["accuracy"])
 
     @property
     def complete(self) -> bool:
@@ -96,24 +84,24 @@ class Finished:
         return "trained with a gap in the data" if self.experiment == "regression" and self.settings.get("gap") else ""
 
     @property
-    def departures(self) -> str:
-        """All the ways in which the run differs from the paper's but its settings' name, in words."""
-        asked, paper, found = self.settings, _PAPER[self.experiment], [self.other_data]
-        if self.too_short and self.experiment == "bandits":
-            found.append(f"{asked['rounds']:,} rounds a run")
-        elif self.too_short:
-            found.append(f"{asked['epochs']:,} epochs instead of {paper.epochs:,}")
-        name, what = ("runs", "run") if self.experiment == "bandits" else ("n_seeds", "seed")
-        if asked[name] < getattr(paper, name):
-            found.append(f"{asked[name]} {what}{'s' * (asked[name] != 1)} instead of {getattr(paper, name)}")
-        changes = ", ".join(f"{name} = {value}" for name, value in (asked.get("changes") or {}).items())
-        return ", ".join(filter(None, (*found, changes and f"with {changes}")))
+    def own_settings(self) -> bool:
+        """Whether a run of the table has settings that the paper does not state."""
+        return self.settings.get("settings", "paper") != "paper" or bool(self.settings.get("changes"))
 
     @property
-    def own_settings(self) -> str:
-        """The name of our own settings, where a run of the table has them; empty where it has the paper's."""
-        named = self.settings.get("settings", "paper") if self.experiment == "bandits" else "paper"
-        return "" if named == "paper" else str(named)
+    def departures(self) -> str:
+        """All the ways in which the run differs from the paper's, in words."""
+        asked, paper, found = self.settings, _PAPER[self.experiment], [self.other_data]
+        name, what = ("runs", "runs") if self.experiment == "bandits" else ("n_seeds", "seeds")
+        if self.own_settings:
+            changes = [f"{name} = {value}" for name, value in (asked.get("changes") or {}).items()]
+            found.append(f"with our own settings, {', '.join([asked['settings'], *changes])}")
+        if self.too_short:
+            epochs = asked.get("epochs", 0)
+            found.append(f"{epochs:,} epochs instead of {paper.epochs:,}" if epochs else f"{asked['rounds']:,} rounds")
+        if asked[name] < getattr(paper, name):
+            found.append(f"{asked[name]} {what} instead of {getattr(paper, name)}")
+        return ", ".join(filter(None, found))
 
 
 def read(root: Path, name: str, experiment: str) -> Finished | None:
@@ -122,24 +110,14 @@ def read(root: Path, name: str, experiment: str) -> Finished | None:
     if not path.is_file():
         return None
     try:
-        raw = path.read_bytes()
-        metrics = json.loads(raw)
+        metrics = json.loads(path.read_bytes())
         command = metrics["command"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise FileError(f"{path} is not a run's metrics: remove it and run again") from None
     if command != experiment:
         raise FileError(f"{path} is of `bayesadam {command}`, not {experiment}: move it, or report on another folder")
-    found = Finished(experiment, name, metrics, hashlib.sha256(raw).hexdigest())
-    try:
-        # What the page shows of it must be there.
-        _ = found.complete, found.departures, [judged(claim, found) for claim in CLAIMS]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run again") from None
-    try:
-        curves = json.loads((root / name / "curves.json").read_text(encoding="utf-8"))
-        return replace(found, curves=curves) if found.results.keys() <= curves["methods"].keys() else found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return found
+    pictures = sorted(path.parent.glob("*.png"))
+    return Finished(experiment, name, metrics, pictures[0].read_bytes() if pictures else b"")
 
 
 class Verdict(Enum):
@@ -155,14 +133,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: what, whether it came out as claimed (None: too close to tell), its numbers, and the settings."""
+    """One comparison: what, whether it came out as claimed (None: too close to tell), and its numbers."""
 
     what: str
     passed: bool | None
     numbers: str
     values: tuple[float, ...]
-    sources: tuple[str, ...]
-    under: str = ""
 
 
 Test = Callable[[Sample, Sample], bool | None]
@@ -202,7 +178,7 @@ def sample_at(run: Finished, path: list[Any]) -> Sample:
         method, score = path
         near, far = run.sample(method, "std_in"), run.sample(method, "std_out")
         if score == "growth":
-            return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [], run.at(method))
+            return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [])
         return run.sample(method, score)
     if run.experiment == "pruning":
         method, ranking, first, *second = path
@@ -213,7 +189,7 @@ def sample_at(run: Finished, path: list[Any]) -> Sample:
         if not second:
             return before
         after = run.accuracy(method, ranking, *second)
-        return Sample(tuple(a - b for a, b in zip(before.values, after.values, strict=False)), before.source)
+        return Sample(tuple(a - b for a, b in zip(before.values, after.values, strict=False)))
     problem, agent = path
     if agent == "best other":
         rivals = [run.sample(problem, rival, "reward_ratio") for rival in PAPER if rival != "vadam"]
@@ -222,7 +198,7 @@ def sample_at(run: Finished, path: list[Any]) -> Sample:
         mean, sd = PAPER["badam"][problem]
         # Two values with the mean and the standard error of the paper's ten.
         error = sd / math.sqrt(BanditSettings().runs)
-        return Sample((mean - error, mean + error), "the paper's Table 1")
+        return Sample((mean - error, mean + error))
     return run.sample(problem, agent, "reward_ratio")
 
 
@@ -248,28 +224,27 @@ class Claim:
         """Which run answers it."""
         return {"figure1": "regression", "figure2": "pruning"}.get(self.key.partition("-")[0], "bandits")
 
-    def checks(self, run: Finished, under: str = "") -> list[Check]:
+    def checks(self, run: Finished) -> list[Check]:
         """Every comparison that the run has measured."""
         found = []
         for what, first, second, name, *required in self.comparisons:
             test, show, words = _TESTS[name]
             for problem in PAPER["badam"] if what == "*" else [what]:
                 ours, theirs = (sample_at(run, [problem if p == "*" else p for p in path]) for path in (first, second))
-                means, sources = (ours.mean, theirs.mean), (ours.source, theirs.source)
+                means = (ours.mean, theirs.mean)
                 if ours.values and theirs.values:
                     shown = words.format(*map(show, means))
-                    found.append(Check(problem, test(ours, theirs), shown, means, sources, under))
+                    found.append(Check(problem, test(ours, theirs), shown, means))
                 elif ours.values and required:
                     shown = f"{show(ours.mean)}; the other was not measured"
-                    found.append(Check(problem, None, shown, means[:1], sources[:1], under))
+                    found.append(Check(problem, None, shown, means[:1]))
         if not self.most or not found:
             return found
         n, clearly = len(found), sum(check.passed is True for check in found)
         led = [check.what for check in found if check.values[0] > check.values[1]]
         passed = True if clearly > n / 2 else None if len(led) > n / 2 else False
         shown = f"ahead in {len(led)} of {n} ({', '.join(led)}), {clearly} of them beyond two standard errors"
-        where = tuple(check.sources[0] for check in found)
-        return [Check("most columns", passed, shown, (float(len(led)), float(n)), where, under)]
+        return [Check("most columns", passed, shown, (float(len(led)), float(n)))]
 
 
 CLAIMS = tuple(
@@ -294,21 +269,10 @@ class Judged:
         return {"claim": self.claim.key, **words, **found, "checks": [asdict(check) for check in self.checks]}
 
 
-_PAPERS_SETTINGS = "the settings that the paper states"
-
-
-def judged(claim: Claim, run: Finished | None, papers_own: Finished | None = None) -> Judged:
-    """What the run says to the claim; one on other data than the paper's, or a shorter one, shows its checks alone.
-
-    A run with our own settings is judged together with `papers_own`, that with the paper's, where there is one.
-    """
-    if run is None or run.experiment != claim.experiment:
-        return Judged(claim, Verdict.UNMEASURED)
-    ours = run.own_settings
-    checks = claim.checks(run, f"our settings, “{ours}”" if ours else "")
-    if ours and checks and papers_own is not None and not papers_own.too_short:
-        checks += claim.checks(papers_own, _PAPERS_SETTINGS)
-    if not checks:
+def judged(claim: Claim, run: Finished | None) -> Judged:
+    """What the run says to the claim; one on other data than the paper's, or a shorter one, shows its checks alone."""
+    checks = [] if run is None or run.experiment != claim.experiment else claim.checks(run)
+    if run is None or not checks:
         return Judged(claim, Verdict.UNMEASURED)
     outcomes = {check.passed for check in checks}
     if run.other_data or run.too_short:
@@ -317,24 +281,8 @@ def judged(claim: Claim, run: Finished | None, papers_own: Finished | None = Non
         verdict = Verdict.OPEN
     elif True not in outcomes or (claim.all_others and False in outcomes):
         verdict = Verdict.FAILED
-    elif outcomes == {True} and not (ours and all(check.under != _PAPERS_SETTINGS for check in checks)):
+    elif outcomes == {True} and not run.own_settings:
         verdict = Verdict.HELD
     else:
         verdict = Verdict.PARTLY
     return Judged(claim, verdict, tuple(checks), run.departures)
-
-
-def settings_note(run: Finished, papers_own: Finished | None) -> str:
-    """Whose settings the table has, and what the paper's own give; text in backticks is code."""
-    if not run.own_settings:
-        return "Played with the settings that the paper states."
-    lead = f"Played with our own settings, “{run.own_settings}”, not with those that the paper states."
-    reaches = next(claim for claim in CLAIMS if claim.key == "table1-reaches")
-    checks = [] if papers_own is None else reaches.checks(papers_own)
-    if not checks:
-        return f"{lead} Those were not played here: `bayesadam bandits --settings paper`."
-    reached = [check.what for check in checks if check.passed]
-    told = f"with them Badam reaches its row in {len(reached)} of {len(checks)} columns"
-    told += f" ({', '.join(reached)})" if reached else ""
-    gives = "give" if len(reached) == len(checks) else "do not give"
-    return f"{lead} The paper's own settings {gives} its table: {told}."

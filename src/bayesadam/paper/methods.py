@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from bayesadam._checks import positive
-from bayesadam._extras import require
 from bayesadam._progress import Bar, progress
 from bayesadam.calibration import calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
@@ -338,15 +337,11 @@ def fit_gp(problem: Problem) -> Fitted:
     """
     if problem.data.likelihood != "regression":
         raise SettingError(f"the Gaussian process is for regression, not {problem.data.likelihood!r}")
-    gpytorch = require("gpytorch")
 
-    def predictor(outputs: list[Any]) -> Predictor:
+    def predictor(outputs: list[Callable[[Tensor], tuple[Tensor, ...]]]) -> Predictor:
         def predict(x: Tensor) -> Predictive:
-            with torch.no_grad(), gpytorch.settings.fast_pred_var(False):
-                found = [model(x.double()) for model in outputs]
-                mean = torch.stack([f.mean for f in found], dim=-1).float()
-                variance = torch.stack([f.variance for f in found], dim=-1).float()
-                noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
+            found = [process(x.double()) for process in outputs]
+            mean, variance, noise = (torch.stack(part, dim=-1).float() for part in zip(*found, strict=True))
             return problem.data.kind.predictive([Component(mean, variance, noise_variance=noise)])
 
         return predict
@@ -354,39 +349,44 @@ def fit_gp(problem: Problem) -> Fitted:
     pairs = zip(problem.data.x.double(), problem.data.y.double(), strict=True)
     with Bar("fit") as bar:
         step = bar.step if problem.progress else lambda: None
-        processes = [[_trained_gp(gpytorch, x, column, step) for column in y.T] for x, y in pairs]
+        processes = [[_trained_gp(x, column, step) for column in y.T] for x, y in pairs]
     return Fitted("gp", tuple(map(predictor, processes)))
 
 
-def _trained_gp(gpytorch: Any, x: Tensor, y: Tensor, step: Callable[[], None]) -> Any:
-    class Exact(gpytorch.models.ExactGP):  # type: ignore[misc]
-        def __init__(self, likelihood: Any) -> None:
-            super().__init__(x, y, likelihood)
-            self.mean_module = gpytorch.means.ConstantMean()
-            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=x.shape[1]))
+def _trained_gp(x: Tensor, y: Tensor, step: Callable[[], None]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """From inputs to mean and variance of f, and σ²; K = s² exp(−½ |Δx/ℓ|²) + σ², θ = (log ℓ, log s², log σ², m)."""
+    spread, variance = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6), y.var().clamp(min=1e-4)
+    theta = torch.cat([(0.3 * spread).log(), torch.stack([variance.log(), (0.1 * variance).log(), y.mean()])])
+    theta.requires_grad_()
+    optimizer = torch.optim.LBFGS([theta], max_iter=100, line_search_fn="strong_wolfe")
 
-        def forward(self, inputs: Tensor) -> Any:
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(inputs), self.covar_module(inputs))
+    def kernel(at: Tensor) -> Tensor:
+        return theta[-3].exp() * torch.exp(-0.5 * ((x[:, None] - at) / theta[:-3].exp()).square().sum(dim=-1))
 
-    noise = gpytorch.likelihoods.GaussianLikelihood()
-    model = Exact(noise).double()
-    model.covar_module.base_kernel.lengthscale = 0.3 * (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6)
-    model.covar_module.outputscale = y.var().clamp(min=1e-6)
-    model.mean_module.constant.data = y.mean()
-    noise.noise = 0.1 * y.var().clamp(min=1e-4)
-    model.train()
-    objective = gpytorch.mlls.ExactMarginalLogLikelihood(noise, model)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+    def factor() -> Tensor:
+        root: Tensor = torch.linalg.cholesky(kernel(x) + (theta[-2].exp() + 1e-6) * torch.eye(len(x), dtype=x.dtype))
+        return root
+
+    def weights(root: Tensor) -> Tensor:
+        return torch.cholesky_solve((y - theta[-1])[:, None], root).squeeze(1)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = -objective(model(x), y)
+        root = factor()
+        # −log p(y)/n, but for a constant.
+        loss = (0.5 * (y - theta[-1]) @ weights(root) + root.diagonal().log().sum()) / len(y)
         loss.backward()  # type: ignore[no-untyped-call]
         step()
         return loss
 
+    @torch.no_grad()
+    def predict(at: Tensor) -> tuple[Tensor, ...]:
+        root, cross = factor(), kernel(at)
+        explained = torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
+        return theta[-1] + cross.T @ weights(root), (theta[-3].exp() - explained).clamp(min=0), theta[-2].exp()
+
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return model.eval()
+    return predict
 
 
 METHODS: Mapping[str, Method] = {

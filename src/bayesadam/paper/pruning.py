@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, resumed, run_parts, seeds_of
+from bayesadam.commands.running import Run, Table, run_parts, seeds_of
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
@@ -20,10 +22,6 @@ from bayesadam.paper import percent
 from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_ggn, posteriors, trained
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FRACTIONS = (
     *(round(0.1 * k, 1) for k in range(8)),
@@ -40,7 +38,8 @@ _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 class PruningSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
-    Badam's and MC dropout's networks have `dropout`; `beta2` is Badam's, the other methods have Adam's usual .999.
+    Badam's and MC dropout's networks have `dropout`; `beta2` is Badam's, the other methods have Adam's usual .999. With
+    `sparse` there are networks trained to be pruned, by the `RECIPES`, instead of the methods.
     """
 
     data: str = "mnist"
@@ -53,23 +52,15 @@ class PruningSettings:
     batch_size: int = 128
     lr: float = 1e-3
     beta2: float = 0.99999
-
-
-@dataclass(frozen=True)
-class SparseSettings:
-    """Networks that are trained to be pruned: a Laplace prior, and a learning rate that falls to nothing."""
-
-    data: str = "mnist"
-    n_seeds: int = 3
-    epochs: int = 100
-    batch_size: int = 128
-    lr: float = 1e-3
-    beta2: float = 0.99999
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way of training to be pruned: widths, λ of the penalty λ|θ|₁, and how many times the usual epochs."""
+    """One way of training to be pruned: a Laplace prior with penalty λ|θ|₁, and a learning rate that falls to nothing.
+
+    It has its own widths, and `longer` times the usual epochs.
+    """
 
     hidden: tuple[int, ...]
     sparsity: float
@@ -91,25 +82,6 @@ RECIPES = (
     Recipe((1200, 1200), 2e-5),
     Recipe((1200, 1200), 2e-5, input_dropout=0.1, longer=2),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """One method's or recipe's accuracy after pruning by one ranking: (seeds, fractions)."""
-
-    method: str
-    ranking: str
-    accuracy: tuple[tuple[float, ...], ...]
-    fractions: tuple[float, ...] = FRACTIONS
-
-    @property
-    def title(self) -> str:
-        """Such as `Badam, snr`."""
-        return f"{TITLES.get(self.method, self.method)}, {self.ranking}"
-
-    def mean(self) -> list[float]:
-        """Over the seeds."""
-        return [sum(column) / len(column) for column in zip(*self.accuracy, strict=True)]
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
@@ -157,27 +129,28 @@ _TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
 }
 
 
-def curves_of(method: str, problem: Problem) -> list[Curve]:
-    """Train one method, or Adam for a recipe, on every seed at once, and prune by each ranking that it has."""
+def curves_of(method: str, problem: Problem) -> dict[str, Any]:
+    """Train one method, or Adam for a recipe, on every seed at once, and prune by each ranking that it has.
+
+    The accuracies of a ranking are (seeds, fractions), as plain data.
+    """
     trainer = _TRAINERS.get(method, _from_adam)
     own, rankings = trainer(problem), ["magnitude"] if method == "mc-dropout" else ["snr", "magnitude"]
     if trainer is _from_adam:
         rankings.append("path-snr")
-    found, example = [], torch.zeros(1, problem.data.x.shape[-1])
+    found, example = {}, torch.zeros(1, problem.data.x.shape[-1])
     for ranking in rankings:
         scores = [
             path_scores(p, example_input=example) if ranking == "path-snr" else weight_scores(p, ranking) for p in own
         ]
         stacked = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}
         weights = {name: torch.stack([p.mean[name] for p in own]) for name in scores[0]}
-        found.append(Curve(method, ranking, pruned_accuracy(problem, weights, stacked)))
+        found[ranking] = {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, stacked)}
     return found
 
 
 @torch.no_grad()
-def pruned_accuracy(
-    problem: Problem, weights: Mapping[str, Tensor], scores: Mapping[str, Tensor]
-) -> tuple[tuple[float, ...], ...]:
+def pruned_accuracy(problem: Problem, weights: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> Any:
     """Test accuracy after each of `FRACTIONS` of all weights, biases included, is set to 0, lowest score first."""
     device = problem.data.x.device
     weights = {name: t.to(device) for name, t in weights.items()}
@@ -192,95 +165,90 @@ def pruned_accuracy(
         pruned = {name: t * (rank[name] >= removed) for name, t in weights.items()}
         right = forward(problem.network, pruned, x).argmax(dim=-1) == y
         found.append(right.double().mean(dim=1))
-    return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
+    return torch.stack(found, dim=1).tolist()
 
 
-def fit_part(names: Sequence[str], *, seed: int, settings: Any, device: str) -> Iterator[tuple[str, Any]]:
-    """The curves of each method or recipe as plain data, by ranking."""
+def fit_part(
+    names: Sequence[str], *, seed: int, settings: PruningSettings, device: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The curves of each method or recipe."""
     images = load_images(settings.data)
-    size, seeds = (images.train_x.shape[1], images.n_classes), seeds_of(seed, settings.n_seeds)
+    inputs, classes, seeds = images.train_x.shape[1], images.n_classes, seeds_of(seed, settings.n_seeds)
     for name in names:
         training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
-        if isinstance(settings, SparseSettings):
+        network = Network(inputs, settings.hidden, classes, settings.activation, settings.dropout)
+        if settings.sparse:
             recipe = next(recipe for recipe in RECIPES if recipe.name == name)
-            network = Network(size[0], recipe.hidden, size[1], dropout=0.2, input_dropout=recipe.input_dropout)
-            longer = recipe.longer * settings.epochs
-            training = replace(training, epochs=longer, sparsity=recipe.sparsity, schedule="cosine")
-        else:
-            network = Network(size[0], settings.hidden, size[1], settings.activation, settings.dropout)
-        curves = curves_of(name, problem_of(images, network, training, seeds, device))
-        yield name, {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves}
+            network = replace(network, hidden=recipe.hidden, input_dropout=recipe.input_dropout)
+            epochs = recipe.longer * settings.epochs
+            training = replace(training, epochs=epochs, sparsity=recipe.sparsity, schedule="cosine")
+        yield name, curves_of(name, problem_of(images, network, training, seeds, device))
 
 
-def table(curves: Sequence[Curve], n_seeds: int) -> Table:
+def mean_curves(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[float, float]]:
+    """By method and ranking, the mean accuracy over the seeds at each fraction."""
+    return {
+        (method, ranking): {
+            fraction: fmean(column)
+            for fraction, column in zip(one["fractions"], zip(*one["accuracy"], strict=True), strict=True)
+        }
+        for method, each in results.items()
+        for ranking, one in each.items()
+    }
+
+
+def table(results: Mapping[str, Any], n_seeds: int) -> Table:
     """Mean accuracy in percent at some of the fractions."""
-    fractions = [f for f in SHOWN if any(f in curve.fractions for curve in curves)]
-    means = [dict(zip(curve.fractions, curve.mean(), strict=True)) for curve in curves]
-    best = {f: max(mean[f] for mean in means if f in mean) for f in fractions}
+    curves = mean_curves(results)
+    fractions = [f for f in SHOWN if any(f in curve for curve in curves.values())]
+    best = {f: max(curve[f] for curve in curves.values() if f in curve) for f in fractions}
     rows = []
-    for curve, mean in zip(curves, means, strict=True):
-        bold = ["**" if mean.get(f) == best[f] else "" for f in fractions]
-        cells = (f"{b}{percent(mean.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
-        rows.append((curve.title, *cells))
+    for (method, ranking), curve in curves.items():
+        bold = ["**" if curve.get(f) == best[f] else "" for f in fractions]
+        cells = (f"{b}{percent(curve.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
+        rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
     title = f"Test accuracy in % after pruning this share of all weights, mean of {n_seeds} seeds"
     note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
     return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)
 
 
-def panel(axes: Axes, curves: Sequence[Curve], *, error: bool = False) -> None:
-    """Accuracy against the fraction pruned, or, on logarithmic scales, the error against the fraction left."""
-    methods = list(dict.fromkeys(curve.method for curve in curves))
-    for curve in curves:
-        own = _SHADES[methods.index(curve.method) % len(_SHADES)]
-        style: Any = {"color": plots.COLOURS.get(curve.method, own), "linestyle": STYLES.get(curve.ranking, "-")}
-        x, y = ([100 * f for f in curve.fractions], [100 * a for a in curve.mean()])
-        if error:
-            x, y = [100 - f for f in x], [max(100 - a, 0.1) for a in y]
-        axes.plot(x, y, linewidth=1.5, label=curve.title, **style)
-    if error:
-        axes.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
-        axes.set(xscale="log", yscale="log", xlim=(100, 0.1))
-    else:
-        axes.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(0, 100), title="Accuracy")
-    axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
-
-
-def picture(curves: Sequence[Curve], title: str) -> Figure:
-    """Both panels, with one legend."""
+def picture(results: Mapping[str, Any], title: str) -> Figure:
+    """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left."""
     with plots.house_style():
         figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)
-        panel(left, curves)
-        panel(right, curves, error=True)
+        for (method, ranking), curve in mean_curves(results).items():
+            own = _SHADES[list(results).index(method) % len(_SHADES)]
+            shown: Any = {"color": plots.COLOURS.get(method, own), "linestyle": STYLES.get(ranking, "-")}
+            shown |= {"linewidth": 1.5, "label": f"{TITLES.get(method, method)}, {ranking}"}
+            left.plot([100 * f for f in curve], [100 * a for a in curve.values()], **shown)
+            errors = [max(100 - 100 * a, 0.1) for a in curve.values()]
+            right.plot([100 - 100 * f for f in curve], errors, **shown)
+        left.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(0, 100), title="Accuracy")
+        right.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
+        right.set(xscale="log", yscale="log", xlim=(100, 0.1))
+        for axes in (left, right):
+            axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
         right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def run_pruning(
-    *, seed: int, out: Path, quiet: bool, settings: PruningSettings | SparseSettings, device: str, jobs: int = 1
+    *, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str, jobs: int = 1
 ) -> tuple[Path, ...]:
-    """The `pruning` command, and with `SparseSettings` `pruning --sparse`."""
-    recorded, of_seeds = asdict(settings), f"mean of {settings.n_seeds} seeds"
-    if isinstance(settings, SparseSettings):
-        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, {of_seeds}"
+    """The `pruning` command."""
+    if settings.sparse:
+        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
         names, file = tuple(recipe.name for recipe in RECIPES), "figure2-sparse.png"
-        recorded["sparse"] = True
     else:
         units = f"{settings.activation} units, {settings.epochs} epochs"
-        title = f"Pruning {settings.data} networks, {units}, {of_seeds}"
+        title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
         names, file = settings.methods, "figure2.png"
-    run = Run("pruning", seed, out, recorded, device=device, quiet=quiet)
+    run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
     with run.prepared():
         # Here, so that missing data are reported, or fetched, before anything is trained.
         load_images(settings.data, progress=not quiet)
-        run, ledger = resumed(run, "methods")
         work = partial(fit_part, seed=seed, settings=settings, device=device)
-        rows = run_parts(run, ledger, names, work, jobs=jobs)
-        found = [Curve(name, ranking, tuple(map(tuple, r))) for name in names for ranking, r in rows[name].items()]
-        run.show(table(found, settings.n_seeds))
-        results: dict[str, dict[str, Any]] = {}
-        for curve in found:
-            results.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
-        paths = run.finish({file: plots.png(picture(found, title))}, results)
-        ledger.close()
-        return paths
+        results = run_parts(run, names, work, jobs=jobs if device == "cpu" else 1)
+        run.show(table(results, settings.n_seeds))
+        return run.finish({file: plots.png(picture(results, title))}, results)

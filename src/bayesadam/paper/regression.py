@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from bayesadam import scores
-from bayesadam.commands import plots, running
-from bayesadam.commands.running import Failure, Run, Table, generator, seeds_of, text
+from bayesadam.commands import plots
+from bayesadam.commands.running import Run, Table, generator, run_parts, seeds_of
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
-from bayesadam.errors import BayesAdamError
 from bayesadam.paper import Sample, digits
 from bayesadam.paper.methods import METHODS, Data, Fitted, Network, Problem, Training
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # As in the paper's figure, then the others.
 PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
 _OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
 _BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
 TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND)}
-SHOWN = ("mean", "function_std", "total_std")
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
 # Methods that start from the same trained networks are fitted together, so that these are trained once.
 _SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag", "ensemble")
@@ -76,13 +70,11 @@ def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, To
     return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
-# One method's results as plain data: its `"scores"` seed by seed, and the first seed's `SHOWN` curves on the grid.
+# One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
 Row = dict[str, Any]
 
 
-def fit_group(
-    methods: Sequence[str], *, seed: int, settings: RegressionSettings
-) -> Iterator[tuple[str, Row | Failure]]:
+def fit_group(methods: Sequence[str], *, seed: int, settings: RegressionSettings) -> Iterator[tuple[str, Row]]:
     """Fit some methods on every seed at once, on one core, and score them."""
     torch.set_num_threads(1)
     seeds = seeds_of(seed, settings.n_seeds)
@@ -93,11 +85,7 @@ def fit_group(
     training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
     problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
     for method in methods:
-        try:
-            found: Row | Failure = _scored(METHODS[method](problem), sets)
-        except BayesAdamError as error:
-            found = Failure(str(error))
-        yield method, found
+        yield method, _scored(METHODS[method](problem), sets)
 
 
 def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
@@ -108,9 +96,8 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
         deviations = (float(found.variance.sqrt().mean()) for found in (near, far))
         rows.append((*nlls, *deviations, scores.coverage(near, inside.y), scores.rmse(near.mean, inside.y)))
     shown: Any = fitted.predictors[0](toy_grid().x)
-    curves = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
-    found = dict(zip(METRICS, zip(*rows, strict=True), strict=True))
-    return {"scores": found, **dict(zip(SHOWN, curves, strict=True))}
+    mean, std = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.stddev))
+    return {"scores": dict(zip(METRICS, zip(*rows, strict=True), strict=True)), "mean": mean, "std": std}
 
 
 def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
@@ -137,36 +124,21 @@ def table(results: Mapping[str, Any], n_seeds: int) -> Table:
     return Table(f"Scores, mean of {n_seeds} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
 
-def saved_curves(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
-    """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
+def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
+    """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations."""
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
-    def plain(values: Any) -> list[float | None]:
-        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in torch.as_tensor(values).flatten()]
+    def panel(axes: Axes, method: str, row: Row) -> None:
+        for interval in training_intervals(gap=settings.gap):
+            axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+        shown: Any = {"truth": grid.y.squeeze(1), "points": (train.x, train.y), "bands": (1, 2)}
+        plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["std"], method=method, **shown)
+        axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+        axes.locator_params(axis="x", nbins=4)
 
-    methods = {method: {name: plain(row[name]) for name in SHOWN} for method, row in rows.items()}
-    points = {"x": plain(train.x), "y": plain(train.y)}
-    return {"x": plain(grid.x), "truth": plain(grid.y), "train": points, "methods": methods}
-
-
-def panel(axes: Axes, curves: Mapping[str, Any], method: str, *, gap: bool) -> None:
-    """One method of the figure, out of `saved_curves`: the data, the mean, one and two standard deviations."""
-    for interval in training_intervals(gap=gap):
-        axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
-    own, points = curves["methods"][method], (curves["train"]["x"], curves["train"]["y"])
-    x, truth, mean, std = (
-        np.array(values, dtype=float) for values in (curves["x"], curves["truth"], own["mean"], own["total_std"])
-    )
-    plots.predictive_panel(axes, x, mean, std, method=method, truth=truth, points=points, bands=(1, 2))
-    axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
-    axes.locator_params(axis="x", nbins=4)
-
-
-def picture(curves: Mapping[str, Any], *, gap: bool) -> Figure:
-    """One panel per method, the same axes in each."""
     title = "Toy regression: mean, one and two standard deviations (noise included)"
-    draw = [partial(panel, curves=curves, method=method, gap=gap) for method in curves["methods"]]
+    draw = [partial(panel, method=method, row=row) for method, row in rows.items()]
     with plots.house_style():
         return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
 
@@ -177,21 +149,9 @@ def run_regression(
     """The `regression` command."""
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     with run.prepared():
-        run, ledger = running.resumed(run, "methods")
         work = partial(fit_group, seed=seed, settings=settings)
-        found = running.run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
-        failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
-        if len(failed) == len(found):
-            raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
-        ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
-        results = {method: row["scores"] for method, row in ordered.items()}
-        run.show(
-            table(results, settings.n_seeds),
-            *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()),
-        )
-        curves = saved_curves(ordered, seed, settings)
-        figure = plots.png(picture(curves, gap=settings.gap))
-        files = {"figure1.png": figure, "curves.json": text(json.dumps(curves, allow_nan=False))}
-        paths = run.finish(files, results)
-        ledger.close()
-        return paths
+        found = run_parts(run, settings.methods, work, groups=groups, jobs=jobs)
+        rows = {name: found[name] for name in TITLES if name in found}
+        results = {method: row["scores"] for method, row in rows.items()}
+        run.show(table(results, settings.n_seeds))
+        return run.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)

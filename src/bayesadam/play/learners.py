@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, forward, member
-from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam, optimizer_state_dict
+from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.posterior import Posterior
@@ -114,28 +115,11 @@ def _unit_kernel(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
     return torch.exp(-0.5 * ((a[:, None] - b[None, :]) / lengthscale).square())
 
 
-def reach_of(posterior: Posterior, x: Tensor) -> float:
-    """mean_n Σ J_n² at the inputs x, (n, 1): the variance of f under weights of unit variance."""
-    ones = {name: torch.ones_like(theta) for name, theta in posterior.mode.items()}
-    unit = Posterior.from_moments(posterior.model, posterior.mode, ones, 1.0).replace(noise_variance=1.0)
-    return float(unit.predict(x, likelihood="regression", novelty=False).variance.mean())
-
-
 def curvature_of(read: Posterior) -> float:
     """Σ B^(2p−1) v̂ᵖ over all weights: the total curvature of an example, in the units it was read in."""
     settings = read.settings
     total = sum(float(c.sum(dtype=torch.float64)) for c in read.structure.curvatures(settings.power))
     return total * settings.weight / (settings.scale * settings.n_data)
-
-
-def posterior_at(read: Posterior, reach: float, n_data: float, prior_precision: float, noise: float) -> Posterior:
-    """The posterior of precision s N c + δ, c = v̂ᵖ, at the sliders' values; nothing is trained.
-
-    c has the units of the loss it was read from, and Adam's √v̂ shrinks as training goes on. s takes both out: the total
-    curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ², with `reach` = mean_n Σ J_n².
-    """
-    scale = reach / (noise**2 * max(curvature_of(read), 1e-30))
-    return read.replace(n_data=n_data, prior_precision=prior_precision, scale=scale, noise_variance=noise**2)
 
 
 def kronecker_posterior(model: nn.Module, x: Tensor, *, keep: int = 25) -> Posterior:
@@ -150,12 +134,6 @@ def kronecker_posterior(model: nn.Module, x: Tensor, *, keep: int = 25) -> Poste
     batches = zip(inputs, targets, strict=True)
     recorder = Recorder.from_batches(model, batches, lambda f, y: 0.5 * (f - y).square().mean(), keep=keep)
     return Posterior.from_recorder(model, recorder, len(x), structure="kronecker")
-
-
-def linearised_bands(posterior: Posterior, grid: Tensor) -> Bands:
-    """f ~ N(f(x; θ), J Σ Jᵀ) on a grid (g,)."""
-    found = posterior.predict(grid[:, None], likelihood="regression", novelty=False)
-    return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
 
 
 class Learner:
@@ -308,23 +286,29 @@ class BadamLearner(RuleLearner):
         return max(1, min(_LARGEST_BATCH, len(self.x) // 2))
 
     def read(self, model: nn.Module) -> tuple[Posterior, float]:
-        """The trained network's posterior, out of Adam's state, and its mean_n Σ J_n²."""
-        stack = self.stack
-        assert isinstance(stack.rule, Adam)
-        state = optimizer_state_dict(stack.network, stack.state, 0, stack.rule, lr=_RATES[0])
-        found = Posterior.from_state_dict(model, state, self.request.n_data)
-        return found, reach_of(found, self.x)
+        """The trained network's posterior, out of Adam's state, and its mean_n Σ J_n²: Var[f] where Var[θ] = 1."""
+        found = Posterior.from_state_dict(model, self.stack.state_dict(0), self.request.n_data)
+        ones = {name: torch.ones_like(theta) for name, theta in found.mode.items()}
+        unit = Posterior.from_moments(model, found.mode, ones, 1.0).replace(noise_variance=1.0)
+        return found, float(unit.predict(self.x, likelihood="regression", novelty=False).variance.mean())
 
     def posterior(self) -> Posterior:
-        """What was read, at the sliders' N, δ and σ."""
-        stack, request = self.stack, self.request
+        """What was read, with precision s N c + δ, c = v̂ᵖ, at the sliders' N, δ and σ; nothing is trained.
+
+        c has the units of the loss it was read from, and Adam's √v̂ shrinks as training goes on. s takes both out: the
+        total curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ².
+        """
         if self._read is None:
-            self._read = self.read(stack.network.build(member(stack.params, 0)))
-        return posterior_at(*self._read, request.n_data, request.prior_precision, request.noise)
+            self._read = self.read(self.stack.network.build(member(self.stack.params, 0)))
+        (found, reach), asked = self._read, self.request
+        settings: Any = {"n_data": asked.n_data, "prior_precision": asked.prior_precision}
+        scale = reach / (asked.noise**2 * max(curvature_of(found), 1e-30))
+        return found.replace(**settings, scale=scale, noise_variance=asked.noise**2)
 
     def bands(self, grid: Tensor) -> Bands:
         """The network linearised round its weights."""
-        return linearised_bands(self.posterior(), grid)
+        found = self.posterior().predict(grid[:, None], likelihood="regression", novelty=False)
+        return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
 
 
 class KroneckerLearner(BadamLearner):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import socket
-import sys
 import threading
 import time
 import webbrowser
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -21,7 +16,6 @@ from typing import Any
 
 import torch
 
-from bayesadam._version import __version__
 from bayesadam.data.toy import Interval, toy_points
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.play import learners
@@ -31,29 +25,17 @@ HOST = "127.0.0.1"
 X_INTERVAL, Y_INTERVAL = (-3.0, 3.0), (-2.0, 2.0)
 GRID = torch.linspace(*X_INTERVAL, 201)
 UNITS = ("tanh", "relu")
-MOST_POINTS, MOST_BYTES, MOST_SESSIONS = 200, 32 * 1024, 8
+MOST_POINTS = 200
 # How long Badam trains before it first answers; how long a learner trains at a time, at first and after some turns.
 FIRST_SECONDS = 0.06
 TURN_SECONDS = (0.15, 0.45)
-
-_ASSETS: Mapping[str, tuple[str, str]] = {
+_ASSETS = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/play.js": ("play.js", "text/javascript; charset=utf-8"),
     "/play.css": ("play.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-_HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
-
-
-# --- what a page may request ------------------------------------------------------------------------------------------
-
-
-class RequestError(BayesAdamError):
-    """A request that cannot be answered; the message says what would be accepted."""
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,26 +68,16 @@ def parse(body: bytes) -> Request:
     >>> parse(b'{"page": "a", "points": [[0, 1]], "width": 20}').width
     20
     """
-    try:
-        found = json.loads(body)
-        points = tuple((float(x), float(y)) for x, y in found["points"])
-        values = {slider.name: float(found.get(slider.name, slider.default)) for slider in SLIDERS}
-        page, units, restart = str(found["page"]), found.get("units", UNITS[0]), bool(found.get("restart"))
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise RequestError(f"send a JSON object with page and points, pairs of numbers: {error!s:.120}") from None
-    if len(points) > MOST_POINTS:
-        raise RequestError(f"at most {MOST_POINTS} points, got {len(points)}: remove some, or clear the plane")
-    for x, y in points:
-        if not (X_INTERVAL[0] <= x <= X_INTERVAL[1] and Y_INTERVAL[0] <= y <= Y_INTERVAL[1]):
-            raise RequestError(f"points must lie in {X_INTERVAL} × {Y_INTERVAL}, got ({x:g}, {y:g})")
+    found = json.loads(body)
+    points = tuple((float(x), float(y)) for x, y in found["points"])
+    values = {slider.name: float(found.get(slider.name, slider.default)) for slider in SLIDERS}
     for slider in SLIDERS:
-        value = values[slider.name]
-        if not slider.low <= value <= slider.high or (slider.whole and value != int(value)):
-            kind = "a whole number" if slider.whole else "a number"
-            raise RequestError(f"{slider.name} must be {kind} from {slider.low:g} to {slider.high:g}, got {value:g}")
-    if units not in UNITS:
-        raise RequestError(f"units must be one of {', '.join(UNITS)}, got {units!r:.40}")
-    return Request(page, points, width=int(values.pop("width")), units=units, restart=restart, **values)
+        if not slider.low <= values[slider.name] <= slider.high:
+            raise ValueError(f"{slider.name} must be from {slider.low:g} to {slider.high:g}")
+    if len(points) > MOST_POINTS:
+        raise ValueError(f"at most {MOST_POINTS} points, got {len(points)}: remove some, or clear the plane")
+    width, units, restart = int(values.pop("width")), str(found.get("units", UNITS[0])), bool(found.get("restart"))
+    return Request(str(found["page"]), points, width=width, units=units, restart=restart, **values)
 
 
 def examples() -> dict[str, list[tuple[float, float]]]:
@@ -137,11 +109,6 @@ def describe() -> dict[str, Any]:
     return {**plane, "sliders": [asdict(s) for s in SLIDERS], "panels": panels, "examples": examples()}
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------
-
-Message = dict[str, Any]
-
-
 class Session:
     """The learners of one page; one request at a time, the newest.
 
@@ -151,22 +118,16 @@ class Session:
     def __init__(self, turns: threading.Lock) -> None:
         self._turns, self._mine = turns, threading.Lock()
         self._current = threading.Event()
-        self._learners: tuple[Learner, ...] = tuple(panel.learner(panel) for panel in learners.PANELS)
+        self._learners: list[Learner] = [panel.learner(panel) for panel in learners.PANELS]
 
-    def answer(self, request: Request, gone: Callable[[], bool]) -> Generator[Message, None, None]:
-        """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
-
-        Between steps, `gone` says whether the page has hung up.
-        """
+    def answer(self, request: Request) -> Generator[Message, None, None]:
+        """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request."""
         began, stop = time.perf_counter(), threading.Event()
         older, self._current = self._current, stop
         older.set()
         with self._mine:
             if request.points:
-                for message in self._messages(request, lambda: stop.is_set() or gone()):
-                    yield message
-                    if stop.is_set():
-                        break
+                yield from self._messages(request, stop)
             ended = "superseded" if stop.is_set() else "done"
             yield {"type": ended, "seconds": round(time.perf_counter() - began, 3)}
 
@@ -174,41 +135,37 @@ class Session:
         """End the request under way."""
         self._current.set()
 
-    def _messages(self, request: Request, stopped: Callable[[], bool]) -> Iterator[Message]:
+    def _messages(self, request: Request, stop: threading.Event) -> Iterator[Message]:
         """Badam at once, then all in turns."""
-        spent = dict.fromkeys((learner.panel.method for learner in self._learners), 0.0)
-        pending = list(self._learners)
-        first, seconds = True, TURN_SECONDS[0]
-        while pending and not stopped():
+        new: Request | None = request
+        spent, pending, seconds = dict.fromkeys(self._learners, 0.0), list(self._learners), TURN_SECONDS[0]
+        while pending:
             for learner in list(pending):
-                limit = FIRST_SECONDS if first and learner is self._learners[0] else seconds
+                limit = FIRST_SECONDS if new and learner is self._learners[0] else seconds
                 with self._turns:
                     began = time.perf_counter()
-                    message = _turn(learner, request if first else None, began + limit, stopped)
-                    spent[learner.panel.method] += time.perf_counter() - began
-                if message is None:
+                    message = _turn(learner, new, began + limit, stop)
+                    spent[learner] += time.perf_counter() - began
+                if stop.is_set():
                     return
                 failed = message["type"] == "failed"
                 if failed:
-                    anew = learner.panel.learner(learner.panel)
-                    self._learners = tuple(anew if own is learner else own for own in self._learners)
+                    self._learners[self._learners.index(learner)] = learner.panel.learner(learner.panel)
                 if failed or not learner.left:
                     pending.remove(learner)
-                yield message | {"seconds": round(spent[learner.panel.method], 3)}
-            first, seconds = False, min(1.5 * seconds, TURN_SECONDS[1])
+                yield message | {"seconds": round(spent[learner], 3)}
+            new, seconds = None, min(1.5 * seconds, TURN_SECONDS[1])
 
 
-def _turn(learner: Learner, request: Request | None, deadline: float, stopped: Callable[[], bool]) -> Message | None:
-    """Take up the request, where it is new, train until the deadline, and report the bands; None if stopped."""
+def _turn(learner: Learner, new: Request | None, deadline: float, stop: threading.Event) -> Message:
+    """Take up a new request, train until the deadline, and report the bands."""
     try:
-        if request is not None:
-            learner.accept(request)
+        if new is not None:
+            learner.accept(new)
         while learner.left:
             learner.step()
-            if time.perf_counter() >= deadline or stopped():
+            if time.perf_counter() >= deadline or stop.is_set():
                 break
-        if stopped():
-            return None
         bands = learner.bands(GRID)
         if not bands.finite:
             raise ArithmeticError("its numbers are no longer finite: move the sliders, or restart the training")
@@ -218,19 +175,14 @@ def _turn(learner: Learner, request: Request | None, deadline: float, stopped: C
     return {"type": "bands", "method": learner.panel.method, "steps": learner.taken, "left": learner.left, **curves}
 
 
-# --- the server -------------------------------------------------------------------------------------------------------
-
-
 class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection, and a session each for the last pages."""
+    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection, and a session a page."""
 
     daemon_threads = True
-    # On Windows the option would let two programs listen at one port.
-    allow_reuse_address = os.name != "nt"
 
     def __init__(self, port: int = 0) -> None:
         self._turns, self._lock = threading.Lock(), threading.Lock()
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: dict[str, Session] = {}
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -240,95 +192,66 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{self.port}/"
 
     def session(self, page: str) -> Session:
-        """The page's session, made if need be; the oldest of too many ends, and restarts if it comes back."""
+        """The page's session, made if need be."""
         with self._lock:
-            session = self._sessions.pop(page, None) or Session(self._turns)
-            self._sessions[page] = session
-            while len(self._sessions) > MOST_SESSIONS:
-                self._sessions.popitem(last=False)[1].cancel()
-            return session
+            return self._sessions.setdefault(page, Session(self._turns))
 
     def cancel(self) -> None:
         """End every request under way."""
-        with self._lock:
-            for session in self._sessions.values():
-                session.cancel()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is the browser's affair; anything else is a bug."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+        for session in list(self._sessions.values()):
+            session.cancel()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request a connection. Everything is checked before anything is done."""
+    """One request a connection."""
 
     server: Server
-    server_version, sys_version = f"bayesadam/{__version__}", ""
 
     def do_GET(self) -> None:
         """The page, its parts, and what it must know."""
         path = self.path.partition("?")[0]
         if not self._from_the_page():
-            return
-        if path == "/config":
+            self._send(HTTPStatus.FORBIDDEN, "application/json", b"{}")
+        elif path == "/config":
             self._send(HTTPStatus.OK, "application/json", json.dumps(describe()).encode())
         elif path in _ASSETS:
             name, kind = _ASSETS[path]
             self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"nothing at {path!r:.60}; the page is at /")
+            self._send(HTTPStatus.NOT_FOUND, "application/json", b"{}")
 
     def do_POST(self) -> None:
         """Bands for a set of points: lines of JSON as they are ready; a page that hangs up ends the training."""
         if not self._from_the_page():
+            self._send(HTTPStatus.FORBIDDEN, "application/json", b"{}")
             return
-        length = self.headers.get("Content-Length", "")
-        if self.path != "/bands":
-            self._refuse(HTTPStatus.NOT_FOUND, f"nothing at {self.path!r:.60}; requests go to /bands")
-        elif self.headers.get_content_type() != "application/json":
-            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
-        elif not (length.isascii() and length.isdigit()) or int(length) > MOST_BYTES:
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a Content-Length of at most {MOST_BYTES} bytes")
-        else:
-            try:
-                request = parse(self.rfile.read(int(length)))
-            except RequestError as error:
-                self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-                return
-            self._send(HTTPStatus.OK, "application/x-ndjson", None)
-            with closing(self.server.session(request.page).answer(request, self._hung_up)) as messages:
-                for message in messages:
+        try:
+            request = parse(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        except (ValueError, TypeError, KeyError) as error:
+            self._send(HTTPStatus.BAD_REQUEST, "application/json", json.dumps({"error": str(error)}).encode())
+            return
+        self._send(HTTPStatus.OK, "application/x-ndjson", None)
+        with closing(self.server.session(request.page).answer(request)) as messages:
+            for message in messages:
+                try:
                     self.wfile.write(json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+                except ConnectionError:
+                    return
 
     def _from_the_page(self) -> bool:
         """Whether this page asks: a name made to point at 127.0.0.1, or another site's script, is refused."""
         own = {f"{name}:{self.server.port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
-        if self.headers.get("Host") in own and (origin is None or origin.removeprefix("http://") in own):
-            return True
-        self._refuse(HTTPStatus.FORBIDDEN, f"this server answers to {self.server.url} only")
-        return False
-
-    def _refuse(self, status: HTTPStatus, error: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": error}).encode() + b"\n")
+        return self.headers.get("Host") in own and (origin is None or origin.removeprefix("http://") in own)
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes | None) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, **_HEADERS}.items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", "no-store")
         if body is not None:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body or b"")
-
-    def _hung_up(self) -> bool:
-        """Whether the other end has closed: there is something to read, and it is nothing."""
-        try:
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except (OSError, ValueError):
-            return True
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's."""
@@ -339,11 +262,6 @@ def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
     # Networks this small lose by being spread over cores.
     torch.set_num_threads(1)
     with Server(port) as server:
-        # One tiny answer, so that torch's imports at its first step are not in the first click's time.
-        request = parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}')
-        for message in Session(threading.Lock()).answer(request, gone=bool):
-            if message.get("method") == learners.PANELS[-1].method:
-                break
         print(server.url if quiet else f"Playing at {server.url}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
-from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, with_prior
+from bayesadam.gaussian.weights import GaussianWeights, unpacked, with_prior
 from bayesadam.leverage import Layer, Leverage, from_structure, layers_of
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
@@ -295,19 +295,16 @@ class Posterior(GaussianWeights, Distribution):
         curvature, gradients = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
         moments = curvature.second_moment
         structure = spec.build(Reading(match, moments, gradients))
-        shapes = {name: v.shape for name, v in moments.items()}
         follows = isinstance(prior_precision, CovariantPrior)
         settings = replace(settings, covariant=follows)
-        settings = with_prior(settings, None if follows else prior_precision, curvature.weight_decay, shapes)
+        settings = with_prior(settings, None if follows else prior_precision, curvature.weight_decay, moments)
         if load is not None:
             load()
         parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
-        prior: Mapping[str, Precision] = settings.prior_precision
         if isinstance(prior_precision, CovariantPrior):
-            prior = prior_by_name(prior_precision.at(unwrap(model), mode, structure.bases), shapes)
-            settings = replace(settings, default_prior=False)
-        settings = replace(settings, prior_precision=prior_like(prior, mode))
+            prior = prior_by_name(prior_precision.at(unwrap(model), mode, structure.bases), mode)
+            settings = replace(settings, prior_precision=prior, default_prior=False)
         recorded = None if recorder is None else float(recorder.recorded)
         origin = origin_of(match) if recorded is None else Origin(match.optimizers, (recorded, recorded), recorded=True)
         fields: Any = {"origin": origin, "model": unwrap(model), "likelihood": likelihood}
@@ -418,9 +415,7 @@ class Posterior(GaussianWeights, Distribution):
             if name not in named or named[name].shape != theta.shape or is_sharded(named[name]):
                 shape = tuple(theta.shape)
                 raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
-        mode = {name: whole(theta) for name, theta in self.mode.items()}
-        structure, settings = self.structure.gathered(), self._settings_with(whole)
-        return replace(self, model=unwrap(model), mode=mode, structure=structure, settings=settings)
+        return replace(self._each(whole), model=unwrap(model))
 
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Lazy, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
@@ -489,17 +484,14 @@ class Posterior(GaussianWeights, Distribution):
         )
 
     def __add__(self, later: GaussianWeights) -> GaussianWeights:
-        """The precisions of both around the mean of `later`, which was trained anchored to this one; see `summed`."""
+        """The precisions of both around the mean of `later`, which was trained anchored to this one."""
         found = super().__add__(later)
         return replace(found, calibration=None, leverage=None) if isinstance(found, Posterior) else found
 
-    def _tensors(self) -> Mapping[str, Tensor]:
+    def network_tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor of the model by name."""
         held = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
-
-    def network_names(self) -> Container[str]:
-        """The names of the model's parameters."""
-        return own_parameters(self.model)
 
     def __str__(self) -> str:
         batch = "" if self.batch_size is None else f", B = {self.batch_size:,}"
@@ -549,7 +541,7 @@ def add_report(report: CalibrationReport | None, tensors: dict[str, Tensor], hea
     """Add what `calibrate` had to say to what a file holds."""
     if report is not None:
         header["calibration"] = report.header()
-        tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.tensors().items()}
+        tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.items()}
 
 
 def read_report(

@@ -100,7 +100,7 @@ class CalibrationReport:
     temperatures: tuple[float, ...]
     averaged: bool
     preferred: str
-    guarantee: Guarantee = field(default_factory=Guarantee, repr=False)
+    guarantee: Guarantee = field(default_factory=dict, repr=False)
     before: Mapping[str, Range] = field(default_factory=dict)
 
     @property
@@ -126,4 +126,4 @@ class CalibrationReport:
         """From its plain data and the tensors of its guarantee."""
         before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
         plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before}
-        return cls(**plain, guarantee=Guarantee.of(tensors))
+        return cls(**plain, guarantee=tensors)

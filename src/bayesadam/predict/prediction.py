@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning, SettingError
-from bayesadam.gaussian.noise import common_seed, fresh_seed
+from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.likelihoods.component import Component, Novel, Score
 from bayesadam.likelihoods.predictive import FEW_OUTPUTS, average
 from bayesadam.predict.call import Call, at_positions, batch_size, evaluating, plain
@@ -35,7 +35,7 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
     gaussian.warn_of_limits()
     inputs = plain(inputs)
     if gaussian.is_sharded:
-        generator = options.generator or torch.Generator().manual_seed(common_seed(None, gaussian.mode))
+        generator = options.generator or torch.Generator().manual_seed(fresh_seed(None, gaussian.mode))
         options = replace(options, generator=generator)
         if fits(gaussian, options.predictive, options.memory_budget):
             with alone_with(gaussian.model), gathered(gaussian) as whole:

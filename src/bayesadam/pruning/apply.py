@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,10 +13,9 @@ from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._checks import require_kind
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
-from bayesadam.gaussian.settings import precision
+from bayesadam.gaussian.settings import curvature
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers.match import listed_optimizers
@@ -25,12 +23,6 @@ from bayesadam.readers.match import listed_optimizers
 Model = TypeVar("Model", bound=nn.Module)
 # First moments: they would carry a weight away from 0 once the masks are lifted.
 _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
-
-
-def near(word: str, names: Iterable[str]) -> str:
-    """The names most like a word, for an error message."""
-    every = list(names)
-    return ", ".join(map(repr, get_close_matches(word, every, n=3, cutoff=0.4) or every[:3])) or "none at all"
 
 
 class Owner(NamedTuple):
@@ -55,16 +47,13 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
 
 def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The masks by the first names of their parameters, each boolean and of its parameter's shape; or an error."""
-    require_kind(model, nn.Module, "model")
-    require_kind(masks, Mapping, "masks")
     parameters = dict(model.named_parameters())
     known = {owner.name: name for name, held in owners(model).items() for owner in held}
     found: dict[str, Tensor] = {}
     for given, mask in masks.items():
         name = known.get(given)
         if name is None:
-            kind = type(model).__name__
-            raise MatchError(f"mask {given!r} is of no parameter of {kind}; near it: {near(given, parameters)}")
+            raise MatchError(f"mask {given!r} is of no parameter of {type(model).__name__}")
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
@@ -77,29 +66,18 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
+@torch.no_grad()
 def prune(model: Model, masks: Mapping[str, Tensor], *, inplace: bool = True) -> Model:
     """θ ← θ where the mask is True, 0 elsewhere.
 
     Every name and shape is checked before a weight is written. Parameters without a mask are left alone; the model may
     be wrapped for data parallelism or compiled. `inplace=False` prunes and returns a deep copy.
     """
-    checked_masks(unwrap(model), masks)
-    if not inplace:
-        model = copied(model)
+    model = model if inplace else copy.deepcopy(model)
     for parameter, removed in _removals(model, masks):
-        _clear(parameter, removed)
+        # Not a product: it would keep NaN, and make −0.
+        parameter.masked_fill_(removed, 0)
     return model
-
-
-def copied(model: Model) -> Model:
-    """A deep copy, tied parameters still tied."""
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:
-        raise SettingError(
-            f"{type(model).__name__} cannot be copied ({error}). Where torch.nn.utils.prune holds some of its weights, "
-            "make that permanent first with its remove(module, name)"
-        ) from error
 
 
 def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -107,12 +85,6 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
     parameters = dict(unwrap(model).named_parameters())
     found = ((parameters[name], ~mask) for name, mask in checked_masks(unwrap(model), masks).items())
     return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
-
-
-@torch.no_grad()
-def _clear(tensor: Tensor, removed: Tensor) -> None:
-    # Not a product: it would keep NaN, and make −0.
-    tensor.masked_fill_(removed, 0)
 
 
 class HeldWeights:
@@ -167,7 +139,7 @@ def keep_pruned(
         for state in (each.state.get(parameter, {}) for each in optimizers):
             for moment in (state.get(key) for key in _MOMENTUM_KEYS):
                 if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                    _clear(moment, removed)
+                    moment.masked_fill_(removed, 0)
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
 
 
@@ -176,15 +148,6 @@ def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimize
 
     Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others
     are put back. Use it in a `with` block, or call `remove` at the end. It keeps a copy of the weights.
-
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> before = model.weight.detach().clone()
-    >>> with tune_only(model, {"weight": torch.tensor([[True, False]])}, optimizer):
-    ...     model(torch.ones(1, 2)).sum().backward()
-    ...     optimizer.step()
-    >>> (model.weight != before).tolist()
-    [[True, False]]
     """
     found = checked_masks(unwrap(model), masks)
     if not any(bool(mask.any()) for mask in found.values()):
@@ -225,7 +188,7 @@ def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class PrunedParameter:
-    """One row of a report: a parameter, its weights and those that remain, its bytes as it is and without the zeros."""
+    """A row of a report: a parameter, its weights and those that remain, its bytes as it is and without the zeros."""
 
     name: str
     weights: int
@@ -245,10 +208,6 @@ class PrunedParameter:
         """The share of weights removed."""
         return 1 - self.kept / self.weights if self.weights else 0.0
 
-    def _cells(self) -> list[str]:
-        sizes = [_in_words(self.bytes_dense), _in_words(self.bytes_sparse)]
-        return [self.name, f"{self.weights:,}", f"{self.kept:,}", f"{self.sparsity:.1%}", *sizes]
-
 
 @dataclass(frozen=True)
 class PruningReport(PrunedParameter):
@@ -267,20 +226,21 @@ class PruningReport(PrunedParameter):
     @classmethod
     def total(cls, rows: Sequence[PrunedParameter], expected_loss_change: float | None = None) -> PruningReport:
         """The sum of the rows."""
-        counts = [(row.weights, row.kept, row.bytes_dense, row.bytes_sparse) for row in rows] or [(0, 0, 0, 0)]
-        weights, kept, dense, sparse = map(sum, zip(*counts, strict=True))
-        return cls("total", weights, kept, dense, sparse, tuple(rows), expected_loss_change)
+        keys = ("weights", "kept", "bytes_dense", "bytes_sparse")
+        sums = {key: sum(getattr(row, key) for row in rows) for key in keys}
+        return cls("total", rows=tuple(rows), expected_loss_change=expected_loss_change, **sums)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        own = ("weights", "kept", "sparsity", "bytes_dense", "bytes_sparse", "expected_loss_change")
         rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.rows]
-        return {**{key: getattr(self, key) for key in own}, "rows": rows}
+        return {**asdict(self), "sparsity": self.sparsity, "rows": rows}
 
     def __str__(self) -> str:
-        heading = ["parameter", "weights", "kept", "removed", "dense", "sparse"]
-        lines = [heading, *(row._cells() for row in (*self.rows, self))]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
+        lines = [["parameter", "weights", "kept", "removed", "bytes", "without zeros"]]
+        for row in (*self.rows, self):
+            counts = [f"{count:,}" for count in (row.weights, row.kept, row.bytes_dense, row.bytes_sparse)]
+            lines.append([row.name, *counts[:2], f"{row.sparsity:.1%}", *counts[2:]])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
         if self.expected_loss_change is not None:
             table.append(f"expected rise of the mean loss, to second order: {self.expected_loss_change:.3g}")
@@ -305,14 +265,6 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
     for name, gone in removed.items():
         here = gone.to(posterior.mode[name].device)
         theta, v = posterior.mode[name][here], posterior.structure.second_moment[name][here]
-        costs = precision(v, settings.weight / settings.n_data, 0.0, settings.power).mul_(theta.square())
+        costs = curvature(v, settings.power).mul_(settings.weight / settings.n_data).mul_(theta.square())
         cost += 0.5 * float(costs.sum(dtype=wide(costs)))
     return PruningReport.total(rows, cost)
-
-
-def _in_words(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

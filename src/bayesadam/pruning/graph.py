@@ -39,20 +39,15 @@ class Layout(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A layer that reads units: where they lie in its input, and whether a constant unit differs between positions."""
+    """A layer that reads units, and where they lie in its input."""
 
     name: str
     layer: Layer
     layout: Layout
-    uneven: bool
 
     def by_unit(self, tensor: Tensor, width: int) -> Tensor:
         """A tensor of its weight's shape as (outputs, outer, units, the rest)."""
         return tensor.reshape(len(tensor), self.layout.outer, width, -1)
-
-    def scaled(self, tensor: Tensor, factors: Tensor) -> Tensor:
-        """A tensor of its weight's shape times the factor of the unit that each entry reads."""
-        return (self.by_unit(tensor, len(factors)) * factors[:, None]).reshape(tensor.shape)
 
 
 class Units(NamedTuple):
@@ -70,10 +65,10 @@ class Units(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A layer's input on an example, by feature: the value at the first position, and whether all values are 0."""
+    """A layer's input on an example, by feature: the value at the first position, and whether all others equal it."""
 
     first: Tensor
-    zero: Tensor
+    same: Tensor
 
 
 def understand(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Units]]:
@@ -93,8 +88,7 @@ def understand(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Uni
         results = _Run(traced, example).results
     except Exception as error:
         raise SettingError(
-            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads "
-            "which is not known: pass the part of it that has no control flow on its inputs"
+            f"torch.fx cannot trace {type(model).__name__}: {error}. Pass a part without control flow"
         ) from error
     return traced, list(_Paths(model, traced.graph, results).units())
 
@@ -133,7 +127,8 @@ class _Run(fx.Interpreter):
         layer = self.submodules[target]
         if type(layer) in LAYERS and args:
             features = args[0].detach().movedim(_unit_dim(layer, args[0].dim()), 0).flatten(1)
-            self.seen[target] = Seen(features[:, 0].clone(), (features == 0).all(1))
+            same = torch.isclose(features, features[:, :1], rtol=1e-6, atol=0.0).all(1)
+            self.seen[target] = Seen(features[:, 0].clone(), same)
         return super().call_module(target, args, kwargs)
 
 
@@ -159,7 +154,7 @@ class _Paths:
             if layer is not None and len(layer.weight) > 1 and getattr(layer, "groups", 1) == 1:
                 found = Units(str(node.target), layer, [], [])
                 layout = Layout(_unit_dim(layer, self.results[node].dim()))
-                if self._follow(node, layout, found, uneven=False) and found.readers:
+                if self._follow(node, layout, found) and found.readers:
                     yield found
 
     def _module_at(self, node: fx.Node, kinds: tuple[type, ...]) -> Any:
@@ -175,7 +170,7 @@ class _Paths:
         )
         return module if own else None
 
-    def _follow(self, node: fx.Node, layout: Layout, found: Units, uneven: bool) -> bool:
+    def _follow(self, node: fx.Node, layout: Layout, found: Units) -> bool:
         """Collect all that reads the units of a tensor; False where some of it is not understood."""
         for user in node.users:
             if _asks_size(user, layout.dim):
@@ -188,19 +183,19 @@ class _Paths:
                 plain = layout.outer == layout.inner == 1 and getattr(layer, "groups", 1) == 1
                 if layout.dim != _unit_dim(layer, self.results[node].dim()) or not (plain or type(layer) is nn.Linear):
                     return False
-                found.readers.append(Reader(str(user.target), layer, layout, uneven))
+                found.readers.append(Reader(str(user.target), layer, layout))
                 continue
-            after: tuple[Layout, bool] | None = (layout, False)
+            after: Layout | None = layout
             if norm is not None and layout.dim == 1:
                 found.norms.append((norm, layout))
             else:
                 after = self._through(node, user, layout, found.width)
-            if after is None or not self._follow(user, after[0], found, uneven or after[1]):
+            if after is None or not self._follow(user, after, found):
                 return False
         return True
 
-    def _through(self, node: fx.Node, user: fx.Node, layout: Layout, width: int) -> tuple[Layout, bool] | None:
-        """Where units lie after an operation that keeps them apart, and whether a constant then differs by position.
+    def _through(self, node: fx.Node, user: fx.Node, layout: Layout, width: int) -> Layout | None:
+        """Where units lie after an operation that keeps them apart.
 
         It keeps them apart if without some of the units it gives the same output without these units. That is tried on
         random numbers; a softmax, or a view to fixed sizes, does not pass.
@@ -220,17 +215,16 @@ class _Paths:
         some = torch.arange(1, width, 2)
         try:
             every, part = run(x), run(x.index_select(layout.dim, layout.positions(some, width)))
-            constant = run(torch.ones_like(x)).flatten()
             (dim,) = (dim for dim in range(every.dim()) if every.shape[dim] != part.shape[dim])
         except Exception:
             return None
-        for inner in (
-            size for size in range(1, every.shape[dim] // width + 1) if every.shape[dim] % (size * width) == 0
-        ):
+        for inner in range(1, every.shape[dim] // width + 1):
+            if every.shape[dim] % (inner * width):
+                continue
             after = Layout(dim, every.shape[dim] // (inner * width), inner)
             expected = every.index_select(dim, after.positions(some, width))
             if expected.shape == part.shape and torch.allclose(part, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
-                return after, not torch.allclose(constant, constant[:1], rtol=1e-9, equal_nan=True)
+                return after
         return None
 
 

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from numbers import Real
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
-from bayesadam._checks import require_kind
+from bayesadam._checks import is_number
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
@@ -27,7 +26,7 @@ from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.posterior.running import biases_before_norms, norm_widths
-from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, near, owners
+from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, owners
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
 
@@ -89,47 +88,35 @@ def weight_scores(
     posterior.require_whole("ranking weights")
     wanted = list(posterior.mode if names is None else names)
     if isinstance(ranking, Mapping):
-        unknown = [name for name in ranking if name not in posterior.mode]
-        missing = [name for name in wanted if name not in ranking]
-        if unknown or missing:
-            raise MatchError(
-                f"the scores given must be by parameter name: {unknown[:4]} are not in the posterior, {missing[:4]} "
-                f"are missing (near the first: {near((unknown or missing)[0], posterior.mode if unknown else ranking)})"
-            )
-    elif not callable(ranking) and not (isinstance(ranking, str) and ranking in RANKINGS):
+        if wrong := [*(ranking.keys() - posterior.mode.keys()), *(name for name in wanted if name not in ranking)]:
+            raise MatchError(f"the scores given must be by parameter name: {wrong[:4]} are unknown or missing")
+    elif not callable(ranking) and ranking not in RANKINGS:
         raise SettingError(
             f"ranking must be one of {', '.join(map(repr, RANKINGS))}, a function of (theta, v), or scores by "
             f"parameter name; got {ranking!r}"
         )
     elif not posterior.structure.independent:
-        raise SettingError(
-            f"ranking {ranking!r} needs a second moment for each weight, which a {posterior.structure.kind!r} "
-            "posterior has not: pass ready scores, such as ranking=posterior.snr()"
-        )
+        raise SettingError(f"a {posterior.structure.kind!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
     for name in wanted:
         theta = posterior.mode[name]
-        if isinstance(ranking, Mapping):
-            score = ranking[name]
-        else:
-            rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
-            score = _ranked(ranking, theta, posterior.structure.second_moment[name], rule)
-        if not isinstance(score, Tensor) or score.shape != theta.shape or score.is_complex():
-            found = f"shape {tuple(score.shape)}, {score.dtype}" if isinstance(score, Tensor) else type(score).__name__
-            raise MatchError(f"the scores of {name!r} must be a real tensor of shape {tuple(theta.shape)}, got {found}")
+        score = ranking[name] if isinstance(ranking, Mapping) else _ranked(posterior, ranking, name, theta)
+        if score.shape != theta.shape:
+            raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
         if bad := int(torch.isnan(score).sum()):
-            raise MatchError(
-                f"{bad} of the {score.numel()} scores of {name!r} are NaN, so its weights have no order: is the "
-                "parameter finite? See bayesadam.doctor"
-            )
+            raise MatchError(f"{bad} of the {score.numel()} scores of {name!r} are NaN: see bayesadam.doctor")
         scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
     return scores
 
 
-def _ranked(ranking: str | Callable[[Tensor, Tensor], Tensor], theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+def _ranked(
+    posterior: GaussianWeights, ranking: str | Callable[[Tensor, Tensor], Tensor], name: str, theta: Tensor
+) -> Tensor:
     """The scores of one parameter; by a name, chunk by chunk, for less memory."""
+    v = posterior.structure.second_moment[name]
     if callable(ranking):
         return ranking(theta, v)
+    rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
     if isinstance(rule.delta, Tensor):
         return RANKINGS[ranking](theta, v, rule)
     score = torch.empty_like(v)
@@ -149,8 +136,8 @@ def pruning_masks(
 ) -> dict[str, Tensor]:
     """Boolean masks, True where a weight is kept, for every parameter of the posterior and on the parameter's device.
 
-    Of the n weights that are not excluded exactly round(fraction × n) are removed, lowest score first; equal scores by
-    |θ|, then by position. The model is not touched: see `prune`.
+    Of the n weights that are not excluded exactly round(fraction × n) are removed, lowest score first, equal scores by
+    position. The model is not touched: see `prune`.
 
     Args:
         posterior: over the weights; parameters that it does not hold are never pruned.
@@ -164,7 +151,7 @@ def pruning_masks(
             linear layer, the channels of a convolution at each position of its kernel (as TensorRT and cuSPARSELt read
             2:4). Parameters with one dimension, biases and norms, are left whole.
     """
-    require_gaussian(posterior, "pruning")
+    require_one_network(posterior, "pruning")
     tensors = posterior.source.weights if posterior.source else {}
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     eligible = _eligible(posterior, ranking, exclude, buffers)
@@ -174,7 +161,7 @@ def pruning_masks(
         kept = _pattern_masks(posterior, pattern, ranking, eligible)
     else:
         scores = weight_scores(posterior, ranking, eligible)
-        removed = _removed(scores, posterior.mode, eligible, scope, fraction)
+        removed = removals(scores, eligible, scope, fraction)
         kept = {name: ~chosen(name) for name, chosen in removed.items()}
     whole = nothing_removed(posterior)
     return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
@@ -191,14 +178,9 @@ def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Seq
         share: above 0 and up to 1.
         exclude: parameters that are trained as a whole, such as a new head: as in `pruning_masks`.
     """
-    require_gaussian(posterior, "sparse fine-tuning")
-    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
-        raise SettingError(f"share must be above 0 and at most 1, the share of weights to train, got {share!r}")
+    require_one_network(posterior, "sparse fine-tuning")
     scores = {name: posterior.structure.diagonal(name) for name in posterior.mode}
-    masks = pruning_masks(posterior, 1 - float(share), ranking=scores, exclude=exclude)
-    if not any(bool(mask.any()) for mask in masks.values()):
-        raise SettingError(f"share={share!r} of {posterior.n_weights} weights is not one: nothing would be trained")
-    return masks
+    return pruning_masks(posterior, 1 - share, ranking=scores, exclude=exclude)
 
 
 def prune_checkpoint(
@@ -234,43 +216,27 @@ def prune_checkpoint(
     saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
     eligible = _eligible(saved, ranking, exclude, checkpoint.weights)
     scores = Lazy(outline, lambda name: weight_scores(saved, ranking, [name])[name])
-    removed = _removed(scores, saved.mode, eligible, scope, fraction)
+    removed = removals(scores, eligible, scope, fraction)
     masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
     write_pruned(checkpoint, masks, out)
     found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in saved.mode)
     return PruningReport.total([PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found])
 
 
-def require_gaussian(posterior: object, what: str) -> None:
-    """Raise unless it is the posterior of one network, with a model or without."""
-    require_one_network(posterior, what)
-    require_kind(posterior, (Posterior, GaussianWeights), "posterior")
-
-
-def _removed(
-    scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], scope: Scope, fraction: object
+def removals(
+    scores: Mapping[str, Tensor], names: Iterable[str], scope: Scope, fraction: Any, spared: int = 0
 ) -> dict[str, Callable[[str], Tensor]]:
-    """By parameter name, a function of the name: True at the weights to remove."""
-    share = checked_fraction(fraction)
-    found: dict[str, Callable[[str], Tensor]] = {}
-    for group in competing(names, scope):
-        count = round(share * sum(outlined(weights)[name].numel() for name in group))
-        found |= dict.fromkeys(group, lowest(scores, weights, group, count))
-    return found
-
-
-def checked_fraction(fraction: object) -> float:
-    """A share between 0 and 1."""
-    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) <= 1:
+    """By parameter name, a function of the name: True at what to remove; so many of a parameter stay in any case."""
+    if not is_number(fraction) or not 0 <= fraction <= 1:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
-    return float(fraction)
-
-
-def competing(names: Iterable[str], scope: Scope) -> list[list[str]]:
-    """The names in groups whose weights compete: all of them, or each alone."""
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
-    return [list(names)] if scope == "global" else [[name] for name in names]
+    found: dict[str, Callable[[str], Tensor]] = {}
+    for group in [list(names)] if scope == "global" else [[name] for name in names]:
+        total = sum(outlined(scores)[name].numel() for name in group)
+        count = min(round(fraction * total), total - spared * len(group))
+        found |= dict.fromkeys(group, lowest(scores, group, count))
+    return found
 
 
 def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
@@ -301,7 +267,6 @@ def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[s
 
     A kind that the model has none of is passed over; a pattern that matches nothing is an error.
     """
-    has_model = isinstance(posterior, Posterior)
     alone = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
     held = owners(posterior.model) if isinstance(posterior, Posterior) else alone
 
@@ -313,17 +278,14 @@ def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[s
 
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if pattern in _CLASSES and not has_model:
+        if pattern in _CLASSES and not isinstance(posterior, Posterior):
             raise SettingError(
                 f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
                 f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(sorted(held)[:8])}"
             )
         chosen = {name for name, ways in held.items() if any(means(pattern, owner) for owner in ways)}
         if not chosen and pattern not in (*_CLASSES, "biases"):
-            raise MatchError(
-                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), held)}. The kinds are "
-                + ", ".join(map(repr, (*(_CLASSES if has_model else ()), "biases")))
-            )
+            raise MatchError(f"exclude={pattern!r} matches no parameter; they are {', '.join(sorted(held)[:8])}")
         found |= chosen
     return found
 
@@ -345,13 +307,10 @@ def _pattern_masks(
                 f"{name!r} has shape {tuple(shape)}: its {shape[dim]} inputs are not a multiple of {size}, as the "
                 f"pattern {pattern} needs. Leave it whole with exclude=({name!r},)"
             )
-        scores, theta = weight_scores(posterior, ranking, [name])[name], posterior.mode[name]
-        score, weight = (tensor.movedim(dim, -1).reshape(-1, size) for tensor in (scores, theta))
-        # By score, equal ones by |weight|, then by position.
-        by_size = weight.abs().argsort(dim=1, stable=True)
-        order = by_size.gather(1, score.gather(1, by_size).argsort(dim=1, stable=True))
-        kept = torch.ones_like(score, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
-        masks[name] = kept.view(theta.movedim(dim, -1).shape).movedim(-1, dim).contiguous()
+        scores = weight_scores(posterior, ranking, [name])[name].movedim(dim, -1)
+        order = scores.reshape(-1, size).argsort(dim=1, stable=True)
+        kept = torch.ones_like(order, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
+        masks[name] = kept.view(scores.shape).movedim(-1, dim).contiguous()
     return masks
 
 
@@ -381,53 +340,39 @@ def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def lowest(
-    scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], count: int
-) -> Callable[[str], Tensor]:
+def lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Callable[[str], Tensor]:
     """A function of a name: True at the weights taken, exactly `count` over all names, lowest score first.
 
-    Equal scores are taken by |weight|, smallest first, then by position. No score may be NaN. Lazy tensors are read a
-    few times, one by one; beside them the extra memory is that of one chunk. The time is linear.
+    Equal scores are taken by position. No score may be NaN. Lazy tensors are read a few times, one by one; beside them
+    the extra memory is that of one chunk. The time is linear.
     """
-    if not count:
-        return lambda name: torch.zeros_like(weights[name], dtype=torch.bool)
-    kinds = {outlined(named)[name].dtype for named in (scores, weights) for name in names}
-    kind = torch.float64 if torch.float64 in kinds else torch.float32
+    outline = outlined(scores)
+    kind = torch.float64 if any(outline[name].dtype == torch.float64 for name in names) else torch.float32
 
-    def pieces(*wanted: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def pieces(*wanted: str) -> Iterator[Tensor]:
         for name in wanted:
-            flat = scores[name].reshape(-1).to(kind), weights[name].reshape(-1)
-            for score, weight in zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True):
+            for piece in torch.split(scores[name].reshape(-1), CHUNK):
                 # A copy: whoever keeps a piece while the next parameter is read does not keep all of this one.
-                yield score.clone(), weight
-            del flat, score
+                yield piece.to(kind, copy=True)
+            del piece
 
-    bound, below = _kth(lambda: (score for score, _ in pieces(*names)), count, kind)
-    tied = lambda: (_sizes(weight[score == bound]).to(kind) for score, weight in pieces(*names))  # noqa: E731
-    size, smaller = _kth(tied, count - below, kind)
-
-    def taken(name: str, ties: int) -> tuple[Tensor, int]:
-        """True below the bound, at it where |weight| is below the size, and then at so many ties; the ties left."""
-        found, start = torch.zeros_like(weights[name], dtype=torch.bool), 0
-        for score, weight in pieces(name):
-            chosen, equal = score < bound, score == bound
-            sizes = _sizes(weight[equal])
-            first = (sizes == size).nonzero()[:ties, 0]
-            chosen[equal] = (sizes < size).index_fill(0, first, True)
-            found.view(-1)[start : start + len(chosen)] = chosen
-            ties, start = ties - len(first), start + len(chosen)
-        return found, ties
-
-    ties, left = {}, count - below - smaller
+    bound, below = _kth(lambda: pieces(*names), count, kind) if count else (-torch.inf, 0)
+    ties, left = {}, count - below
     for name in names:
         ties[name] = left
-        left = taken(name, left)[1] if left else 0
-    return lambda name: taken(name, ties[name])[0]
+        left -= min(left, sum(int((piece == bound).sum()) for piece in pieces(name))) if left else 0
 
+    def taken(name: str) -> Tensor:
+        found, left, start = torch.zeros(outline[name].numel(), dtype=torch.bool), ties[name], 0
+        for piece in pieces(name):
+            tied = piece == bound
+            tied &= tied.cumsum(0) <= left
+            left -= int(tied.sum())
+            found[start : start + len(piece)] = tied.logical_or_(piece < bound)
+            start += len(piece)
+        return found.view(outline[name].shape)
 
-def _sizes(weights: Tensor) -> Tensor:
-    """|weight|; NaN counts as the largest: its score has said that it may stay."""
-    return weights.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    return taken
 
 
 def _kth(parts: Callable[[], Iterable[Tensor]], k: int, kind: torch.dtype) -> tuple[float, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,18 +15,9 @@ from bayesadam.errors import MatchError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.pruning.apply import copied, prune
+from bayesadam.pruning.apply import prune
 from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, inputs_seen, understand
-from bayesadam.pruning.masks import (
-    Ranking,
-    Scope,
-    checked_fraction,
-    competing,
-    excluded,
-    lowest,
-    nothing_removed,
-    weight_scores,
-)
+from bayesadam.pruning.masks import Ranking, Scope, excluded, nothing_removed, removals, weight_scores
 
 # Of the largest output; sums are taken in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -52,18 +44,15 @@ def neuron_masks(
         scope, exclude: as in `pruning_masks`, of layers by the names of their weights.
         example_input: a batch that the model takes, to follow the units through it.
     """
-    share, (found, scores) = checked_fraction(fraction), ranked_units(posterior, ranking, exclude, example_input)
-    removed: dict[str, Tensor] = {}
-    for names in competing(scores, scope):
-        # The best of a layer is put out of reach, and the count cut to what is left.
-        ranked = {name: scores[name].index_fill(0, scores[name].argmax(), torch.inf) for name in names}
-        total = sum(len(score) for score in ranked.values())
-        chosen = lowest(ranked, scores, names, min(round(share * total), total - len(names)))
-        removed |= {name: chosen(name) for name in names}
+    found, scores = ranked_units(posterior, ranking, exclude, example_input)
+    # The best of a layer is out of reach.
+    ranked = {name: score.index_fill(0, score.argmax(), torch.inf) for name, score in scores.items()}
+    removed = removals(ranked, ranked, scope, fraction, spared=1)
     masks = nothing_removed(posterior)
     for units in found:
+        gone = removed[f"{units.name}.weight"](f"{units.name}.weight")
         for mask in _by_unit(units, masks):
-            mask[removed[f"{units.name}.weight"].to(mask.device)] = False
+            mask[gone.to(mask.device)] = False
     return masks
 
 
@@ -129,7 +118,8 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
             square = square + scores[f"{units.name}.bias"].square()
         arriving = _of_mean_one(square.sqrt())
         for read, reader in _readers_in(scores, units):
-            scores[read] = reader.scaled(scores[read], arriving)
+            scaled = reader.by_unit(scores[read], units.width) * arriving[:, None]
+            scores[read] = scaled.reshape(scores[read].shape)
     # b, from the output back, by the scores without a.
     for units in reversed(found):
         total = torch.zeros(units.width, dtype=torch.float64, device=own[f"{units.name}.weight"].device)
@@ -170,7 +160,7 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
         example_input: a batch that the model takes (a tensor, a tuple of arguments, a mapping of keywords). The outputs
             on it must agree, or this raises.
     """
-    small = copied(unwrap(model))
+    small = copy.deepcopy(unwrap(model))
     if masks is not None:
         prune(small, masks)
     with torch.no_grad(), in_eval_mode(small):
@@ -180,11 +170,7 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
         while (seen := inputs_seen(traced, example_input)) and sum(_take_out(units, seen) for units in every):
             pass
         if not all(map(_agree, expected, _outputs(small, example_input))):
-            raise MatchError(
-                "the smaller model does not compute what the original does on example_input, so it is not returned: is "
-                "the model random in evaluation, or does its forward read the sizes of its layers? Please report it "
-                "otherwise"
-            )
+            raise MatchError("the smaller model does not compute the same on example_input: is the model random?")
     return small
 
 
@@ -195,9 +181,10 @@ def _take_out(units: Units, seen: Mapping[str, Seen]) -> bool:
     unread = torch.ones_like(constant)
     for reader in units.readers:
         unread &= (reader.by_unit(reader.layer.weight, width) == 0).all(3).all(1).all(0).to(unread.device)
-        if reader.uneven or _pads_zeros(reader.layer):
-            zero = seen[reader.name].zero.view(reader.layout.outer, width, -1).all(2).all(0)
-            constant &= zero.to(constant.device)
+        first, even = seen[reader.name]
+        # A constant reaches the reader as one number at every position, zero padding included, or it cannot be folded.
+        even = even & (first == 0) if _pads_zeros(reader.layer) else even
+        constant &= even.view(reader.layout.outer, width, -1).all(2).all(0).to(constant.device)
     gone = unread | constant
     if bool(gone.all()):
         gone[0] = False

@@ -1,12 +1,11 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
-In the order in which to read them: `state` (the record), `registry` and `rotated` (the records, and whose state a file
-holds), `pairing` (which key is which parameter), `match` (parameters with their states), `curvature` (v̂), `checkpoint`
-(files), `recorder` (gradients).
+In the order in which to read them: `registry` (the records, and whose state a file holds), `rotated` (SOAP, Shampoo),
+`match` (parameters with their states; `groups` has the rules of trainers), `curvature` (v̂), `checkpoint` (files),
+`recorder` (gradients), `compression`.
 """
 
 from bayesadam.readers.checkpoint import (
-    DEFAULTS,
     Checkpoint,
     CheckpointKeywords,
     CheckpointOptions,
@@ -21,37 +20,41 @@ from bayesadam.readers.curvature import (
     UNKNOWN,
     Curvature,
     Origin,
-    check_entries,
     origin_of,
-    pieces,
     read_entry,
     read_match,
     read_optimizer,
+    read_rotated,
     read_state_dict,
     warn_of_few,
     warn_of_memory,
 )
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules
-from bayesadam.readers.formats.lazy import Lazy, meta, renamed
 from bayesadam.readers.formats.registry import (
     Format,
     format_of,
-    refuse_keys,
     register_format,
     registered_formats,
-    state_beside,
 )
 from bayesadam.readers.match import (
-    Entry,
-    Match,
     check_parameter,
-    listed_optimizers,
+    clean_names,
+    identities,
     match_optimizers,
-    match_state_dict,
     own_parameters,
 )
-from bayesadam.readers.pairing import clean_names, identities
 from bayesadam.readers.recorder import Recorder, read_recorder
-from bayesadam.readers.registry import identify_reader, read_alike, reader_named, reader_of, register, registered
-from bayesadam.readers.rotated import Rotated, RotatedReader, Rotation, eigenbasis, is_orthonormal
-from bayesadam.readers.state import Group, State, StateReader, as_number, second_moment, stored_statistic, working_dtype
+from bayesadam.readers.registry import (
+    Group,
+    State,
+    StateReader,
+    as_number,
+    identify_reader,
+    read_alike,
+    reader_named,
+    reader_of,
+    register,
+    registered,
+    working_dtype,
+)
+from bayesadam.readers.rotated import Rotation, is_orthonormal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -23,22 +23,26 @@ from bayesadam.readers.formats.contents import Contents, with_choice
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.readers.formats.networks import Found, Keys, choose
 from bayesadam.readers.formats.registry import format_of, state_beside
-from bayesadam.readers.match import Match, match_pairs, own_parameters, pair_by_names, shapes_listed, usable_reader
-from bayesadam.readers.pairing import (
+from bayesadam.readers.match import (
     NAMES,
+    Match,
     Pairing,
     Slot,
     candidates,
     clean_names,
     identities,
+    match_pairs,
     memory_of,
     names_in,
+    own_parameters,
     pair,
+    pair_by_names,
     pair_weights,
+    shapes_listed,
     slots_of,
+    usable_reader,
 )
-from bayesadam.readers.registry import identify_reader
-from bayesadam.readers.state import StateReader, has_tensors, parameter_shape
+from bayesadam.readers.registry import StateReader, identify_reader, parameter_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,11 +110,6 @@ class Checkpoint(Contents):
     stored_names: Mapping[str, str] = field(kw_only=True)
     optimizer_path: Path | None = field(kw_only=True, default=None)
 
-    @property
-    def param_names(self) -> tuple[str, ...] | None:
-        """The parameters' names in the optimiser's order, where its state has them."""
-        return names_in(self.optimizer)
-
     def keys_to(self, name: str) -> Keys:
         """The keys that lead to one of the weights in the file's dictionary."""
         stored = self.stored_names[name]
@@ -127,10 +126,6 @@ class Checkpoint(Contents):
         """B as given or, for None, as recorded, if it was."""
         return self.recorded.batch_size if given is None else given
 
-    def __repr__(self) -> str:
-        keys = sum(len(group["params"]) for group in self.optimizer["param_groups"])
-        return f"Checkpoint({str(self.path)!r}, {self.format}, {len(self.weights)} tensors, {keys} in the optimiser)"
-
 
 def read_checkpoint(
     path: str | os.PathLike[str], options: CheckpointOptions = DEFAULTS, **changes: Unpack[CheckpointKeywords]
@@ -139,54 +134,47 @@ def read_checkpoint(
     options = replace(options, **changes)
     path = Path(path)
     known = format_of(path)
-    second = None if options.optimizer_path is None else Path(options.optimizer_path)
-    if second is None:
+    if options.optimizer_path is None:
+        second = None
         contents = state = known.read(path, options.weights_keys, options.optimizer_key)
+        if state.optimizer is None and (beside := state_beside(path)) is not None:
+            return read_checkpoint(path, replace(options, optimizer_path=beside))
     else:
+        second = Path(options.optimizer_path)
         state = format_of(second).read(second, None, options.optimizer_key)
         if known.read_with is not None:
             contents = known.read_with(path, options.weights_keys, state.optimizer)
         else:
             contents = known.read(path, options.weights_keys, None)
     if contents.weights is None and contents.found.networks and state.optimizer is not None:
-        beside = Found(contents.found.networks, {(): state.optimizer})
-        contents = with_choice(contents, choose(beside, path, None, None))
-    if state.optimizer is None and second is None and (beside_it := state_beside(path)) is not None:
-        return read_checkpoint(path, replace(options, optimizer_path=beside_it))
+        found = Found(contents.found.networks, {(): state.optimizer})
+        contents = with_choice(contents, choose(found, path, None, None))
     if contents.weights is None:
         raise FileError(
             f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "
             "the optimiser's state, or name the key with weights_key="
         )
     if state.optimizer is None:
-        remedy = "Save" if second else "Pass the file that has it as optimizer_path=, or save"
         raise FileError(
-            f"{second or path} holds no optimiser state: found {state.summary}. {remedy} optimizer.state_dict() under "
-            "'optimizer'"
+            f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
+            "optimizer_path=, or save optimizer.state_dict() under 'optimizer'"
         )
     stored = clean_names(contents.weights)
     weights = renamed(contents.weights, stored)
     _check_owner(path, weights, state.optimizer)
-    held = {each.name: getattr(contents, each.name) for each in fields(contents)}
-    held |= {"weights": weights, "optimizer": state.optimizer, "recorded": contents.recorded.completed(state.recorded)}
+    held = {**vars(contents), "weights": weights, "optimizer": state.optimizer}
+    held["recorded"] = contents.recorded.completed(state.recorded)
     return Checkpoint(**held, path=path, format=known.name, stored_names=stored, optimizer_path=second)
 
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
     states = getattr(optimizer["state"], "outline", optimizer["state"])
-    known = {
-        name: state[PROBE_KEY]
-        for name, state in states.items()
-        if name in weights and isinstance(state, Mapping) and PROBE_KEY in state
-    }
+    known = {name: state[PROBE_KEY] for name, state in states.items() if name in weights and PROBE_KEY in state}
     found = {name: probe(weights[name]) for name in known}
     # Other shapes are refused by name once states are matched.
     if all(known[name].shape == found[name].shape for name in known) and known and not same_weights(known, found):
-        raise MatchError(
-            f"the weights in {path} are not those that the saved posterior belongs to: give it the weights that were "
-            "published with it"
-        )
+        raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
 def match_checkpoint(
@@ -198,21 +186,27 @@ def match_checkpoint(
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
     Names are used where the state has them or the caller gives them; else the trainer's own rule, where every shape
-    agrees with it; else the order of the file's weights, if shapes leave one answer (`bayesadam.readers.pairing`). A
+    agrees with it; else the order of the file's weights, if shapes leave one answer (`bayesadam.readers.match`). A
     model, which may be a part of what was trained, distinguishes parameters from buffers and has the order where the
     file has none; where both have one, they must give the same answer.
     """
     options = replace(options, **changes)
-    parameters, reader, pairing = (
-        _pair_weights(checkpoint, options) if model is None else _pair_model(checkpoint, model, options)
-    )
-    # No Gaussian can be put on them.
-    omitted = {
-        name: f"not of real numbers ({str(parameter.dtype).removeprefix('torch.')})"
-        for name, parameter in parameters.items()
-        if not parameter.is_floating_point()
-    }
-    return match_pairs(parameters, checkpoint.optimizer, reader, pairing, omitted)
+    state = checkpoint.optimizer
+    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
+    slots = slots_of(state, reader)
+    if model is None:
+        parameters, pairing = _pair_weights(checkpoint, slots, options)
+        return match_pairs(parameters, state, reader, pairing)
+    parameters = own_parameters(model)
+    own, is_part = _own_names(checkpoint, unwrap(model))
+    _require_shapes(checkpoint, own, parameters)
+    if is_part:
+        whole = _pair_weights(checkpoint, slots, options)[1]
+        short = {stored: name for name, stored in own.items()}
+        pairing = Pairing({key: short[name] for key, name in whole.names.items() if name in short}, whole.why)
+    else:
+        pairing = _pair_model(checkpoint, slots, options, model, own)
+    return match_pairs(parameters, state, reader, pairing)
 
 
 def read_curvature(
@@ -235,108 +229,92 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     others = len(checkpoint.weights) - len(match.entries) - len(match.omitted)
     left_out = [f"{count} {reason}" for reason, count in Counter(match.omitted.values()).items()]
     left_out += [f"{others} that are no parameters, such as buffers"] if others else []
-    classes = ", ".join(checkpoint.classes)
-    return (
+    said = [
         f"{checkpoint.path}: format {checkpoint.format}{beside}.",
         *(f"{note[0].upper()}{note[1:]}." for note in checkpoint.notes),
         f"Optimiser: {match.optimizers[0]}, {count} in {len(groups)} group{'s' if len(groups) > 1 else ''}.",
         f"Matched by {match.why}.",
         f"{len(match.entries)} of {len(checkpoint.weights)} tensors have a state; {shapes} shapes were confirmed.",
-        *([f"Left out: {'; '.join(left_out)}."] if left_out else []),
-        *([f"Objects of these classes were read as data, none was imported: {classes}."] if classes else []),
-    )
+    ]
+    if left_out:
+        said.append(f"Left out: {'; '.join(left_out)}.")
+    if checkpoint.classes:
+        classes = ", ".join(checkpoint.classes)
+        said.append(f"Objects of these classes were read as data, none was imported: {classes}.")
+    return tuple(said)
 
 
 def _pair_weights(
-    checkpoint: Checkpoint, options: CheckpointOptions
-) -> tuple[Mapping[str, nn.Parameter], StateReader, Pairing]:
-    """Keys and the names in the file."""
-    state, weights = checkpoint.optimizer, checkpoint.weights
-    reader, slots, given, why = _known(checkpoint, None, options)
-    pairing = pair_by_names(state, weights, given, why)
+    checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions
+) -> tuple[dict[str, nn.Parameter], Pairing]:
+    """The file's weights that may be parameters, and the keys with their names."""
+    weights = checkpoint.weights
+    pairing = _by_names(checkpoint, slots, options, None, weights)
     if pairing is None:
         pairing = pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
     listed = {*candidates(weights, len(slots)), *pairing.names.values()}
     held = {name: weights[name].detach() for name in weights if name in listed}
-    return {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}, reader, pairing
+    return {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}, pairing
 
 
 def _pair_model(
-    checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptions
-) -> tuple[Mapping[str, nn.Parameter], StateReader, Pairing]:
-    """Keys and the names in the model."""
-    state, in_order, parameters = checkpoint.optimizer, options.groups_in_order, own_parameters(model)
-    own, is_part = _own_names(checkpoint, unwrap(model))
-    if is_part:
-        _, reader, whole = _pair_weights(checkpoint, options)
-        _require_shapes(checkpoint, own, parameters)
-        short = {stored: name for name, stored in own.items()}
-        names = {key: short[name] for key, name in whole.names.items() if name in short}
-        return parameters, reader, Pairing(names, whole.why)
-    reader, slots, given, why = _known(checkpoint, model, options)
-    _require_shapes(checkpoint, own, parameters)
-    pairing = pair_by_names(state, parameters, given, why)
+    checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions, model: nn.Module, own: Mapping[str, str]
+) -> Pairing:
+    """The keys with the model's names; `own` are the file's names by the model's."""
+    parameters = own_parameters(model)
+    pairing = _by_names(checkpoint, slots, options, model, parameters)
     if pairing is None:
         shapes = shapes_listed(parameters, len(slots))
-        pairing = pair(slots, shapes, ordered=True, in_order=in_order)
+        pairing = pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
         filed = {name: shapes[name] for name in own if name in shapes}
         # The class may have changed since.
         if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            other = pair(slots, filed, ordered=True, in_order=in_order).names
+            other = pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
             for key, name in pairing.names.items():
                 if other.get(key) != name:
                     raise MatchError(
                         f"{checkpoint.path} has the weights in another order than the model: the state under key "
                         f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
                     )
-    lost = [name for key, name in pairing.names.items() if name not in own and has_tensors(state["state"].get(key))]
+    trained = {slot.key for slot in slots if slot.needed}
+    lost = [name for key, name in pairing.names.items() if name not in own and key in trained]
     if checkpoint.rules.partial and lost:
         # The posterior would be about weights that were never trained.
         raise MatchError(
             f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and "
             "use Posterior.from_state_dict, or read the posterior from the live model and optimiser"
         )
-    return parameters, reader, pairing
+    return pairing
 
 
-def _known(
-    checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions
-) -> tuple[StateReader, list[Slot], Sequence[str] | None, str]:
-    """The reader, the optimiser's list, and the names that the caller or the trainer's rule gives, with the source."""
-    state = checkpoint.optimizer
-    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
-    slots = slots_of(state, reader)
-    if options.param_names is not None or checkpoint.param_names is not None:
-        return reader, slots, options.param_names, "the names that were given"
-    return reader, slots, _by_rules(checkpoint, slots, model), "the trainer's own rule"
-
-
-def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | None) -> list[str] | None:
-    """The names in the optimiser's order by the trainer's own rule; None where none fits all sizes and shapes."""
-    rules = checkpoint.rules
+def _by_names(
+    checkpoint: Checkpoint,
+    slots: Sequence[Slot],
+    options: CheckpointOptions,
+    model: nn.Module | None,
+    known: Mapping[str, Tensor],
+) -> Pairing | None:
+    """The keys with the names that the caller gives, the state has or the trainer's own rule finds; else None."""
+    rules, state = checkpoint.rules, checkpoint.optimizer
+    if options.param_names is not None or names_in(state) is not None or rules.orders is None:
+        return pair_by_names(state, known, options.param_names, "the names that were given")
     whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
-    if rules.orders is None or whole is None:
-        return None
+    if whole is None:
+        return pair_by_names(state, known, None)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-    answers = {
-        tuple(name for group in order for name in group)
-        for order in rules.orders(whole)
-        if [len(group) for group in order] == sizes
-    }
-    fitting = sorted(
-        names for names in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, names, strict=True))
-    )
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    orders = [order for order in rules.orders(whole) if [len(group) for group in order] == sizes]
+    answers = {tuple(name for group in order for name in group) for order in orders}
+    fitting = [a for a in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, a, strict=True))]
     if len(fitting) > 1:
         at = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
         raise MatchError(
             f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
-            f"{slots[at].key!r} may belong to {' or to '.join(repr(names[at]) for names in fitting)}. {NAMES}"
+            f"{slots[at].key!r} may belong to {' or to '.join(sorted(repr(names[at]) for names in fitting))}. {NAMES}"
         )
-    if not fitting:
-        return None
     stored = {} if model is not None or rules.names is None else {own: n for n, own in rules.names(whole).items()}
-    return [stored.get(name, name) for name in fitting[0]]
+    given = [stored.get(name, name) for name in fitting[0]] if fitting else None
+    return pair_by_names(state, known, given, "the trainer's own rule")
 
 
 def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
@@ -355,11 +333,8 @@ def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, s
         return names, False
     first = next(iter(shapes))
     found = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
-    fitting = [prefix for prefix in found if all(prefix + name in weights for name in shapes)]
-    if len(fitting) > 1:
-        # Networks of one architecture and other sizes.
-        outline = getattr(weights, "outline", weights)
-        fitting = [p for p in fitting if all(outline[p + n].shape == shape for n, shape in shapes.items())] or fitting
+    held_shapes = {name: tensor.shape for name, tensor in getattr(weights, "outline", weights).items()}
+    fitting = [p for p in found if all(held_shapes.get(p + name) == shape for name, shape in shapes.items())]
     if len(fitting) > 1:
         raise MatchError(
             f"{checkpoint.path} holds the model's weights more than once, under {' and '.join(map(repr, fitting))}: "
@@ -418,19 +393,15 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     if unknown:
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
     memory = identities(weights)
-    sharing: dict[tuple[Any, ...], list[str]] = {}
-    for name in masks:
-        sharing.setdefault(memory[name], []).append(name)
+    masked = {memory[name] for name in masks}
 
     def pruned(name: str) -> Tensor:
         weight = weights[name].detach()
-        for masked in sharing.get(memory[name], ()):
-            mask = masks[masked]
+        for other, mask in masks.items():
+            if memory[other] != memory[name]:
+                continue
             if mask.dtype != torch.bool or mask.shape != weight.shape:
-                raise MatchError(
-                    f"the mask of {masked!r} is {mask.dtype} of shape {tuple(mask.shape)}: it must be torch.bool of "
-                    f"shape {tuple(weight.shape)}, True where a weight stays"
-                )
+                raise MatchError(f"the mask of {other!r} must be torch.bool of shape {tuple(weight.shape)}")
             weight = weight.masked_fill(~mask.cpu(), 0)
         return weight
 
@@ -445,6 +416,6 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         raise FileError(
             f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
         )
-    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in sharing}
+    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
         known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bayesadam.errors import FileError, SettingError, StateError
+from bayesadam.readers.registry import working_dtype
 from bayesadam.readers.rotated import is_orthonormal
-from bayesadam.readers.state import working_dtype
 
 Compression = Literal["8bit", "factored"]
 Named = Mapping[str, Tensor]
@@ -116,7 +116,6 @@ def compressed(roles: Mapping[str, Named], compress: str | None) -> dict[str, Te
     Second moments are those of `encode`. With a compression, bases and directions become bfloat16 where that leaves
     them orthonormal within `is_orthonormal`; `expanded` restores orthonormal bases by one step of Newton and Schulz.
     """
-    check_compression(compress)
     found: dict[str, Tensor] = {}
     for role, named in roles.items():
         if role in _MOMENTS:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from bayesadam._shards import extremes, placed_like
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.state import StateReader, second_moment, stored_statistic, working_dtype
+from bayesadam.readers.registry import State, StateReader, opened, working_dtype
+from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
 # Weights read together, whatever the size of a tensor.
 PIECE = 2**19
 # A mark of groups that stand for a saved posterior whose second moments are of recorded gradients.
 RECORDED_MARK = "recorded_gradients"
+# bitsandbytes has used these block lengths for its optimiser states.
+_BLOCK_LENGTHS = (256, 2048)
 _SHORT_MEMORY = 0.95
 _FEW = 20
 
@@ -45,18 +48,13 @@ class Curvature:
 
 
 def read_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    reader: str | StateReader | None = None,
-    bias_correction: bool = True,
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, reader: str | StateReader | None = None
 ) -> Curvature:
     """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); nothing of theirs is changed.
 
-    `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1. `bias_correction=False` leaves
-    moving averages as the optimiser keeps them.
+    `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
     """
-    return read_match(match_optimizers(model, optimizer, reader), bias_correction=bias_correction)
+    return read_match(match_optimizers(model, optimizer, reader))
 
 
 def read_state_dict(
@@ -65,14 +63,36 @@ def read_state_dict(
     *,
     optimizer: str | StateReader = "adam",
     param_names: Sequence[str] | None = None,
-    bias_correction: bool = True,
 ) -> Curvature:
     """Read v̂ out of what `optimizer.state_dict()` returned; see `match_state_dict` for how names are found."""
-    return read_match(match_state_dict(model, state_dict, optimizer, param_names), bias_correction=bias_correction)
+    return read_match(match_state_dict(model, state_dict, optimizer, param_names))
 
 
-def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, Tensor]:
-    """The stored statistic's (smallest, largest) entry as one tensor, and v̂."""
+def read_match(match: Match) -> Curvature:
+    """v̂ of every matched parameter; refuses those that are negative, NaN or infinite."""
+    moments = {}
+    with torch.no_grad():
+        for entry in match.entries:
+            ends, moment = read_entry(entry)
+            low, high = ends.tolist()
+            if not (math.isfinite(low) and math.isfinite(high) and low >= 0):
+                raise StateError(
+                    f"the second moment of parameter {entry.name!r} ({entry.reader.key!r}) ranges from {low:g} to "
+                    f"{high:g}: it must be finite and not negative. Training met a non-finite gradient or the file is "
+                    "damaged; go back to a checkpoint before that, or run bayesadam.doctor(model, optimizer)"
+                )
+            moments[entry.name] = placed_like(moment, entry.parameter)
+    return Curvature(
+        second_moment=moments,
+        steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
+        weight_decay={entry.name: entry.weight_decay for entry in match.entries},
+        reader={entry.name: entry.reader.name for entry in match.entries},
+        omitted=match.omitted,
+    )
+
+
+def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
+    """The stored statistic's (smallest, largest) entry as one tensor, and v̂: the table in `StateReader`."""
     parameter, reader = entry.parameter, entry.reader
     dtype = working_dtype(parameter.dtype)
     if reader.statistic == "identity":
@@ -81,7 +101,7 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
     if steps is not None and not (math.isfinite(steps) and steps >= 1):
         raise StateError(f"parameter {entry.name!r} has a step count of {steps}: it has not been trained yet")
     try:
-        stored = stored_statistic(reader, entry.state, entry.group, parameter.shape, dtype)
+        stored = _stored(entry, dtype)
         if stored.shape != parameter.shape:
             raise MatchError(
                 f"the second moment of parameter {entry.name!r} has shape {tuple(stored.shape)}, the parameter "
@@ -90,7 +110,7 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         ends = extremes(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
         if reader.statistic == "sum" and stored.numel():
             ends -= reader.first(entry.group)
-        return ends, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
+        return ends, _corrected(stored, entry)
     except KeyError as missing:
         raise StateError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
@@ -98,62 +118,93 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         ) from None
 
 
-def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
-    """The entry in slices of the flat tensor, for memory; a statistic not stored number by number comes whole."""
-    reader, shape, size = entry.reader, entry.parameter.shape, size or PIECE
-    plain = reader.read is None and reader.statistic in ("average", "sum", "root", "identity")
-    if not plain or entry.parameter.numel() <= size:
-        yield entry
-        return
-    needed = {reader.key, reader.maximum_key, reader.centre_key, "step"}
-    state = {key: entry.state[key] for key in entry.state if key in needed}
-    flat = {key: s.reshape(-1) for key, s in state.items() if isinstance(s, Tensor) and s.shape == shape}
-    weights = entry.parameter.detach().reshape(-1)
-    for start in range(0, len(weights), size):
-        here = slice(start, start + size)
-        part = nn.Parameter(weights[here], requires_grad=False)
-        yield replace(entry, parameter=part, state={**state, **{key: value[here] for key, value in flat.items()}})
+def read_rotated(entry: Entry) -> tuple[Tensor, Rotation] | None:
+    r"""v̂ of one parameter in the space of its eigenbases, and these; None where it is not rotated.
+
+    With vec stacking the columns of the m×n matrix W, the covariance that goes with it is
+
+    .. math::
+        \operatorname{Cov} \operatorname{vec}(W)
+            = (Q_R \otimes Q_L) \operatorname{diag} \frac{1}{w\, \hat v^p + \delta}\, (Q_R \otimes Q_L)^\top
+
+    which is never formed. Entry (i, j) of v̂, of the parameter's shape, belongs to left eigenvector i and right
+    eigenvector j.
+    """
+    if entry.reader.factors is None:
+        return None
+    stored, bases = entry.reader.factors(entry.state, entry.group, entry.parameter.shape)
+    rotation = rotation_of(bases, stored.shape)
+    if rotation is None:
+        return None
+    return _corrected(stored.detach().clone().reshape(entry.parameter.shape), entry), rotation
 
 
-def check_entries(match: Match, size: int | None = None) -> None:
-    """Refuse a state with second moments that are negative, NaN or infinite, reading `size` of them at a time."""
-    ends = {}
-    with torch.no_grad():
-        for entry in match.entries:
-            found = torch.stack([read_entry(piece)[0] for piece in pieces(entry, size)])
-            ends[entry.name] = torch.stack([found[:, 0].amin(), found[:, 1].amax()])
-    _check_values(ends, match)
+def _stored(entry: Entry, dtype: torch.dtype) -> Tensor:
+    """The stored statistic s, one entry a weight, as a copy; a KeyError names the entry that the state lacks."""
+    reader, state, group, shape = entry.reader, entry.state, entry.group, entry.parameter.shape
+    if reader.read is not None:
+        return reader.read(state, group, shape).to(dtype, copy=True)
+    if reader.factors is not None:
+        return weight_diagonal(*reader.factors(state, group, shape)).reshape(shape).to(dtype, copy=True)
+    if reader.statistic == "factored" and state.get("variance") is None:
+        # Adafactor: R C / mean(R) for matrices, the plain average for vectors.
+        rows, columns = state["row_var"].detach().to(dtype), state["col_var"].detach().to(dtype)
+        scale = rows.mean(dim=-2, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
+        return (rows / scale) @ columns  # type: ignore[no-any-return]
+    if reader.statistic == "quantised":
+        return _dequantised(opened(state), reader.key, dtype)
+    key = "variance" if reader.statistic == "factored" else reader.key
+    if reader.maximum_key is not None and group.get("amsgrad"):
+        key = reader.maximum_key
+    stored: Tensor = state[key]
+    return (stored.to_dense() if stored.is_sparse else stored).detach().to(dtype, copy=True)
 
 
-def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
-    """v̂ of every matched parameter."""
-    with torch.no_grad():
-        read = {entry.name: read_entry(entry, bias_correction=bias_correction) for entry in match.entries}
-    _check_values({name: ends for name, (ends, _) in read.items()}, match)
-    return Curvature(
-        second_moment={entry.name: placed_like(read[entry.name][1], entry.parameter) for entry in match.entries},
-        steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
-        weight_decay={entry.name: entry.weight_decay for entry in match.entries},
-        reader={entry.name: entry.reader.name for entry in match.entries},
-        omitted=match.omitted,
-    )
+def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
+    """Block-wise 8-bit state: code book entry × the block's largest absolute value; small tensors stay 32-bit."""
+    stored: Tensor = state[key]
+    if stored.dtype != torch.uint8:
+        return stored.detach().to(dtype, copy=True)
+    suffix = key.removeprefix("state")
+    codes, largest = state[f"qmap{suffix}"], state[f"absmax{suffix}"]
+    # Two lengths fit only a tensor of a single block, for which they say the same.
+    lengths = [length for length in _BLOCK_LENGTHS if -(-stored.numel() // length) == largest.numel()]
+    if not lengths:
+        raise StateError(
+            f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, which fits none of the known block "
+            f"lengths {_BLOCK_LENGTHS}"
+        )
+    scales = largest.to(dtype).repeat_interleave(lengths[0])[: stored.numel()]
+    values: Tensor = codes.to(dtype)[stored.flatten().long()]
+    return values.mul_(scales).view(stored.shape)
 
 
-def _check_values(ends: Mapping[str, Tensor], match: Match) -> None:
-    """Refuse second moments that are negative, NaN or infinite; one transfer a device, not one a tensor."""
-    for device in {pair.device for pair in ends.values()}:
-        names = [name for name, pair in ends.items() if pair.device == device]
-        table = torch.stack([ends[name].float() for name in names]).cpu()
-        bad = ~torch.isfinite(table).all(dim=1) | (table[:, 0] < 0)
-        if bad.any():
-            index = int(bad.nonzero()[0])
-            low, high = table[index].tolist()
-            reader = next(entry.reader for entry in match.entries if entry.name == names[index])
-            raise StateError(
-                f"the second moment of parameter {names[index]!r} ({reader.key!r}) ranges from {low:g} to {high:g}: it "
-                "must be finite and not negative. Training met a non-finite gradient or the file is damaged; go back "
-                "to a checkpoint before that, or run bayesadam.doctor(model, optimizer)"
-            )
+def _corrected(stored: Tensor, entry: Entry) -> Tensor:
+    """v̂ from the stored statistic, in place."""
+    reader, group = entry.reader, entry.group
+    steps = reader.steps(entry.state, group)
+    if reader.statistic == "root":
+        return stored.square_()
+    if reader.statistic == "sum":
+        if steps is None:
+            raise KeyError("step")
+        return stored.sub_(reader.first(group)).div_(steps)
+    remaining = 1.0
+    if reader.bias_correction:
+        beta = reader.beta(group)
+        if beta is None or steps is None:
+            raise KeyError("step" if steps is None or reader.decay is None else reader.decay[0])
+        # 1 − βᵗ without cancellation for β near 1.
+        remaining = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
+        start = reader.first(group)
+        if start:
+            stored = stored.sub_(start * (1.0 - remaining)).clamp_(min=0.0)
+        stored = stored.div_(remaining)
+    if reader.centre_key is not None and group.get("centered"):
+        centre = entry.state[reader.centre_key].detach().to(stored) / remaining
+        # Rounding can leave a variance slightly below zero.
+        stored = stored.addcmul_(centre, centre, value=-1.0).clamp_(min=0.0)
+    return stored
 
 
 @dataclass(frozen=True)

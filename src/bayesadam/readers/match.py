@@ -1,7 +1,15 @@
-"""Which state belongs to which parameter: by identity for a live optimiser, by name or order for a saved one."""
+"""Which state belongs to which parameter: by identity for a live optimiser, by name or order for a saved one.
 
+Without names, one group lists a selection of the model's parameters in the model's order. The name behind a key is
+certain if the first and the last selection whose shapes agree give it the same name. How several groups were filled no
+file says: trainers follow rules (`groups`), and a name is certain if all rules that fit agree. All else is refused.
+"""
+
+import itertools
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +19,31 @@ from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
 from bayesadam._checks import require_kind
-from bayesadam._shards import check_placements, is_sharded, reshard
+from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam.errors import MatchError, StateError
-from bayesadam.readers.pairing import Pairing, names_in, pair, slots_of
-from bayesadam.readers.registry import reader_named, reader_of, readers_with_key
-from bayesadam.readers.rotated import unknown_bases
-from bayesadam.readers.state import Group, State, StateReader, has_tensors, outline
+from bayesadam.readers.groups import Shapes, fillings
+from bayesadam.readers.registry import (
+    Group,
+    State,
+    StateReader,
+    as_number,
+    has_tensors,
+    identify_reader,
+    parameter_shape,
+    reader_named,
+    reader_of,
+    unknown_bases,
+)
 
-_WRAPPER_PREFIXES = ("_orig_mod", "module")
+# A mark of groups that together are one list in the model's order.
+ONE_LIST = "bayesadam: one list"
+NAMES = "Pass param_names=[...], the parameter names in the order in which the optimiser was given them"
+REMEDY = f"{NAMES}, or the model (Posterior.from_checkpoint)"
+_IN_ORDER = (
+    ", or groups_in_order=True if each group was filled in the model's order, as by "
+    "[p for name, p in model.named_parameters() if ...]"
+)
+_BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
 
@@ -58,6 +83,32 @@ class Match:
     why: str = ""
 
 
+class AmbiguousError(MatchError):
+    """Nothing contradicts the match, but more than one answer is possible."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One entry of the optimiser's list; `needed` if it has a state, `decay` is its group's weight decay."""
+
+    key: Any
+    group: int
+    shape: torch.Size | None
+    needed: bool
+    decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The name behind every key that can be identified, and why."""
+
+    names: Mapping[Any, str]
+    why: str
+
+
+# --- live optimisers and state dicts --------------------------------------------------------------------------------
+
+
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the user's own module by name; FSDP2's as the shards that an optimiser has seen."""
     require_kind(model, nn.Module, "model")
@@ -81,25 +132,15 @@ def match_optimizers(
     for optimizer, title in zip(listed, classes, strict=True):
         record = reader_named(reader) if isinstance(reader, str) else reader or reader_of(optimizer)
         if record is None:
-            keys = sorted({str(key) for state in optimizer.state.values() for key in state})
-            similar = readers_with_key(keys)
-            hint = (
-                ""
-                if not similar
-                else f"; its keys {keys} look like {similar}: pass reader={similar[0]!r} if that is right"
-            )
             raise StateError(
-                f"no reader is registered for {type(optimizer).__module__}.{title}{hint}. Describe it with "
-                "bayesadam.readers.register(StateReader(...))"
+                f"no reader is registered for {type(optimizer).__module__}.{title}: pass reader='adam' if it keeps "
+                "Adam's state, or describe it with bayesadam.readers.register(StateReader(...))"
             )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = [names[parameter] for parameter in trained if parameter in names]
         foreign += len(trained) - len(own)
         if twice := [name for name in own if name in taken]:
-            raise MatchError(
-                f"parameter {twice[0]!r} is trained by two of the optimisers given; pass only the one whose second "
-                "moment is to be used"
-            )
+            raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
         if record.statistic == "none":
             refusals.append(f"{title} keeps no second moment per weight; {record.advice}")
             taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
@@ -109,12 +150,30 @@ def match_optimizers(
     if foreign and not taken:
         raise MatchError(
             f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
-            "this optimiser trained (a copied or re-created model has new parameters; use Posterior.from_state_dict "
-            "with optimizer.state_dict() for it)"
+            "this optimiser trained (for a copy of it use Posterior.from_state_dict)"
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
     return _finished(parameters, taken, source, classes, foreign)
+
+
+def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimiser or several as a list, each without a trainer's wrapper."""
+    listed: list[Optimizer] = []
+    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in given:
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+            raise MatchError(
+                f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
+                "Posterior.from_state_dict"
+            )
+        # Accelerate and Lightning keep it in `.optimizer`.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        listed.append(optimizer)
+    if not listed:
+        raise MatchError("no optimiser was given: the list is empty")
+    return listed
 
 
 def match_state_dict(
@@ -125,11 +184,10 @@ def match_state_dict(
     Names count where the state has them or the caller gives them, in the optimiser's order. Without names, the model's
     order and every shape decide, several groups by the rules that trainers follow; several answers are an error.
     """
-    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
-        found = sorted(map(str, state_dict))[:6] if isinstance(state_dict, Mapping) else type(state_dict).__name__
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise MatchError(
-            f"not an optimiser's state dict: it needs 'state' and 'param_groups', found {found}. Pass what "
-            "optimizer.state_dict() returned, for instance checkpoint['optimizer']"
+            "not an optimiser's state dict: it needs 'state' and 'param_groups'. Pass what optimizer.state_dict() "
+            "returned, for instance checkpoint['optimizer']"
         )
     record = usable_reader(reader)
     parameters = own_parameters(model)
@@ -148,50 +206,15 @@ def usable_reader(reader: str | StateReader) -> StateReader:
     return record
 
 
-def pair_by_names(
-    state_dict: Mapping[str, Any], known: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
-) -> Pairing | None:
-    """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    counts = Counter(keys)
-    repeated = [key for key, count in counts.items() if count > 1]
-    unlisted = [key for key in state_dict["state"] if key not in counts]
-    if repeated or unlisted:
-        raise MatchError(
-            f"the state dict is inconsistent: keys {(repeated or unlisted)[:4]} are repeated or in no group"
-        )
-    if given is None:
-        given, source = names_in(state_dict), "the names in the state"
-    if given is None:
-        return None
-    names = [_unwrapped(name, known) for name in given]
-    if len(names) != len(keys):
-        raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
-    doubled = [name for name, count in Counter(names).items() if count > 1]
-    unknown = [name for name in names if name not in known]
-    if doubled or unknown:
-        raise MatchError(
-            f"by {source}, {(unknown or doubled)[:4]} "
-            f"{'are not among the weights' if unknown else 'are named twice'}: is it another model's state?"
-        )
-    return Pairing(dict(zip(keys, names, strict=True)), source)
-
-
-def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[str, torch.Size]:
-    """The shapes of the parameters in a list of this length: the trainable ones where they are as many, else all."""
-    trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    return {name: parameters[name].shape for name in (trainable if count == len(trainable) else parameters)}
-
-
 def match_pairs(
-    parameters: Mapping[str, nn.Parameter],
-    state_dict: Mapping[str, Any],
-    reader: StateReader,
-    pairing: Pairing,
-    omitted: Mapping[str, str] | None = None,
+    parameters: Mapping[str, nn.Parameter], state_dict: Mapping[str, Any], reader: StateReader, pairing: Pairing
 ) -> Match:
-    """The match that a pairing of keys and names gives. `omitted` have a reason already."""
-    taken: dict[str, Entry | str] = {**(omitted or {})}
+    """The match that a pairing of keys and names gives; no Gaussian can be put on numbers that are not real."""
+    taken: dict[str, Entry | str] = {
+        name: f"not of real numbers ({str(parameter.dtype).removeprefix('torch.')})"
+        for name, parameter in parameters.items()
+        if not parameter.is_floating_point()
+    }
     names = {key: name for key, name in pairing.names.items() if name not in taken}
     taken |= _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, names)
     return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
@@ -217,32 +240,13 @@ def _entries(
             continue
         check_parameter(name, parameter)
         if unknown := unknown_bases(reader, state, parameter.shape):
-            similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
-            perhaps = f", perhaps {' or '.join(map(repr, similar))}" if similar else ""
             raise StateError(
                 f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} would "
                 f"take {reader.key!r}, which is in rotated coordinates, for the weights' own. Name the optimiser that "
-                f"wrote it{perhaps}; or describe it with bayesadam.readers.register(StateReader(...)) and `read`"
+                "wrote it, or describe it with bayesadam.readers.register(StateReader(...)) and `read`"
             )
         found[name] = Entry(name, parameter, state, group, reader)
     return found
-
-
-def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """One optimiser or several as a list, each without a trainer's wrapper."""
-    listed: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    if not listed:
-        raise MatchError("no optimiser was given: the list is empty")
-    for index, optimizer in enumerate(listed):
-        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
-            raise MatchError(
-                f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
-                "Posterior.from_state_dict"
-            )
-        # Accelerate and Lightning keep it in `.optimizer`.
-        while isinstance(inner := getattr(listed[index], "optimizer", None), Optimizer):
-            listed[index] = inner
-    return listed
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -266,28 +270,254 @@ def _finished(
     foreign: int = 0,
     why: str = "the identity of tensors",
 ) -> Match:
-    entries, omitted = [], {}
-    for name, parameter in parameters.items():
-        found = taken.get(name, "not in the optimiser" if parameter.requires_grad else _FROZEN)
-        if isinstance(found, Entry):
-            entries.append(found)
-        else:
-            omitted[name] = found
+    found = {n: taken.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
+    entries = tuple(entry for entry in found.values() if isinstance(entry, Entry))
+    omitted = {name: reason for name, reason in found.items() if isinstance(reason, str)}
     if not entries:
-        reasons = Counter(omitted.values())
-        if _UNTRAINED in reasons:
+        if _UNTRAINED in omitted.values():
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
-        described = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(tuple(entries), omitted, foreign, optimizers, why)
+    return Match(entries, omitted, foreign, optimizers, why)
 
 
-def _unwrapped(name: str, known: Mapping[str, Any]) -> str:
-    """`name` without the prefixes that torch.compile and data parallelism put before it."""
-    parts = name.split(".")
-    while ".".join(parts) not in known:
-        prefix = next((p for p in _WRAPPER_PREFIXES if p in parts[:-1]), None)
-        if prefix is None:
-            return name
-        parts.remove(prefix)
-    return ".".join(parts)
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The parameters' names in the optimiser's order, where its state has them."""
+    groups = state_dict["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    if keys and all(isinstance(key, str) for key in keys):
+        return tuple(keys)
+    if groups and all("param_names" in group for group in groups):
+        return tuple(name for group in groups for name in group["param_names"])
+    return None
+
+
+def clean_names(keys: Iterable[str]) -> dict[str, str]:
+    """Names without the prefixes of torch.compile and data parallelism, and the key behind each."""
+    keys = list(keys)
+    names = [".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return dict(zip(names if len(set(names)) == len(keys) else keys, keys, strict=True))
+
+
+def pair_by_names(
+    state_dict: Mapping[str, Any], known: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
+) -> Pairing | None:
+    """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    counts = Counter(keys)
+    odd = [key for key in counts if counts[key] > 1] + [key for key in state_dict["state"] if key not in counts]
+    if odd:
+        raise MatchError(f"the state dict is inconsistent: keys {odd[:4]} are repeated or in no group")
+    if given is None:
+        given, source = names_in(state_dict), "the names in the state"
+    if given is None:
+        return None
+    names = list(given) if all(name in known for name in given) else list(clean_names(given))
+    if len(names) != len(keys):
+        raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
+    odd = [name for name, count in Counter(names).items() if name not in known or count > 1]
+    if odd:
+        raise MatchError(f"by {source}, {odd[:4]} are not among the weights, or twice: is it another model's state?")
+    return Pairing(dict(zip(keys, names, strict=True)), source)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What two names of one tied tensor have in common; views of one flat buffer differ."""
+    if tensor.is_meta:
+        # A tensor on the disk, by its outline: whether it is tied is not known.
+        return (id(tensor),)
+    held = own_part(tensor)
+    return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
+
+
+def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """`memory_of` by name; lazy tensors, whose addresses are used again, are identified by their outline."""
+    return {name: memory_of(tensor) for name, tensor in getattr(weights, "outline", weights).items()}
+
+
+# --- order and shapes -----------------------------------------------------------------------------------------------
+
+
+def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
+    """The entries of an optimiser's list; None identifies the reader."""
+    if reader is None:
+        with suppress(StateError):
+            reader = identify_reader(state_dict)
+    always = reader is not None and reader.statistic == "identity"
+    slots = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        decay = group.get("weight_decay")
+        decay = None if decay is None else as_number(decay, "weight_decay")
+        for key in group["params"]:
+            state = state_dict["state"].get(key, {})
+            shape, needed = parameter_shape(state, reader), always or has_tensors(state)
+            slots.append(Slot(key, 0 if group.get(ONE_LIST) else number, shape, needed, decay))
+    return slots
+
+
+def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[str, torch.Size]:
+    """The shapes of the parameters in a list of this length: the trainable ones where they are as many, else all."""
+    trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    return {name: parameters[name].shape for name in (trainable if count == len(trainable) else parameters)}
+
+
+def candidates(weights: Mapping[str, Tensor], count: int = 0) -> list[str]:
+    """The names in a state dict that may be a list of at least `count` parameters, the fewest, in its order.
+
+    A tied tensor counts under its first name alone where that is enough. Integers, which an optimiser may list and
+    keeps no state for, count last.
+    """
+    held = getattr(weights, "outline", weights)
+    listed = [name for name in held if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
+    real = [name for name in listed if held[name].is_floating_point() or held[name].is_complex()]
+    identity = identities(weights)
+    first = {identity[name]: name for name in reversed(real) if held[name].numel()}
+    distinct = [name for name in real if first.get(identity[name], name) == name]
+    return next((names for names in (distinct, real) if len(names) >= count), listed)
+
+
+def keeps_order(weights: Mapping[str, Any]) -> bool:
+    """Whether a state dict is in the order of the modules that torch noted with it; without the note, not sorted."""
+    names = list(weights)
+    noted = getattr(weights, "_metadata", None)
+    number = {module: number for number, module in enumerate(noted if isinstance(noted, Mapping) else ())}
+    numbers = [number[module] for name in names if (module := name.rpartition(".")[0]) in number]
+    return numbers == sorted(numbers) if numbers else len(names) < 2 or names != sorted(names)
+
+
+def pair_weights(
+    slots: Sequence[Slot], weights: Mapping[str, Tensor], *, ordered: bool, in_order: bool = False
+) -> Pairing:
+    """`pair` with the candidates for parameters among a file's weights."""
+    held = getattr(weights, "outline", weights)
+    names = candidates(weights, len(slots))
+    # No state belongs to integers or truth values.
+    shapes = {n: held[n].shape if held[n].is_floating_point() or held[n].is_complex() else None for n in names}
+    try:
+        return pair(slots, shapes, ordered=ordered, in_order=in_order)
+    except AmbiguousError:
+        # A target network, which has the names of another with `target` in them, is trained by no optimiser.
+        original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in names}
+        trained = {n: shapes[n] for n in names if original[n] == n or shapes.get(original[n]) != shapes[n]}
+        if len(trained) == len(names):
+            raise
+        return pair(slots, trained, ordered=ordered, in_order=in_order)
+
+
+def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
+    """The names behind the keys: by order and shapes alone where they suffice, else by the rule the groups follow."""
+    groups = 1 + max((slot.group for slot in slots), default=0)
+    if not ordered or groups == 1 or in_order:
+        found = assign(slots, shapes, ordered=ordered, in_order=in_order)
+        kept = "one group in the model's order" if groups == 1 else "groups: each in the model's order, as given"
+        return Pairing(found, kept if ordered else "shapes that occur once")
+    answers = _answers(slots, shapes, groups)
+    try:
+        found = assign(slots, shapes, ordered=True, in_order=False)
+    except AmbiguousError as refusal:
+        if len(answers) == 1:
+            return answers[0]
+        if not answers:
+            raise
+        one, two = answers[:2]
+        key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != two.names[slot.key])
+        raise AmbiguousError(
+            f"the state under key {key!r} may belong to {one.names[key]!r} ({one.why}) or to {two.names[key]!r} "
+            f"({two.why}): {groups} groups without names, and every shape agrees with both. {REMEDY}{_IN_ORDER}"
+        ) from refusal
+    agreeing = [answer for answer in answers if all(answer.names[key] == name for key, name in found.items())]
+    return agreeing[0] if len(agreeing) == 1 else Pairing(found, "shapes that occur once")
+
+
+def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: bool) -> dict[Any, str]:
+    """The name behind every key that can be identified; raises unless that is every key with a state.
+
+    `ordered` says that `names` are in the model's order, `in_order` that each of several groups is, too.
+    """
+    groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
+    listed, shapes = list(names), list(names.values())
+    if len(slots) > len(names):
+        counts = f"{len(slots)} parameters, the weights {len(names)} tensors that may be parameters"
+        raise MatchError(f"the optimiser's state holds {counts}: it is another model's state. {REMEDY}")
+    missing = Counter(s.shape for s in slots if s.shape is not None) - Counter(s for s in shapes if s is not None)
+    for slot in slots:
+        if slot.shape in missing:
+            raise MatchError(
+                f"the state under key {slot.key!r} has shape {tuple(slot.shape or ())}, and of the weights "
+                f"{shapes.count(slot.shape)} have that: it is another model's state. {REMEDY}"
+            )
+    # Without an order each key stands alone, and only a shape that occurs once decides.
+    alone = [[slot] for slot in slots if slot.needed]
+    found: dict[Any, str] = {}
+    for run in groups if ordered and (len(groups) == 1 or in_order) else alone:
+        wanted = [slot.shape for slot in run]
+        first, last = _positions(wanted, shapes), _positions(wanted[::-1], shapes[::-1])
+        if first is None or last is None:
+            at = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
+            raise MatchError(
+                f"the optimiser's state is not in the order of the weights: key {run[at].key!r} has shape "
+                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at] or ())}. {REMEDY}"
+            )
+        for slot, low, high in zip(run, first, last[::-1], strict=True):
+            high = len(shapes) - 1 - high
+            if low == high:
+                found[slot.key] = listed[low]
+            elif slot.needed:
+                why = hint = ""
+                if not ordered:
+                    why = " (the file keeps no order of its tensors, as safetensors files do not)"
+                elif len(groups) > 1:
+                    why, hint = f" ({len(groups)} groups without names have no known order)", _IN_ORDER
+                raise AmbiguousError(
+                    f"the state under key {slot.key!r}, of shape {slot.shape and tuple(slot.shape)}, may belong to "
+                    f"{listed[low]!r} or to {listed[high]!r}{why}. {REMEDY}{hint}"
+                )
+    doubled = [name for name, count in Counter(found.values()).items() if count > 1]
+    if doubled:
+        keys = [key for key, name in found.items() if name == doubled[0]]
+        raise MatchError(f"by their shapes, the states under keys {keys[:4]} all belong to {doubled[0]!r}. {REMEDY}")
+    return found
+
+
+def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size | None]) -> list[int] | None:
+    """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any."""
+    positions: list[int] = []
+    at = 0
+    for shape in wanted:
+        while at < len(shapes) and shape is not None and shapes[at] != shape:
+            at += 1
+        if at == len(shapes):
+            return None
+        positions.append(at)
+        at += 1
+    return positions
+
+
+def _answers(slots: Sequence[Slot], shapes: Shapes, count: int) -> list[Pairing]:
+    """The answers of the rules that agree with sizes, shapes and decays; each once, by the first rule for it."""
+    if any(slot.needed and slot.shape is None for slot in slots):
+        return []
+    sizes = [sum(slot.group == number for slot in slots) for number in range(count)]
+    decays = [next((slot.decay for slot in slots if slot.group == number), None) for number in range(count)]
+    # What has no state's shape is a buffer.
+    wanted = {slot.shape for slot in slots}
+    shapes = {name: shape for name, shape in shapes.items() if None in wanted or shape in wanted}
+    found: dict[tuple[str, ...], Pairing] = {}
+    for words, filled, decaying in fillings(shapes, sizes):
+        if [len(group) for group in filled] != sizes:
+            continue
+        if decaying:
+            # The groups that a rule makes for weight decay decay more than the others.
+            more, less = ([d for d, one in zip(decays, decaying, strict=True) if one == kind] for kind in (True, False))
+            if None in decays or not min(more) > max(less):  # type: ignore[type-var, operator]
+                continue
+        named = list(zip(slots, itertools.chain.from_iterable(filled), strict=True))
+        if all(slot.shape in (None, shapes[name]) for slot, name in named):
+            read = tuple(name for slot, name in named if slot.needed)
+            found.setdefault(read, Pairing({slot.key: name for slot, name in named}, f"groups: {words}"))
+    return list(found.values())

@@ -15,10 +15,10 @@ from bayesadam._alone import in_eval_mode
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
-from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.curvature import Curvature
 from bayesadam.readers.match import Match, listed_optimizers, match_optimizers
-from bayesadam.readers.state import working_dtype
+from bayesadam.readers.registry import working_dtype
 
 
 class Recorder:
@@ -44,8 +44,8 @@ class Recorder:
     """
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer], *, keep: int = 50, every: int = 10) -> None:
-        for name, value in (("keep", keep), ("every", every)):
-            count(name, value, "gradients" if name == "keep" else "steps")
+        count("keep", keep, "gradients")
+        count("every", every, "steps")
         self.optimizers = listed_optimizers(optimizer)
         self.keep, self.every = keep, every
         self.batch_size: int | None = None
@@ -65,14 +65,8 @@ class Recorder:
 
         In eval mode: batch norm in training is another function, flat along the size of every weight before it.
 
-        >>> model = torch.nn.Linear(3, 2)
-        >>> batches = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
-        >>> Recorder.from_batches(model, batches, torch.nn.functional.mse_loss).gradients(model)["weight"].shape
-        torch.Size([4, 2, 3])
-
         Args:
-            batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left
-                out.
+            batches: (inputs, targets), or mappings that the model takes; a smaller last batch is left out.
             loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
             keep: K; more batches are not read.
         """
@@ -123,56 +117,17 @@ class Recorder:
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
         """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none."""
-        return self.gradients_of(match_optimizers(model, list(self.optimizers), "ogd"))
+        return self._gradients_of(match_optimizers(model, list(self.optimizers), "ogd"))
 
-    def gradients_of(self, match: Match) -> dict[str, Tensor]:
-        """Those of parameters that are matched already."""
+    def _gradients_of(self, match: Match) -> dict[str, Tensor]:
         if self.recorded == 0:
             raise StateError("the recorder has seen no step yet: attach it before training, and train")
         entries = [entry for entry in match.entries if entry.parameter in self._rings]
         found = {entry.name: self._rings[entry.parameter][: self.recorded] for entry in entries}
         for name, gradients in found.items():
             if not bool(torch.isfinite(gradients).all()):
-                raise StateError(
-                    f"a recorded gradient of {name!r} is not finite: train on until it has left the last "
-                    f"{self.keep} of every {self.every} steps"
-                )
+                raise StateError(f"a recorded gradient of {name!r} is not finite: train on until it is overwritten")
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` resumes from; tensors and plain data."""
-        rings = [self._rings.get(parameter) for parameter in self._parameters()]
-        return {"keep": self.keep, "every": self.every, "steps": list(self._steps), "rings": rings}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict()` was taken, with an optimiser over the same parameters in the same order."""
-        try:
-            keep, every, steps, saved = (state[key] for key in ("keep", "every", "steps", "rings"))
-        except KeyError as missing:
-            raise MatchError(f"not the state of a Recorder: it has no {missing}") from None
-        for name, value, own in (("keep", keep, self.keep), ("every", every, self.every)):
-            if value != own:
-                raise MatchError(f"the state was recorded with {name}={value}, this recorder has {own}")
-        parameters = self._parameters()
-        if len(saved) != len(parameters) or len(steps) != len(self._steps):
-            raise MatchError(
-                f"the state is of {len(saved)} parameters of {len(steps)} optimisers, the recorder's have "
-                f"{len(parameters)} of {len(self._steps)}"
-            )
-        rings = {}
-        for index, (parameter, ring) in enumerate(zip(parameters, saved, strict=True)):
-            if ring is None:
-                continue
-            if ring.shape != (self.keep, *parameter.shape):
-                raise MatchError(
-                    f"parameter {index} has shape {tuple(parameter.shape)}, its recorded gradients "
-                    f"{tuple(ring.shape[1:])}"
-                )
-            rings[parameter] = ring.to(parameter.device, working_dtype(parameter.dtype), copy=True)
-        self._rings, self._steps = rings, list(steps)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def _hook(
@@ -214,7 +169,7 @@ class Recorder:
 
 def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
     """The recorded gradients by name, and the mean of their squares as a `Curvature`."""
-    gradients = recorder.gradients_of(match)
+    gradients = recorder._gradients_of(match)
     never = {entry.name: "no gradient was recorded" for entry in match.entries if entry.name not in gradients}
     curvature = Curvature(
         second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},

@@ -3,17 +3,112 @@
 A live optimiser is identified by its class, a saved state by its keys.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import replace as changed
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bayesadam.errors import SettingError, StateError
-from bayesadam.readers.rotated import ROTATED_READERS, unknown_bases
-from bayesadam.readers.state import Group, State, StateReader, has_tensors, outline
+from bayesadam.readers import rotated
+
+State = Mapping[str, Any]
+Group = Mapping[str, Any]
+Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
+
+
+@dataclass(frozen=True)
+class StateReader:
+    """Where an optimiser keeps V_t and what must be done to it; the paper's section 2, one record an optimiser.
+
+    | `statistic` | stored s                          | v̂                                   |
+    |-------------|-----------------------------------|--------------------------------------|
+    | average     | s ← β s + (1−β) g², from s₀       | (s − βᵗ s₀) / (1 − βᵗ)               |
+    | sum         | s ← s + g², from s₀               | (s − s₀) / t                         |
+    | root        | s ← max(β s, abs(g))              | s²                                   |
+    | factored    | rows R and columns C of g²        | R C / mean(R)                        |
+    | quantised   | an average, in 8-bit blocks       | dequantised, then as an average      |
+    | identity    | nothing                           | 1 (the paper's OGD row)              |
+    | none        | nothing usable                    | refused, with `advice`               |
+
+    Attributes:
+        classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
+        key: the entry of a parameter's state that holds s; `"a or b"` where it has one of two names.
+        decay: the entry of the parameter group that is β, with an index where it is a tuple.
+        bias_correction: whether to divide by 1 − βᵗ (the average starts from a constant).
+        start: s₀, as a number or as the name of an entry of the parameter group.
+        step: whether t is stored per parameter (`"state"`) or per group (`"group"`).
+        counter: the entry that counts the steps.
+        idle_steps: the steps that are counted but leave no gradient in s.
+        coupled_decay: whether weight decay is added to the gradient before it is squared, and so leaks into v.
+        decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
+        maximum_key: the running maximum that replaces `key` where the group says `amsgrad`.
+        centre_key: the average gradient that is squared and subtracted where the group says `centered`.
+        mark: an entry of the group that only this optimiser has, which identifies its saved states.
+        read: a function (state, group, parameter shape) → s, for layouts no field describes.
+        factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), for an s in rotated
+            coordinates (`bayesadam.readers.rotated`); None is the identity.
+        bases: entries of the state that are bases, or that bases are computed from.
+        advice: what a user of an optimiser with no second moment can do instead.
+    """
+
+    name: str
+    classes: tuple[str | type, ...]
+    statistic: Statistic = "average"
+    key: str = ""
+    decay: tuple[str, int | None] | None = None
+    bias_correction: bool = False
+    start: float | str = 0.0
+    step: Literal["state", "group"] = "state"
+    counter: str = "step"
+    idle_steps: int = 0
+    coupled_decay: bool = False
+    decoupled_flag: str | None = None
+    maximum_key: str | None = None
+    centre_key: str | None = None
+    mark: str | None = None
+    read: Callable[[State, Group, torch.Size], Tensor] | None = None
+    factors: Callable[[State, Group, torch.Size], rotated.Factors] | None = None
+    bases: tuple[str, ...] = ()
+    advice: str = ""
+    note: str = ""
+
+    def class_names(self) -> tuple[str, ...]:
+        """The qualified names of `classes`."""
+        return tuple(c if isinstance(c, str) else f"{c.__module__}.{c.__qualname__}" for c in self.classes)
+
+    def beta(self, group: Group) -> float | None:
+        """β of the moving average, or None where there is none."""
+        entry, index = self.decay or ("", None)
+        value = group.get(entry)
+        if value is None:
+            return None
+        if index is not None and (not isinstance(value, list | tuple) or len(value) <= index):
+            raise StateError(f"the group's {entry!r} is {value!r}, and entry {index} of it is needed")
+        return as_number(value if index is None else value[index], entry)
+
+    def steps(self, state: State, group: Group) -> float | None:
+        """t, the number of gradients behind s, or None where the optimiser does not count."""
+        value = (group if self.step == "group" else state).get(self.counter)
+        return None if value is None else max(as_number(value, self.counter) - self.idle_steps, 0.0)
+
+    def first(self, group: Group) -> float:
+        """s₀."""
+        return as_number(group[self.start], self.start) if isinstance(self.start, str) else self.start
+
+    def couples_decay(self, group: Group) -> bool:
+        """Whether this group's weight decay is part of the squared gradient."""
+        decoupled = self.decoupled_flag is not None and bool(group.get(self.decoupled_flag, False))
+        decay = as_number(group.get("weight_decay") or 0.0, "weight_decay")
+        return self.coupled_decay and not decoupled and decay != 0.0
+
+
+# --- records --------------------------------------------------------------------------------------------------------
 
 _BETA2 = ("betas", 1)
 _TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
@@ -30,13 +125,14 @@ def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
 
 def _eight_bit(name: str, stem: str, module: str) -> StateReader:
     """bitsandbytes' family of one Adam: plain or paged, with an 8-bit or a 32-bit state."""
-    return _average(
-        name,
-        *(f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")),
-        statistic="quantised",
-        key="state2",
-        note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
-    )
+    classes = [f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")]
+    note = "8-bit blocks: about two digits of v, and small entries of a block round to zero."
+    return _average(name, *classes, statistic="quantised", key="state2", note=note)
+
+
+def _soap(name: str, *classes: str, **fields: Any) -> StateReader:
+    """A SOAP in the layout of its authors."""
+    return _average(name, *classes, factors=rotated.listed, bases=("Q", "GG"), **fields)
 
 
 def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None = None) -> StateReader:
@@ -47,6 +143,7 @@ def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None 
 _COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
 _TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
 _RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
+_SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
 
 READERS: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
@@ -54,46 +151,74 @@ READERS: tuple[StateReader, ...] = (
     _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
     _adam("radam", "torch.optim.radam.RAdam", **_COUPLED),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
-    *ROTATED_READERS,
+    # The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.
+    _average(
+        *("soap", "bayesadam.optim.soap.SOAP"),
+        key=f"{rotated.PLAIN_KEY} or {rotated.ROTATED_KEY}",
+        mark="precondition_every",
+        factors=rotated.two_sided,
+        bases=("left", "right", *_SIDES),
+    ),
+    # The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.
+    _soap("soap-reference", "soap.SOAP", mark="max_precond_dim"),
+    _soap(
+        *("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+        mark="max_precondition_dim",
+        step="group",
+        idle_steps=1,
+        note="One count for all parameters of a group: v of one that missed steps is underestimated.",
+    ),
+    # Its average is free of bias: β₂ grows with the steps.
     StateReader(
-        "adagrad",
-        ("torch.optim.adagrad.Adagrad",),
-        statistic="sum",
-        key="sum",
-        start="initial_accumulator_value",
+        *("soap-heavyball", ("heavyball.SOAP",)),
+        key=rotated.HEAVYBALL_MOMENT,
+        step="group",
+        counter="step_count",
+        idle_steps=1,
+        factors=rotated.bucketed,
+    ),
+    StateReader(
+        *("shampoo", ("pytorch_optimizer.optimizer.shampoo.Shampoo",)),
+        key="pre_cond_0",
+        step="group",
         coupled_decay=True,
+        decoupled_flag="weight_decouple",
+        mark="matrix_eps",
+        factors=rotated.shampoo,
+        bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(rotated.MOST_DIMENSIONS)),
+        note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",
+    ),
+    # The second moments of a saved posterior, diagonal or Kronecker-factored.
+    StateReader("published", (), key=rotated.MOMENT_KEY, decay=(rotated.BETA_KEY, None), mark=rotated.PLAIN_MARK),
+    StateReader(
+        *("published-kronecker", ()),
+        key=f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
+        decay=(rotated.BETA_KEY, None),
+        mark=rotated.ROTATED_MARK,
+        factors=rotated.two_sided,
+        bases=_SIDES,
+    ),
+    StateReader(
+        "adagrad", ("torch.optim.adagrad.Adagrad",), "sum", "sum", start="initial_accumulator_value", coupled_decay=True
     ),
     _average(
         "rmsprop",
         "torch.optim.rmsprop.RMSprop",
         **_RMS,
         coupled_decay=True,
-        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights "
-        "would look flat.",
+        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
     ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
-        "adamax",
-        ("torch.optim.adamax.Adamax",),
-        statistic="root",
-        key="exp_inf",
-        decay=_BETA2,
+        *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", _BETA2),
         coupled_decay=True,
         note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
     ),
-    StateReader(
-        "adafactor",
-        ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"),
-        statistic="factored",
-        key="row_var, col_var or variance",
-        note="Rank-one per matrix. Its average starts from the first gradient, so it has no bias to correct.",
-    ),
-    _average(
-        "lamb", "timm.optim.lamb.Lamb", step="group", note="Decay follows the moments; the gradient norm is clipped."
-    ),
-    _average(
-        "adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", note="Averages (g + β₂ Δg)², after Nesterov."
-    ),
+    # Its average starts from the first gradient, so it has no bias to correct.
+    StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored"),
+    _average("lamb", "timm.optim.lamb.Lamb", step="group"),
+    # Averages (g + β₂ Δg)², after Nesterov.
+    _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group"),
     _average(
         "rmsproptf",
         "timm.optim.rmsprop_tf.RMSpropTF",
@@ -103,25 +228,15 @@ READERS: tuple[StateReader, ...] = (
         start=1.0,
         note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
     ),
+    _average("adabelief", "timm.optim.adabelief.AdaBelief", key="exp_avg_var", maximum_key="max_exp_avg_var", **_TIMM),
     _average(
-        "adabelief",
-        "timm.optim.adabelief.AdaBelief",
-        key="exp_avg_var",
-        maximum_key="max_exp_avg_var",
-        **_TIMM,
-        note="A centred second moment, to which AdaBelief adds eps at every step.",
-    ),
-    _average(
-        "adahessian",
-        "timm.optim.adahessian.Adahessian",
+        *("adahessian", "timm.optim.adahessian.Adahessian"),
         key="exp_hessian_diag_sq",
         note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
     ),
     _eight_bit("adam8bit", "Adam", "bitsandbytes.optim.adam"),
     _eight_bit("adamw8bit", "AdamW", "bitsandbytes.optim.adamw"),
-    StateReader(
-        "ogd", (), statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
-    ),
+    StateReader("ogd", (), "identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."),
     _none(
         "sgd",
         "torch.optim.sgd.SGD",
@@ -141,11 +256,7 @@ READERS: tuple[StateReader, ...] = (
     ),
     _none("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
     _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
-    _none(
-        "novograd",
-        "timm.optim.nvnovograd.NvNovoGrad",
-        advice=f"it has one number per layer, not per weight; {_TRAIN_WITH}",
-    ),
+    _none("novograd", "timm.optim.nvnovograd.NvNovoGrad", advice=f"it has one number per layer; {_TRAIN_WITH}"),
 )
 
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
@@ -168,7 +279,7 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
         raise SettingError(
             f"a reader named {reader.name!r} exists already: choose another name, or pass replace=True to override it"
         )
-    if reader.statistic not in ("identity", "none") and not reader.key and reader.read is None:
+    if reader.statistic in ("average", "sum", "root") and not (reader.key or reader.read or reader.factors):
         raise SettingError(f"reader {reader.name!r} needs a `key` or a `read` function to find its second moment")
     if reader.bias_correction and reader.decay is None:
         raise SettingError(f"reader {reader.name!r} asks for a bias correction but names no `decay` (its β)")
@@ -193,61 +304,39 @@ def reader_of(optimizer: Optimizer) -> StateReader | None:
     return next((by_class[name] for name in names if name in by_class), None)
 
 
-def readers_with_key(keys: Iterable[str]) -> list[str]:
-    """Names of the readers whose key is among `keys`, or of those whose bases are too: a hint for error messages."""
-    present = set(keys)
-    fitting = [r for r in _registry.values() if present & set(r.key.replace(" or ", ", ").split(", "))]
-    return [r.name for r in [r for r in fitting if present & set(r.bases)] or fitting]
-
+# --- the reader of a saved state ------------------------------------------------------------------------------------
 
 # All fields of a record that change v̂.
 _reading = attrgetter(
-    *("statistic", "key", "decay", "bias_correction", "start", "step", "maximum_key", "centre_key", "read")
+    *("statistic", "key", "decay", "bias_correction", "start", "step", "counter", "idle_steps"),
+    *("maximum_key", "centre_key", "read", "factors"),
 )
 _ADVICE = (
     "Train with Adam, AdamW, RMSprop or Adagrad; or choose by name, with optimizer='ogd', the isotropic posterior, "
     "V = 1, that the paper has for SGD"
 )
-_TRAIN_FIRST = "train first, and save the optimiser's state together with the weights"
-
 # Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
 # them, a scheduler's after them. Up to torch 1.11 Adam and AdamW wrote the same; from 1.12 to 2.6 AdamW had `foreach`
-# before `maximize`, Adam after it; since 2.7 both are as Adam, with `decoupled_weight_decay`.
-# An AdamW that 1.12 – 2.6 resumed from the file of an earlier torch has Adam's order, as torch appends what is missing.
-_ORDERS = (
-    ("radam", "foreach capturable decoupled_weight_decay"),
-    ("adamw", "foreach maximize capturable"),
-    ("adam", "amsgrad maximize foreach capturable"),
-    # transformers' own AdamW.
-    ("adamw", "correct_bias"),
-    ("sparseadam", "eps maximize params"),
-)
+# before `maximize`, Adam after it; since 2.7 both are as Adam, with `decoupled_weight_decay`. `correct_bias` is of
+# transformers' own AdamW.
+_ORDERS = {
+    "foreach capturable decoupled_weight_decay": "radam",
+    "foreach maximize capturable": "adamw",
+    "amsgrad maximize foreach capturable": "adam",
+    "correct_bias": "adamw",
+    "eps maximize params": "sparseadam",
+}
 
 
 def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -> StateReader:
     """The reader for a saved state; optimisers that are read alike, Adam and AdamW, count as one, `"adam or adamw"`.
 
     `recorded` is the class name the trainer wrote down, which decides between several that fit.
-
-    Raises:
-        StateError: the optimiser, which is named, keeps no second moment per weight; or it has taken no step; or no
-            reader knows the state, or several that differ.
     """
-    states: Mapping[Any, State] = optimizer["state"]
     groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
-    kept = {key: state for key, state in states.items() if key in groups and has_tensors(state)}
-    held = [(outline(state), groups[key]) for key, state in kept.items()]
-    if not held:
-        who = _without_moment(optimizer["param_groups"], recorded)
-        if who is not None:
-            raise StateError(f"the optimiser is {who}, its state is empty, and it keeps no second moment. {_ADVICE}")
-        adaptive = {r.decay[0] for r in registered() if r.decay} | {r.start for r in registered()}
-        if any(adaptive & set(group) for group in optimizer["param_groups"]):
-            raise StateError(f"the optimiser's state is empty, it has not taken a step yet: {_TRAIN_FIRST}")
-        raise StateError(
-            f"the optimiser's state is empty: it has not taken a step, or is SGD without momentum. {_ADVICE}"
-        )
-    fitting = [r for r in registered() if all(_fits(r, state, group) for state, group in held)]
+    states = {key: state for key, state in optimizer["state"].items() if key in groups and has_tensors(state)}
+    held = [(outline(state), groups[key]) for key, state in states.items()]
+    fitting = [r for r in registered() if held and all(_fits(r, state, group) for state, group in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
     named = [r for r in fitting if recorded is not None and _is_called(r, recorded)]
     # Readers whose own flag is in the group, where there are such; else those that expect none.
@@ -256,8 +345,8 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     if len({_reading(r) for r in chosen}) == 1:
         alike = [r for r in fitting if _reading(r) == _reading(chosen[0])]
         found = named[0] if named else _writer(alike, [group for _, group in held])
-        if all(found.steps(state, groups[key]) == 0 for key, state in kept.items()):
-            raise StateError(f"the optimiser, {found.name}, has not taken a step yet: {_TRAIN_FIRST}")
+        if all(found.steps(state, groups[key]) == 0 for key, state in states.items()):
+            raise StateError(f"the optimiser, {found.name}, has not taken a step yet: train first, then save its state")
         return found
     keys = sorted({key for state, _ in held for key in state if isinstance(key, str)})
     if chosen:
@@ -265,16 +354,25 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
             f"the optimiser's state, with keys {keys}, may be that of {' or '.join(r.name for r in chosen)}, which are "
             f"read differently: say which with optimizer={chosen[0].name!r}"
         )
-    who = _without_moment([group for _, group in held], recorded) or _by_state(held)
-    if who is not None:
+    # The later is the more particular: LARS has all that SGD has.
+    without = [r for r in reversed(registered()) if r.statistic == "none"]
+    used = [group for _, group in held] or optimizer["param_groups"]
+    marked = [r for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
+    refused = [r for r in without if recorded is not None and _is_called(r, recorded)] or marked
+    if refused:
+        title = next(iter(refused[0].class_names()), refused[0].name).rpartition(".")[2]
         raise StateError(
-            f"the optimiser is {who}, which keeps no second moment per weight: its state has keys {keys}. {_ADVICE}"
+            f"the optimiser is {title}, which keeps no second moment per weight: its state has keys {keys}. {_ADVICE}"
         )
-    rows = " (Adafactor of transformers, fairseq or timm keeps such a state; only that of torch.optim is read)"
+    if not held:
+        raise StateError(
+            "the optimiser's state is empty: it has not taken a step yet: train first, and save its state together "
+            f"with the weights; or it is SGD without momentum. {_ADVICE}"
+        )
     raise StateError(
-        f"the optimiser's state has keys {keys}{rows if 'exp_avg_sq_row' in keys else ''}, and no reader finds a "
-        "second moment per weight in it: name the optimiser with optimizer=, or describe it with "
-        f"bayesadam.readers.register(StateReader(...)). {_ADVICE}"
+        f"the optimiser's state has keys {keys}, and no reader finds a second moment per weight in it (Lion, NovoGrad "
+        "and the Adafactor of transformers and timm keep none that is read): name the optimiser with optimizer=, or "
+        f"describe it with bayesadam.readers.register(StateReader(...)). {_ADVICE}"
     )
 
 
@@ -298,7 +396,7 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     if isinstance(momentum, Tensor) and momentum.shape != stored.shape:
         return False
     counted = reader.bias_correction or reader.statistic == "sum"
-    if counted and (group if reader.step == "group" else state).get("step") is None:
+    if counted and (group if reader.step == "group" else state).get(reader.counter) is None:
         return False
     if isinstance(reader.start, str) and reader.start not in group:
         return False
@@ -309,67 +407,114 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     return value is not None if index is None else isinstance(value, list | tuple) and len(value) == index + 1
 
 
-def _writer(alike: list[StateReader], groups: list[Group]) -> StateReader:
-    """Of readers that compute the same, the one that the groups name, as far as they do."""
+def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
+    """Of readers that compute the same, the one that a flag or the order of the groups' entries names."""
     by_name = {r.name: r for r in alike}
-    names = {name for name in map(_writer_of, groups) if name in by_name}
-    if len(names) == 1:
-        return by_name[names.pop()]
+    names: set[str | None] = set()
+    for group in groups:
+        entries = f" {' '.join(map(str, group))} "
+        name = next((name for order, name in _ORDERS.items() if f" {order} " in entries), None)
+        if name != "radam" and "decoupled_weight_decay" in group:
+            name = "adamw" if group["decoupled_weight_decay"] else "adam"
+        names.add(name)
+    named = [reader for reader in alike if reader.name in names]
+    if len(named) == 1:
+        return named[0]
     if not {"adam", "adamw"} <= by_name.keys():
         return alike[0]
-    decays = {float(group.get("weight_decay") or 0.0) for group in groups} - {0.0}
     note = "the file does not say which; without weight decay they are the same."
-    if decays:
-        hint = "; 0.01 is AdamW's default" if 0.01 in decays else ""
+    if any(group.get("weight_decay") for group in groups):
         note = (
-            f"the file does not say which, and it has weight decay ({', '.join(f'{d:g}' for d in sorted(decays))}"
-            f"{hint}). v is read alike, and the prior is N × the weight decay. But Adam adds the decay to the "
-            "gradients before they are squared: part of the prior is then in v already, and the posterior too narrow. "
-            "Say which with optimizer='adam' or 'adamw' (--optimizer)."
+            "the file does not say which, and it has weight decay. v is read alike, and the prior is N × the weight "
+            "decay. But Adam adds the decay to the gradients before they are squared: part of the prior is then in v "
+            "already, and the posterior too narrow. Say which with optimizer='adam' or 'adamw' (--optimizer)."
         )
     return changed(
         by_name["adam"], name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note
     )
 
 
-def _writer_of(group: Group) -> str | None:
-    """Who wrote a group, by a flag or by the order of its entries; None where neither says."""
-    entries = f" {' '.join(map(str, group))} "
-    ordered = next((name for name, order in _ORDERS if f" {order} " in entries), None)
-    if ordered != "radam" and "decoupled_weight_decay" in group:
-        return "adamw" if group["decoupled_weight_decay"] else "adam"
-    return ordered
-
-
-def _without_moment(groups: Sequence[Group], recorded: str | None) -> str | None:
-    """The name of an optimiser without a second moment, as recorded or as every group shows."""
-    known = [r for r in registered() if r.statistic == "none"]
-    named = [r for r in known if recorded is not None and _is_called(r, recorded)]
-    marked = [r for r in known if r.mark is not None and groups and all(r.mark in group for group in groups)]
-    # The later is the more particular: LARS has all that SGD has.
-    found = next(iter([*named, *reversed(marked)]), None)
-    if found is None:
-        return None
-    title = next(iter(found.class_names()), found.name).rpartition(".")[2]
-    moving = "with" if any(group.get("momentum") for group in groups) else "without"
-    return f"{title} {moving} momentum" if found.name == "sgd" else title
-
-
-def _by_state(held: list[tuple[State, Group]]) -> str | None:
-    """The same by the entries that every state has."""
-    keys = [set(state) - {"step"} for state, _ in held]
-    # Lion has a momentum alone, and two β without Adam's ε.
-    if all(own == {"exp_avg"} for own in keys) and all("betas" in g and "eps" not in g for _, g in held):
-        return "Lion"
-    if all("state1" in own and "state2" not in own for own in keys):
-        return "Lion, SGD or another with one moment of bitsandbytes"
-    sizes = [[getattr(state.get(key), "numel", int)() for key in ("exp_avg_sq", "exp_avg")] for state, _ in held]
-    if all(moment == 1 < momentum for moment, momentum in sizes):
-        return "NovoGrad"
-    others = {"momentum_buffer": "SGD with momentum, LARS or Muon", "prev": "Rprop", "ax": "ASGD", "old_dirs": "LBFGS"}
-    return next((who for key, who in others.items() if all(key in own for own in keys)), None)
-
-
 def _is_called(reader: StateReader, name: str) -> bool:
     short = name.rpartition(".")[2].lower()
     return short == reader.name or short in {known.rpartition(".")[2].lower() for known in reader.class_names()}
+
+
+# --- what a state holds ---------------------------------------------------------------------------------------------
+
+_QUANT_STATE = "__bnb_optimizer_quant_state__"
+# Entries that have the parameter's own shape, in every optimiser that has them.
+_SHAPED_KEYS = (
+    *("exp_avg", "exp_avg_sq", "rotated_exp_avg_sq", "square_avg", "sum", "exp_inf", "exp_avg_var"),
+    *("exp_hessian_diag_sq", "variance", "state2", "state1", "momentum_buffer"),
+)
+# The names of bases in optimisers' states, and of the statistics that these are the eigenvectors of.
+_BASIS_NAMES = re.compile(
+    r"((q|gg|l|r)(_?[lr])?|.*(basis|bases|eigen|ortho|proj|precond_|pre_cond_).*)([._]?\d+)?", re.I
+)
+
+
+def as_number(value: Any, entry: str) -> float:
+    """The number under an entry of a saved state or group."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise StateError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of a posterior: float32, or float64 for float64 parameters."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def opened(state: State) -> State:
+    """The state with the entries that bitsandbytes' `state_dict()` nests, for FSDP, at the top level as when live."""
+    hidden = state.get(_QUANT_STATE)
+    return state if hidden is None else {**state, **hidden}
+
+
+def outline(state: State) -> State:
+    """The state without reading tensors that are still on the disk: those appear as shape and type."""
+    return opened(getattr(state, "outline", state))
+
+
+def has_tensors(state: Any) -> bool:
+    """Whether a state holds anything but a counter."""
+    return isinstance(state, Mapping) and any(
+        (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()
+    )
+
+
+def parameter_shape(state: State, reader: StateReader | None = None) -> torch.Size | None:
+    """The shape of the parameter behind a state, where a tensor in it has that shape."""
+    state = outline(state)
+    # What a basis is found from has the length of a side.
+    own = [key for key in reader.key.split(" or ") if key not in reader.bases] if reader is not None else []
+    for key in (*own, *_SHAPED_KEYS):
+        if isinstance(state.get(key), Tensor):
+            return state[key].shape  # type: ignore[no-any-return]
+    if isinstance(state.get("row_var"), Tensor) and isinstance(state.get("col_var"), Tensor):
+        return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
+    return None
+
+
+def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[str]:
+    """The entries of a state that look like bases and that its reader knows nothing of.
+
+    A second moment stored with bases is in their coordinates: read as the weights' own, every number in it is wrong.
+    A `read` function is trusted.
+    """
+    if reader.statistic in ("identity", "none") or reader.read is not None:
+        return []
+    found = []
+    for key, value in outline(state).items():
+        if not isinstance(key, str) or key in reader.bases:
+            continue
+        named = _BASIS_NAMES.fullmatch(key) is not None
+        if isinstance(value, list | tuple):
+            named = named or any(isinstance(inner, Tensor) and inner.dim() > 1 for inner in value)
+        elif isinstance(value, Tensor):
+            square = value.dim() == 2 and value.shape[0] == value.shape[1]
+            named = square and (named or (len(value) > 1 and value.shape != shape))
+        if named and isinstance(value, Mapping | list | tuple | Tensor):
+            found.append(key)
+    return found

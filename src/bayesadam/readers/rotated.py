@@ -6,35 +6,30 @@ seen as the matrix (first dimension, all others) is
 
     V = (Q_R ⊗ Q_L) diag(v) (Q_R ⊗ Q_L)ᵀ,   Q_L = Q₁,   Q_R = Q₂ ⊗ Q₃ ⊗ …
 
-Packages differ in where V, Q and the count of steps are.
+Packages differ in where V, Q and the count of steps are. `two_sided`, `listed`, `bucketed` and `shampoo` find them:
+each gives the stored V, in the bases' coordinates, and one basis a dimension of it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import StateError
-from bayesadam.readers.state import Group, State, StateReader, outline, second_moment, working_dtype
 
 # Adam's name where nothing is rotated. Other names elsewhere, so that no reader of Adam mistakes them for its own.
 PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq", "left_basis", "right_basis"
 # Those of a saved posterior: v̂ itself, free of bias.
 MOMENT_KEY, ROTATED_MOMENT_KEY, BETA_KEY = "second_moment", "rotated_second_moment", "beta2"
 PLAIN_MARK, ROTATED_MARK = "saved_posterior", "saved_rotated_posterior"
-# The names of bases in optimisers' states, and of the statistics that these are the eigenvectors of.
-_BASIS_NAMES = re.compile(
-    r"((q|gg|l|r)(_?[lr])?|.*(basis|bases|eigen|ortho|proj|precond_|pre_cond_).*)([._]?\d+)?", re.I
-)
 # heavyball names an entry after the function that keeps it and its index in the chain.
-_HEAVYBALL_MOMENT, _HEAVYBALL_BASES = "scale_by_soap_exp_avg_sq_", "scale_by_soap_Q_"
-_MOST_DIMENSIONS = 8
+HEAVYBALL_MOMENT, _HEAVYBALL_BASES = "scale_by_soap_exp_avg_sq_", "scale_by_soap_Q_"
+MOST_DIMENSIONS = 8
 
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
@@ -57,9 +52,8 @@ class Rotation:
 
     def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
         """Q_L X Q_Rᵀ."""
-        matrix = coordinates.flatten(1 - dims) if dims > 2 else coordinates
-        matrix = matrix if self.left is None else self.left @ matrix
-        return (matrix if self.right is None else matrix @ self.right.mT).reshape(coordinates.shape)
+        back = (None if basis is None else basis.mT for basis in (self.left, self.right))
+        return Rotation(*back).into(coordinates, dims)
 
     def diagonal(self, values: Tensor) -> Tensor:
         """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
@@ -92,119 +86,40 @@ def eigenbasis(matrix: Tensor) -> Tensor:
     return vectors.flip(1).contiguous()
 
 
-@dataclass(frozen=True, eq=False)
-class Rotated:
-    r"""v̂ of one parameter in the space of its eigenbases.
-
-    With vec stacking the columns of the m×n matrix W, the covariance that goes with it is
-
-    .. math::
-        \operatorname{Cov} \operatorname{vec}(W)
-            = (Q_R \otimes Q_L) \operatorname{diag} \frac{1}{w\, \hat v^p + \delta}\, (Q_R \otimes Q_L)^\top
-
-    which is never formed. Entry (i, j) of `second_moment`, of the parameter's shape, belongs to left eigenvector i and
-    right eigenvector j.
-    """
-
-    rotation: Rotation
-    second_moment: Tensor
+def rotation_of(bases: Sequence[Tensor | None], sides: Sequence[int]) -> Rotation | None:
+    """Q_L = Q₁ and Q_R = Q₂ ⊗ Q₃ ⊗ … (Q₁ of a vector) for bases of these sides; None where all are the identity."""
+    left, rest = (bases[0], bases[1:]) if len(bases) > 1 else (None, bases)
+    kind = next((basis for basis in rest if basis is not None), None)
+    if kind is None:
+        return None if left is None else Rotation(left, None)
+    whole = (
+        torch.eye(side, dtype=kind.dtype, device=kind.device) if basis is None else basis
+        for basis, side in zip(rest, sides[-len(rest) :], strict=True)
+    )
+    return Rotation(left, reduce(torch.kron, whole))
 
 
-@dataclass(frozen=True)
-class RotatedReader(StateReader):
-    """A reader of a second moment that is stored in the eigenbases of each weight.
-
-    Without a `read` of its own, the diagonal in the space of the weights comes from `factors`.
-
-    Attributes:
-        factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), s as the optimiser
-            stores it, in the bases' coordinates; None is the identity.
-        idle_steps: the steps that are counted but leave no gradient in s.
-        counter: the entry that counts, where it is not `step`.
-    """
-
-    factors: Callable[[State, Group, torch.Size], Factors] | None = None
-    idle_steps: int = 0
-    counter: str = "step"
-
-    def __post_init__(self) -> None:
-        if self.read is None and self.factors is not None:
-            object.__setattr__(self, "read", partial(_weight_diagonal, self.factors))
-
-    def steps(self, state: State, group: Group) -> float | None:
-        """t, the number of gradients behind s."""
-        counted = (group if self.step == "group" else state).get(self.counter)
-        return None if counted is None else max(float(counted) - self.idle_steps, 0.0)
-
-    def rotated(self, state: State, group: Group, shape: torch.Size) -> Rotated | None:
-        """v̂ in its bases, Q_L = Q₁ and Q_R = Q₂ ⊗ Q₃ ⊗ … (Q₁ of a vector); None for a parameter that is not rotated."""
-        stored, bases = (None, ()) if self.factors is None else self.factors(state, group, shape)
-        if stored is None or all(basis is None for basis in bases):
-            return None
-        moment = second_moment(stored.detach().clone().reshape(shape), self, state, group)
-        left, rest = (bases[0], bases[1:]) if len(bases) > 1 else (None, bases)
-        kind = next((basis for basis in rest if basis is not None), None)
-        if kind is None:
-            return Rotated(Rotation(left, None), moment)
-        whole = (
-            torch.eye(side, dtype=kind.dtype, device=kind.device) if basis is None else basis
-            for basis, side in zip(rest, stored.shape[-len(rest) :], strict=True)
-        )
-        return Rotated(Rotation(left, reduce(torch.kron, whole)), moment)
-
-
-def _weight_diagonal(factors: Callable[..., Factors], state: State, group: Group, shape: torch.Size) -> Tensor:
+def weight_diagonal(stored: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
     """The diagonal of V in the space of the weights, v ×₁ Q₁² ×₂ Q₂² …, squared entry by entry; not bias-corrected."""
-    moment, bases = factors(state, group, shape)
     for basis in bases:
         # Each turn takes the first dimension and puts it last.
-        moment = moment.movedim(0, -1)
+        stored = stored.movedim(0, -1)
         if basis is not None:
-            moment = moment @ basis.to(moment.dtype).square().mT
-    return moment.reshape(shape)
+            stored = stored @ basis.to(stored.dtype).square().mT
+    return stored
 
 
-def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[str]:
-    """The entries of a state that look like bases and that its reader knows nothing of.
-
-    A second moment stored with bases is in their coordinates: read as the weights' own, every number in it is wrong.
-    A `read` function of the user's own is trusted.
-    """
-    if reader.statistic in ("identity", "none") or (reader.read is not None and not isinstance(reader, RotatedReader)):
-        return []
-    held = {key: value for key, value in outline(state).items() if isinstance(key, str) and key not in reader.bases}
-    return [name for name, value in held.items() if _like_bases(name, value, shape)]
-
-
-def _like_bases(name: str, value: Any, shape: torch.Size) -> bool:
-    named = _BASIS_NAMES.fullmatch(name) is not None
-    if isinstance(value, Mapping):
-        return named
-    if isinstance(value, list | tuple):
-        return named or any(isinstance(inner, Tensor) and inner.dim() > 1 for inner in value)
-    if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] != value.shape[1]:
-        return False
-    return named or (len(value) > 1 and value.shape != shape)
-
-
-def _require_shape(moment: Tensor, fits: bool, shape: Sequence[int]) -> None:
-    if not fits:
-        raise StateError(
-            f"the statistic of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs "
-            "to another model"
-        )
-
-
-def _two_sided(plain: str, rotated: str, state: State, group: Group, shape: torch.Size) -> Factors:
+def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
-    stored: Tensor = state[rotated if rotated in state else plain]
+    keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
+    stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
     _require_shape(stored, stored.shape == shape, shape)
     if len(shape) < 2:
         return stored, [state.get(RIGHT_KEY)] * len(shape)
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
 
 
-def _listed(state: State, group: Group, shape: torch.Size) -> Factors:
+def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
     """`exp_avg_sq` of the parameter's shape, and `Q`, a list with a matrix or an empty list for each dimension."""
     # The authors' layout has both; other SOAPs with a Q count and correct otherwise.
     for entry in ("GG", "precondition_frequency"):
@@ -220,7 +135,7 @@ def _listed(state: State, group: Group, shape: torch.Size) -> Factors:
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
-def _bucketed(state: State, group: Group, shape: torch.Size) -> Factors:
+def bucketed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
     """heavyball's: dimensions after the first are merged; the second moment and the bases have a leading 1."""
     views = [view for view in state.values() if isinstance(view, Mapping)]
     if len(views) != 1 or group["split"] or group["ecc"] or group["param_ecc"]:
@@ -229,12 +144,12 @@ def _bucketed(state: State, group: Group, shape: torch.Size) -> Factors:
             "with split=False, ecc=None and param_ecc=None"
         )
     found: list[Any] = []
-    for stem in (_HEAVYBALL_MOMENT, _HEAVYBALL_BASES):
+    for stem in (HEAVYBALL_MOMENT, _HEAVYBALL_BASES):
         keys = [key for key in map(str, views[0]) if key.startswith(stem) and key[len(stem) :].isdigit()]
         if len(keys) != 1:
             raise StateError(
-                f"heavyball's state has {sorted(map(str, views[0]))}, and {len(keys)} of them are called {stem}0, "
-                f"{stem}1 …: only its SOAP is read, not its relatives (KLSOAP, SOLP, …) or chains of your own"
+                f"heavyball's state has {len(keys)} entries called {stem}0, {stem}1 …: only its SOAP is read, not its "
+                "relatives (KLSOAP, SOLP, …) or chains of your own"
             )
         found.append(views[0][keys[0]])
     moment, bases = found
@@ -243,33 +158,7 @@ def _bucketed(state: State, group: Group, shape: torch.Size) -> Factors:
     return _wide(moment.squeeze(0)), _checked_bases(inner, moment.shape[1:])
 
 
-def _checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
-    """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
-    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in found]
-    if all(basis is None for basis in bases):
-        return [None] * len(shape)
-    fits = [basis is None or basis.shape == (side, side) for basis, side in zip(bases, shape, strict=False)]
-    if len(bases) != len(shape) or not all(fits):
-        sides = [None if basis is None else tuple(basis.shape) for basis in bases]
-        raise StateError(
-            f"the bases of a parameter whose second moment is {tuple(shape)} have shapes {sides}, one a dimension was "
-            "expected: the state belongs to another model, or its dimensions were merged; train with merge_dims=False"
-        )
-    for basis in bases:
-        if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
-            raise StateError(
-                f"a basis of shape {tuple(basis.shape)}, of a parameter whose second moment is {tuple(shape)}, is not "
-                "orthogonal: the file is damaged, or training met a non-finite gradient; use a checkpoint before that"
-            )
-    # Copies: heavyball writes to its bases.
-    return [None if basis is None else _wide(basis, copy=True) for basis in bases]
-
-
-def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    return tensor.detach().to(working_dtype(tensor.dtype), copy=copy)
-
-
-def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
+def shampoo(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
     r"""The eigenvalues and eigenvectors of V = M_1 ⊗ M_2 ⊗ …, one factor a dimension, weights in row-major order.
 
     Shampoo keeps :math:`S_k = \epsilon I + \sum_t G_t^{(k)} G_t^{(k)\top}`, with :math:`G^{(k)}` the gradient unfolded
@@ -282,18 +171,16 @@ def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
     in expectation, so for a matrix :math:`v_{ij} = \lambda_i \mu_j / (t\, \tau)` with the eigenvalues of L and of R;
     for a vector it is :math:`\frac 1 t \sum_t g_t g_t^\top`. The trace of V is always the mean of ‖G‖².
     """
-    if not 1 <= len(shape) <= _MOST_DIMENSIONS:
+    if not 1 <= len(shape) <= MOST_DIMENSIONS:
         raise StateError(f"Shampoo keeps no statistic for a parameter of shape {tuple(shape)}: use Adam for it")
     if float(group["momentum"]) != 0.0:
-        mixed = f"with momentum={group['momentum']} Shampoo's statistics are of mixed gradients"
-        raise StateError(f"{mixed}: train with momentum=0")
-    start, steps = float(group["matrix_eps"]), float(group["step"])
+        raise StateError("with momentum Shampoo's statistics are of mixed gradients: train with momentum=0")
     factors = []
     for dim, side in enumerate(shape):
         stored: Tensor = state[f"pre_cond_{dim}"]
         _require_shape(stored, stored.shape == (side, side), shape)
         wide = _wide(stored, copy=True)
-        wide.diagonal().sub_(start).clamp_(min=0.0)
+        wide.diagonal().sub_(float(group["matrix_eps"])).clamp_(min=0.0)
         factors.append(wide)
     traces = torch.stack([factor.trace() for factor in factors])
     total = float(traces[0])
@@ -304,7 +191,7 @@ def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
             "pytorch_optimizer before 4.1 summed preconditioned gradients; upgrade it and train again, or use SOAP"
         )
     if total > 0:
-        factors[0] /= steps
+        factors[0] /= float(group["step"])
         for factor in factors[1:]:
             factor /= total
     found = [torch.linalg.eigh(factor) for factor in factors]
@@ -314,88 +201,35 @@ def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
     return product, [pair.eigenvectors.flip(1).contiguous() for pair in found]
 
 
-_SOAP: dict[str, Any] = {"decay": ("betas", 1), "bias_correction": True}
-_REFERENCE: dict[str, Any] = {**_SOAP, "key": PLAIN_KEY, "factors": _listed, "bases": ("Q", "GG")}
-_TRAIN_WITH = "train with a SOAP, which keeps a second moment in the same bases, or with Adam"
+def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
-ROTATED_READERS = (
-    RotatedReader(
-        "soap",
-        ("bayesadam.optim.soap.SOAP",),
-        key=f"{PLAIN_KEY} or {ROTATED_KEY}",
-        **_SOAP,
-        mark="precondition_every",
-        factors=partial(_two_sided, PLAIN_KEY, ROTATED_KEY),
-        bases=("left", "right", LEFT_KEY, RIGHT_KEY),
-        note="The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.",
-    ),
-    RotatedReader(
-        "soap-reference",
-        ("soap.SOAP",),
-        **_REFERENCE,
-        mark="max_precond_dim",
-        note="The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.",
-    ),
-    RotatedReader(
-        "soap-pytorch-optimizer",
-        ("pytorch_optimizer.optimizer.soap.SOAP",),
-        **_REFERENCE,
-        mark="max_precondition_dim",
-        step="group",
-        idle_steps=1,
-        note="One count for all parameters of a group: v of one that missed steps is underestimated.",
-    ),
-    RotatedReader(
-        "soap-heavyball",
-        ("heavyball.SOAP",),
-        key=_HEAVYBALL_MOMENT,
-        step="group",
-        factors=_bucketed,
-        idle_steps=1,
-        counter="step_count",
-        note="Its average is free of bias: β₂ grows with the steps. Only SOAP, not its relatives (KLSOAP, SOLP, …).",
-    ),
-    RotatedReader(
-        "shampoo",
-        ("pytorch_optimizer.optimizer.shampoo.Shampoo",),
-        key="pre_cond_0",
-        step="group",
-        coupled_decay=True,
-        decoupled_flag="weight_decouple",
-        mark="matrix_eps",
-        factors=_shampoo_factors,
-        bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(_MOST_DIMENSIONS)),
-        note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",
-    ),
-    StateReader(
-        "scalable-shampoo",
-        ("pytorch_optimizer.optimizer.shampoo.ScalableShampoo",),
-        statistic="none",
-        advice=f"its statistics are of blocks, inside objects that no state dict should hold; {_TRAIN_WITH}",
-    ),
-    StateReader(
-        "torch-optimizer-shampoo",
-        ("torch_optimizer.shampoo.Shampoo",),
-        statistic="none",
-        advice="its statistics, after that of the first dimension, are of gradients that it has preconditioned "
-        f"already; {_TRAIN_WITH}",
-    ),
-    StateReader(
-        "published",
-        (),
-        key=MOMENT_KEY,
-        decay=(BETA_KEY, None),
-        mark=PLAIN_MARK,
-        note="The second moments of a saved posterior.",
-    ),
-    RotatedReader(
-        "published-kronecker",
-        (),
-        key=f"{MOMENT_KEY} or {ROTATED_MOMENT_KEY}",
-        decay=(BETA_KEY, None),
-        mark=ROTATED_MARK,
-        factors=partial(_two_sided, MOMENT_KEY, ROTATED_MOMENT_KEY),
-        bases=(LEFT_KEY, RIGHT_KEY),
-        note="The second moments of a saved Kronecker-factored posterior; structure='diagonal' has their diagonal.",
-    ),
-)
+
+def _require_shape(moment: Tensor, fits: bool, shape: Sequence[int]) -> None:
+    if not fits:
+        raise StateError(
+            f"the statistic of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs "
+            "to another model"
+        )
+
+
+def _checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
+    """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
+    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in found]
+    if all(basis is None for basis in bases):
+        return [None] * len(shape)
+    sides = [None if basis is None else tuple(basis.shape) for basis in bases]
+    fits = [have in (None, (side, side)) for have, side in zip(sides, shape, strict=False)]
+    if len(sides) != len(shape) or not all(fits):
+        raise StateError(
+            f"the bases of a parameter whose second moment is {tuple(shape)} have shapes {sides}, one a dimension was "
+            "expected: the state belongs to another model, or its dimensions were merged; train with merge_dims=False"
+        )
+    for basis in bases:
+        if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
+            raise StateError(
+                f"a basis of shape {tuple(basis.shape)}, of a parameter whose second moment is {tuple(shape)}, is not "
+                "orthogonal: the file is damaged, or training met a non-finite gradient; use a checkpoint before that"
+            )
+    # Copies: heavyball writes to its bases.
+    return [None if basis is None else _wide(basis, copy=True) for basis in bases]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from numbers import Integral, Real
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,19 +17,14 @@ from sklearn.utils.validation import check_is_fitted, check_random_state, valida
 from torch import Tensor
 
 from bayesadam._alone import alone_with
+from bayesadam._checks import count, not_negative, positive
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate
-from bayesadam.engine.network import ACTIVATIONS, Network
+from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
+from bayesadam.engine.streams import epochs
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
-from bayesadam.likelihoods import (
-    LIKELIHOODS,
-    LikelihoodName,
-    LogitPredictive,
-    NumericPredictive,
-    Predictive,
-    likelihood,
-)
+from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, NumericPredictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.readers import Recorder
 from bayesadam.sklearn.training import Schedule, fit_networks, split
@@ -69,46 +63,39 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
 
     def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
         """Scale, split, train, read the posteriors and calibrate them."""
-        _check(self)
-        kind = likelihood(name)
+        own, kind = self._checked(), likelihood(name)
         self.input_scaler_ = _scaler(X)
         x = self._scaled(X)
         y = kind.shaped(y, x)
         strata = y.numpy() if name == "classification" else np.zeros(len(y))
         random = check_random_state(self.random_state)
-        parts = split(strata, float(self.validation_fraction), int(self.n_ensemble), random)
+        parts = split(strata, own["validation_fraction"], own["n_ensemble"], random)
         n = len(parts[0].rows)
-        network = Network(x.shape[1], tuple(map(int, self.hidden)), kind.n_outputs(y), self.activation)
-        decay = kind.weight_decay if self.weight_decay == "auto" else float(self.weight_decay)
+        network = Network(x.shape[1], tuple(np.atleast_1d(own["hidden"]).tolist()), kind.n_outputs(y), self.activation)
+        decay = kind.weight_decay if own["weight_decay"] == "auto" else own["weight_decay"]
         trained = fit_networks(
             network,
             Adam(decoupled=True, weight_decay=decay),
             kind,
             (x.float(), kind.shaped(y, x.float())),
             parts,
-            lr=float(self.lr),
-            schedule=self.schedule,
-            batch_size=min(max(32, n // 32), 256) if self.batch_size == "auto" else int(self.batch_size),
-            max_epochs=int(self.max_epochs),
-            patience=None if self.patience is None else int(self.patience),
-            device=self.device,
+            batch_size=min(max(32, n // 32), 256) if own["batch_size"] == "auto" else own["batch_size"],
             centre=centre,
-            verbose=bool(self.verbose),
+            **{key: own[key] for key in ("lr", "schedule", "max_epochs", "patience", "device", "verbose")},
         )
         self.posteriors_ = []
         for one, part in zip(trained, parts, strict=True):
             model = network.build(one.params)
             # Without weight decay δ would be 0, and dead units of infinite variance.
             prior = None if decay else 1.0
-            power, size = float(self.power), one.batch_size
             if self.structure == "diagonal":
-                posterior = Posterior.from_state_dict(
-                    model, one.state, n, optimizer="adamw", prior_precision=prior, power=power, batch_size=size
-                )
+                read: Any = {"prior_precision": prior, "power": own["power"], "batch_size": one.batch_size}
+                posterior = Posterior.from_state_dict(model, one.state, n, optimizer="adamw", **read)
                 model.double()
                 posterior = posterior.to(dtype=torch.float64)
             else:
-                batches = _batches((x[part.rows], y[part.rows]), size, part.seed)
+                orders = chain.from_iterable(epochs(n, one.batch_size, [part.seed]))
+                batches = ((x[rows], y[rows]) for rows in (part.rows[order[0]] for order in orders))
                 recorder = Recorder.from_batches(
                     model.double(), batches, lambda f, t: kind.loss(f[None], t[None]).sum(), keep=_RECORDED
                 )
@@ -120,22 +107,34 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         self.best_epochs_ = [one.best_epoch for one in trained]
         self.n_iter_ = max(one.epochs for one in trained)
 
+    def _checked(self) -> dict[str, Any]:
+        """The arguments as Python's numbers; checked here, since scikit-learn wants `__init__` to take them all."""
+        given = self.get_params(deep=False)
+        own = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+        for name in ("max_epochs", "n_ensemble", "batch_size", "patience"):
+            if (name, own[name]) not in (("batch_size", "auto"), ("patience", None)):
+                count(name, own[name], "see the arguments")
+        positive("lr", own["lr"], "the learning rate")
+        if own["weight_decay"] != "auto":
+            not_negative("weight_decay", own["weight_decay"])
+        if not 0 <= own["validation_fraction"] < 1:
+            raise SettingError(f"validation_fraction must be from 0 and below 1, got {own['validation_fraction']!r}")
+        if own["schedule"] not in get_args(Schedule):
+            raise SettingError(f"schedule must be one of {get_args(Schedule)}, got {own['schedule']!r}")
+        return own
+
     def _scaled(self, X: Array) -> Tensor:
         # A copy, for torch warns of memory that it may not write to; float64, so that a row's prediction does not
         # depend on the other rows.
         return torch.from_numpy(np.array(self.input_scaler_.transform(X), dtype=np.float64, order="C"))
 
     def _inputs(self, X: Any) -> Tensor:
-        """What `predict` and its like are given, checked and scaled."""
         check_is_fitted(self)
         return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
 
-    def _predictive(self, inputs: Tensor, name: LikelihoodName, *, seed: int = 0, **options: Any) -> Predictive:
+    def _predictive(self, inputs: Tensor, *, seed: int = 0, **options: Any) -> Any:
         """The mixture's; with a generator of its own, for torch's global one is the user's."""
-        generator = torch.Generator().manual_seed(seed)
-        how: Any = {"likelihood": name, "generator": generator, "novelty": False}
-        found: Predictive = self.posterior_.predict(inputs, **how, **options)
-        return found
+        return self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(seed), novelty=False, **options)
 
 
 @dataclass(eq=False, repr=False)
@@ -143,12 +142,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     """Regression by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
     Inputs and targets are standardised within. Each network is trained on a part of the data and keeps the weights, and
-    the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior (see
-    `bayesadam.calibrate`). The prediction is the equal mixture of those of the linearised networks.
-
-    What it holds out also chose the epoch, and cannot stand behind prediction sets or p-values: calibrate `posterior_`
-    on rows that it has not seen, scaled as its own, `ba.calibrate(model.posterior_, (model.input_scaler_.transform(X),
-    model.target_scaler_.transform(y[:, None])), likelihood="regression")`, and predict with what that returns.
+    the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior. The
+    prediction is the equal mixture of those of the linearised networks. Prediction sets and p-values need
+    `bayesadam.calibrate` of `posterior_` on rows that the estimator has not seen, scaled as its own.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> model = BadamRegressor(max_epochs=50, random_state=0).fit(X, np.sin(3 * X[:, 0]))
@@ -164,14 +160,12 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         lr: AdamW's learning rate at the start.
         schedule: `"cosine"`, down to 0 at `max_epochs`, or `"constant"`.
         weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
-        batch_size: the most examples behind one gradient; batches are of equal size. `"auto"`: 32, or a 32nd of the
-            training data where that is more, up to 256.
+        batch_size: the most examples behind one gradient; `"auto"`: 32, or a 32nd of the training data, up to 256.
         max_epochs: passes over the training data at most.
         patience: epochs without a lower held-out loss after which training ends; None trains for `max_epochs`. The best
             epoch counts either way.
-        validation_fraction: share of the data that a network holds out, two examples at least (one of two or three);
-            each network its own, so that five with a fifth each have seen all of it. With 0, or classes of one example
-            each, the training data stop and calibrate too, and the uncertainty is too small.
+        validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
+            calibrate too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
         calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as
             its prior precision (1 if λ is 0) and the noise from held-out residuals.
@@ -180,21 +174,15 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         power: p of the diagonal's curvature v̂ᵖ; the paper's is 1/2.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
-        verbose: 0 or False shows nothing, as a grid search wants it; 1 or True shows a bar of the epochs on a terminal,
-            from two seconds on.
+        verbose: whether a bar shows the epochs on a terminal, from two seconds on.
 
     Attributes:
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
         posteriors_: its members, one `bayesadam.Posterior` per network.
         networks_: the networks, in float64.
-        noise_variance_: σ² of a regression's observations in the targets' own units, one per target (a float for 1-D
-            y).
-        input_scaler_: the StandardScaler of the inputs.
-        target_scaler_: the StandardScaler of the targets.
-        best_epochs_: for each network, the best epoch.
-        n_iter_: the epochs trained.
-        n_features_in_: the number of features.
-        feature_names_in_: their names, where X had them.
+        noise_variance_: σ² of a regression's observations in the units of y, one per target (a float for 1-D y).
+        input_scaler_, target_scaler_: the StandardScalers of inputs and targets.
+        best_epochs_, n_iter_: for each network, the best epoch; the epochs trained.
     """
 
     likelihood: LikelihoodName = field(default="regression", kw_only=True)
@@ -221,7 +209,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
         """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
         if return_std or not likelihood(self.likelihood).standardised:
-            found = self._numeric(self._inputs(X))
+            found = self._predictive(self._inputs(X), likelihood=self.likelihood)
             mean = self._in_units(found.predicted_mean)
             return (mean, self._in_units(found.stddev, shift=False)) if return_std else mean
         # E[y] is the average of what the networks say: no derivative is needed.
@@ -233,34 +221,27 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         return self._in_units(torch.stack(outputs).mean(dim=0))
 
     def log_likelihood(self, X: Any, y: Any) -> Array:
-        """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets where y has
-        several.
-        """
+        """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets together."""
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found: Array = self._numeric(inputs).log_prob(scaled).numpy() - np.log(self.target_scaler_.scale_).sum()
-        return found
+        found = self._predictive(inputs, likelihood=self.likelihood).log_prob(scaled).numpy()
+        return np.asarray(found - np.log(self.target_scaler_.scale_).sum())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
-        """Draws of y, (n, n_samples) or (n, targets, n_samples); one draw is one function over all rows, plus noise.
+        """Draws of y, (n, n_samples) or (n, targets, n_samples).
 
-        Each of the `n_samples` draws is of a network chosen at random; `random_state` is an int, a RandomState, or
-        None.
+        Each draw is one function over all rows, of a network chosen at random, plus noise.
         """
         inputs = self._inputs(X)
-        if not _is_count(n_samples):
-            raise SettingError(f"n_samples must be a positive whole number, got {n_samples!r}")
+        count("n_samples", n_samples, "draws")
         function, noise = check_random_state(random_state).randint(_LARGEST_SEED, size=2).tolist()
         # Moments, which are not used here, need two draws.
-        found = self._numeric(inputs, seed=function, predictive="linearised-sampled", n_samples=max(2, int(n_samples)))
-        draws = found.sample(int(n_samples), generator=torch.Generator().manual_seed(noise))
+        how: Any = {"predictive": "linearised-sampled", "n_samples": max(2, n_samples), "likelihood": self.likelihood}
+        draws = self._predictive(inputs, seed=function, **how).sample(
+            n_samples, generator=torch.Generator().manual_seed(noise)
+        )
         return np.moveaxis(self._in_units(draws), 0, -1)
-
-    def _numeric(self, inputs: Tensor, **options: Any) -> NumericPredictive:
-        found = self._predictive(inputs, self.likelihood, **options)
-        assert isinstance(found, NumericPredictive)
-        return found
 
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
         """From standardised targets, in the last dimension, to the shape and units of y."""
@@ -276,8 +257,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss; every class keeps a share of the
     data in training and, where it has two examples or more, may be held out. `calibration="auto"` is `"validation"`
     here, for evidence fails. Probabilities are those of the linearised networks by the probit approximation, averaged
-    over the networks. For prediction sets and p-values calibrate `posterior_` as there, with the class indices
-    `np.searchsorted(model.classes_, y)` as targets.
+    over the networks.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> y = np.where(X[:, 0] > 0, "right", "left")
@@ -303,23 +283,17 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     def predict(self, X: Any) -> Array:
         """The likeliest label for each row."""
         best = self.predict_proba(X).argmax(axis=1)
-        labels: Array = self.classes_[best]
-        return labels
+        return np.asarray(self.classes_[best])
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        found = self._predictive(self._inputs(X), "classification")
-        assert isinstance(found, LogitPredictive)
-        probs: Array = found.probs.numpy()
-        return probs
+        return np.asarray(self._predictive(self._inputs(X), likelihood="classification").probs)
 
 
 def calibrated(
     posterior: Posterior, held_out: tuple[Tensor, Tensor], name: LikelihoodName, calibration: Calibration | None
 ) -> Posterior:
-    """The posterior with numbers that can be trusted; as it was read where that is asked for, or all that can be
-    had.
-    """
+    """The posterior, calibrated; as it was read where that is asked for, or where calibration fails."""
     if likelihood(name).noise:
         x, y = held_out
         with torch.no_grad():
@@ -329,9 +303,8 @@ def calibrated(
     method = None if calibration == "auto" else calibration
     try:
         with warnings.catch_warnings():
-            # Whichever probabilities the held-out data prefer, the mixture has.
+            # Whichever probabilities the held-out data prefer, the mixture has; how much is held out is our affair.
             warnings.simplefilter("ignore", UnusedPosteriorWarning)
-            # How much is held out, and what the outputs mean, is the estimator's affair.
             warnings.simplefilter("ignore", HeldOutWarning)
             return calibrate(posterior, held_out, likelihood=name, method=method, folds=1)
     except CalibrationError as error:
@@ -339,66 +312,6 @@ def calibrated(
         return posterior
 
 
-def _batches(data: tuple[Tensor, Tensor], size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Batches without end, a new order for every pass."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(data[0]), generator=generator)
-        for rows in order[: len(order) - len(order) % size].view(-1, size):
-            yield tuple(part[rows] for part in data)
-
-
 def _scaler(columns: Array) -> Any:
     # Whatever containers the user has set scikit-learn to make, this one's output stays in here.
     return StandardScaler().set_output(transform="default").fit(columns)
-
-
-def _check(estimator: _Badam) -> None:
-    """Refuse bad arguments; in `fit`, since scikit-learn wants `__init__` to take them as they are."""
-    for name, (fits, wanted) in _RULES.items():
-        value = getattr(estimator, name)
-        if not fits(value):
-            raise SettingError(f"{name} must be {wanted}, got {value!r}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def _is_level(value: Any) -> bool:
-    return isinstance(value, Integral | np.bool_) and int(value) >= 0
-
-
-def _are_counts(values: Any) -> bool:
-    return not isinstance(values, str) and bool(np.iterable(values)) and all(map(_is_count, values))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_device(value: Any) -> bool:
-    try:
-        torch.device(value)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "hidden": (_are_counts, "a positive whole number for each layer, as in (50, 50)"),
-    "activation": (lambda value: value in tuple(ACTIVATIONS), f"one of {tuple(ACTIVATIONS)}"),
-    "lr": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "schedule": (lambda value: value in get_args(Schedule), f"one of {get_args(Schedule)}"),
-    "weight_decay": (lambda value: value == "auto" or (_is_number(value) and value >= 0), "'auto' or a number from 0"),
-    "batch_size": (lambda value: value == "auto" or _is_count(value), "'auto' or a positive whole number"),
-    "max_epochs": (_is_count, "a positive whole number"),
-    "patience": (lambda value: value is None or _is_count(value), "None or a positive whole number"),
-    "validation_fraction": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 and below 1"),
-    "n_ensemble": (_is_count, "a positive whole number"),
-    "calibration": (lambda value: value in (*get_args(Calibration), None), f"None or one of {get_args(Calibration)}"),
-    "structure": (lambda value: value in get_args(Structure), f"one of {get_args(Structure)}"),
-    "power": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "device": (_is_device, "a device that torch knows"),
-    "verbose": (_is_level, "False, True or a whole number from 0"),
-}

@@ -1,12 +1,9 @@
 """`PosteriorCallback` for the Trainer of Hugging Face's transformers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,24 +11,17 @@ from bayesadam._alone import unwrap
 from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._shards import is_first_rank
-from bayesadam._warnings import warn
-from bayesadam.errors import SettingError, StateError
+from bayesadam.errors import SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.readers import reader_of
 from bayesadam.readers.formats.torch_files import load_tree
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
 
-if TYPE_CHECKING:
-    Trainer = object
-    TrainerCallback = object
-else:
-    Trainer = require("transformers").Trainer
-    TrainerCallback = require("transformers").TrainerCallback
-
+transformers: Any = require("transformers")
 ANCHOR_FILE = "anchor.pt"
 
 
-class PosteriorCallback(PosteriorKeeper, TrainerCallback):
+class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type: ignore[misc]
     """Reads the posterior off the trainer's optimiser when training ends, logs it and saves it.
 
         callback = PosteriorCallback(calibrate=True, likelihood="classification")
@@ -41,37 +31,21 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
 
     The numbers go through `trainer.log`, and so to the log history, TensorBoard and whatever else `report_to` names,
     under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … and what it
-    took, `calibrate_seconds`. The file is
-    `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N goes into the `trainer_state.json` of
-    every checkpoint. Where `load_best_model_at_end` restored the weights of an earlier step, the optimiser's state is
-    read from that checkpoint.
+    took, `calibrate_seconds`. The file is `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N
+    goes into the `trainer_state.json` of every checkpoint. Where `load_best_model_at_end` restored the weights of an
+    earlier step, the optimiser's state is read from that checkpoint.
 
     The labels of a language model are aligned as in its own loss: shifted to the next token where the loss does so, and
-    without those of −100. Pass `n_data` there, for the loss averages over tokens.
-
-    Args:
-        n_data: N; None takes the length of the training data set.
-        **options: see `PosteriorKeeper`; the callback for Lightning takes the same.
+    without those of −100. Pass `n_data` there, for the loss averages over tokens. The arguments are those of
+    `PosteriorKeeper`.
     """
 
-    def __init__(self, n_data: float | None = None, **options: Any) -> None:
-        if isinstance(n_data, Trainer):
-            warn(
-                "PosteriorCallback(trainer, ...) is now PosteriorCallback(...): it finds the trainer",
-                DeprecationWarning,
-            )
-            n_data = None
-        super().__init__(n_data, **options)
-        self.trainer: Any = None
+    trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find N and B, and attach the anchor, before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
-            raise SettingError(
-                "load_best_model_at_end with save_only_model leaves the best model without its optimiser's "
-                "state, and so "
-                "without a posterior: set save_only_model=False"
-            )
+            raise SettingError("load_best_model_at_end needs the best model's optimiser: set save_only_model=False")
         self.trainer = _calling_trainer()
         loader = kwargs["train_dataloader"]
         # Of all processes together, as Accelerate's loaders know it.
@@ -94,8 +68,7 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the signal-to-noise ratio every few epochs."""
-        read = partial(self._read, kwargs["model"], kwargs["optimizer"])
-        self._end_epoch(round(state.epoch), read, self.trainer.log)
+        self._end_epoch(round(state.epoch), kwargs["model"], kwargs["optimizer"], self.trainer.log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the anchor; read, calibrate, log, save."""
@@ -119,29 +92,20 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         """The posterior by the state that the optimiser had at a checkpoint."""
         # Inside Accelerate's wrapper.
         live = getattr(optimizer, "optimizer", optimizer)
-        options = self._settings()
-        reader = options.pop("reader", None) or reader_of(live)
-        if reader is None:
-            raise StateError(f"no reader is registered for {type(live).__name__}; pass reader=")
         names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
-        return Posterior.from_state_dict(
-            model,
-            load_tree(checkpoint / "optimizer.pt"),
-            self._known_n_data(),
-            optimizer=reader,
-            param_names=[names[id(parameter)] for group in live.param_groups for parameter in group["params"]],
-            **options,
-        )
+        listed = [names[id(parameter)] for group in live.param_groups for parameter in group["params"]]
+        options: Any = {**self._settings(), "param_names": listed}
+        options["optimizer"] = options.pop("reader", None) or reader_of(live)
+        state = load_tree(checkpoint / "optimizer.pt")
+        return Posterior.from_state_dict(model, state, **options)
 
 
 def _calling_trainer() -> Any:
-    """The trainer whose event this is: it hands its callbacks neither its loggers nor its data, but it is what calls
-    them.
-    """
+    """The trainer whose event this is: it hands its callbacks neither its loggers nor its data, but it calls them."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        if isinstance(caller := frame.f_locals.get("self"), Trainer):
+        if isinstance(caller := frame.f_locals.get("self"), transformers.Trainer):
             return caller
     raise SettingError("PosteriorCallback is for the Trainer of transformers, and none has called it")
 

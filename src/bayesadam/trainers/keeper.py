@@ -1,6 +1,4 @@
-"""What the callbacks share: their settings, how N and B are found, and the posterior read, calibrated, logged and
-saved.
-"""
+"""What the callbacks share: settings, how N and B are found, and the posterior read, calibrated, logged and saved."""
 
 import inspect
 import os
@@ -34,12 +32,9 @@ Log = Callable[[dict[str, float]], None]
 class PosteriorKeeper:
     """A posterior read when training ends, whatever the trainer.
 
-    Wrong settings are refused when training starts. A failure at the end does not end the run: it is a
-    `NoPosteriorWarning`, and `posterior` raises the reason. If calibration failed, the file holds the posterior as it
-    was read.
-
-    In distributed training every rank reads its own optimiser. The first one calibrates, logs and writes; the others
-    get its settings.
+    Wrong settings are refused when training starts. A failure at the end is a `NoPosteriorWarning`, and `posterior`
+    raises the reason. If calibration failed, the file holds the posterior as it was read. In distributed training every
+    rank reads its own optimiser; the first one calibrates, logs and writes, and the others get its settings.
 
     Args:
         n_data: N, the number of training examples: what the loss is an average over. None takes the length of the
@@ -49,15 +44,13 @@ class PosteriorKeeper:
         likelihood: of the calibration.
         held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
         forward: as in `predict`, where the model's call is unusual.
-        per_parameter: log the signal-to-noise ratio of every parameter too.
         every_n_epochs: log the signal-to-noise ratio during training too, without calibrating or saving.
         anchor: a posterior of earlier training, near which this one is to stay (`ba.anchor`), with this training's N.
             What the callback reads is of the new data alone; `anchor + callback.posterior` is of both.
         anchor_strength: λ of that penalty.
         **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `batch_size`, B, is set to what the
-            trainer takes for one step, over all processes and accumulated batches, where that is certain: batches have
-            a fixed size of at most N, their number is the same at every step, and N is the length of the data set.
-            Elsewhere it is None.
+            trainer takes for one step, over all processes and accumulated batches, where that is certain; elsewhere it
+            is None.
     """
 
     def __init__(
@@ -69,7 +62,6 @@ class PosteriorKeeper:
         likelihood: LikelihoodName | None = None,
         held_out: Any = None,
         forward: Forward | None = None,
-        per_parameter: bool = False,
         every_n_epochs: int | None = None,
         anchor: Posterior | None = None,
         anchor_strength: float = 1.0,
@@ -86,7 +78,7 @@ class PosteriorKeeper:
         self.n_data = self._given_n_data = n_data
         self.path = None if path is None else Path(path)
         self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
-        self.per_parameter, self.every_n_epochs, self.options = per_parameter, every_n_epochs, options
+        self.every_n_epochs, self.options = every_n_epochs, options
         self.batch_size: int | None = options.get("batch_size")
         self.anchor, self.anchor_strength = anchor, anchor_strength
         self._posterior: Posterior | Exception | None = None
@@ -107,16 +99,9 @@ class PosteriorKeeper:
         counted = count_examples(loaders)
         self.n_data = self._given_n_data if self._given_n_data is not None else counted
         if self.n_data is None:
-            raise SettingError(
-                "the trainer's data do not give the number of training examples: a data set without a length, "
-                "or several "
-                "of them. Pass it: PosteriorCallback(n_data=...)"
-            )
+            raise SettingError("the training data have no one length: pass PosteriorCallback(n_data=...)")
         if self.calibrate and self.held_out is None and not has_validation:
-            raise SettingError(
-                "calibrate=True needs held-out data: give the trainer validation data, or pass held_out=, a loader of "
-                "(inputs, targets)"
-            )
+            raise SettingError("calibrate=True needs held-out data: the trainer's validation data, or held_out=")
         # An N that was given may count something else than the loader's examples, such as tokens.
         found = batch_size if self.n_data == counted and (batch_size or 0) <= self.n_data else None
         self.batch_size = self.options.get("batch_size", found)
@@ -126,11 +111,10 @@ class PosteriorKeeper:
     def _hold(self, model: Any, optimizers: Any, state: Mapping[str, Any] | None = None) -> None:
         """Anchor the optimisers where that was asked for, as `state` from a checkpoint says if there is one."""
         self._let_go()
-        if self.anchor is None:
-            return
-        self._held = Anchor(optimizers, self.anchor, strength=self.anchor_strength, n_data=self.n_data, model=model)
-        if state is not None:
-            self._held.load_state_dict(state)
+        if self.anchor is not None:
+            self._held = Anchor(optimizers, self.anchor, strength=self.anchor_strength, n_data=self.n_data, model=model)
+            if state is not None:
+                self._held.load_state_dict(state)
 
     def _let_go(self) -> None:
         """Remove the anchor: training is over, or never ended."""
@@ -139,34 +123,26 @@ class PosteriorKeeper:
         self._held = None
 
     def _read(self, model: Any, optimizers: Any) -> Posterior:
-        return Posterior.from_optimizer(model, optimizers, self._known_n_data(), **self._settings())
+        return Posterior.from_optimizer(model, optimizers, **self._settings())
 
-    def _settings(self) -> dict[str, Any]:
-        """The options, with B."""
-        return {**self.options, "batch_size": self.batch_size}
+    def _settings(self) -> Any:
+        return {**self.options, "batch_size": self.batch_size, "n_data": self.n_data}
 
-    def _end_epoch(self, epochs: int, read: Callable[[], Posterior], log: Log) -> None:
-        """Log the signal-to-noise ratio after so many epochs, where that was asked for."""
+    def _end_epoch(self, epochs: int, model: Any, optimizers: Any, log: Log) -> None:
         if self.every_n_epochs and epochs % self.every_n_epochs == 0:
-            self._log(log, read())
+            self._log(log, self._read(model, optimizers), {})
 
-    def _known_n_data(self) -> float:
-        if self.n_data is None:
-            raise StateError("N is not known before training begins")
-        return self.n_data
-
-    def _log(self, log: Log, posterior: Posterior, calibration: Mapping[str, float] | None = None) -> None:
-        """Pass the numbers of the posterior, and those of its calibration, to the trainer's logger."""
-        numbers = {**snr_numbers(posterior, per_parameter=self.per_parameter), **(calibration or {})}
+    def _log(self, log: Log, posterior: Posterior, calibration: Mapping[str, float]) -> None:
+        """Pass the median of |μ|/σ, the share below 1, and the numbers of the calibration to the trainer's logger."""
+        snr = torch.cat([whole(values).flatten().cpu() for values in posterior.snr().values()])
+        numbers = {"snr_median": float(snr.median()), "snr_below_1": float((snr < 1).double().mean()), **calibration}
         if is_first_rank():
             log({f"posterior/{name}": value for name, value in numbers.items()})
 
     def _finish(
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
     ) -> None:
-        """Read, calibrate, log and save, unless `path` is None; a failure is a warning, raised when the posterior is
-        asked for.
-        """
+        """Read, calibrate, log and save, unless `path` is None; a failure is a warning."""
         saved = ""
         numbers: dict[str, float] = {}
         try:
@@ -199,8 +175,7 @@ class PosteriorKeeper:
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
         scale, precision = tuned.settings.scale, tuned.prior_precision
         changes = {"scale": scale, "prior_precision": precision, "covariant": tuned.settings.covariant}
-        changes |= {"noise_variance": tuned.noise_variance}
-        changes |= {"temperature": tuned.temperature, "averaged": tuned.averaged}
+        changes |= {name: getattr(tuned, name) for name in ("noise_variance", "temperature", "averaged")}
         # One number for all parameters, by either method of calibration, or the prior's own numbers times one.
         delta = torch.as_tensor(next(iter(precision.values()))).mean()
         numbers |= {"scale": scale, "prior_precision": float(delta), "calibrate_seconds": time.perf_counter() - started}
@@ -208,12 +183,7 @@ class PosteriorKeeper:
 
 
 def count_examples(loaders: Any) -> int | None:
-    """The number of examples behind a loader; None where the data set has no length, or there are several loaders.
-
-    >>> from torch.utils.data import DataLoader
-    >>> count_examples(DataLoader(range(10), batch_size=4))
-    10
-    """
+    """The number of examples behind a loader; None where the data set has no length, or there are several loaders."""
     loader = _single(loaders)
     sampler = getattr(loader, "sampler", None)
     source = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loader, "dataset", None)
@@ -224,13 +194,7 @@ def count_examples(loaders: Any) -> int | None:
 
 
 def fixed_batch_size(loaders: Any) -> int | None:
-    """The examples in each batch of a loader; None where a sampler of the user's own makes the batches, or there are
-    several.
-
-    >>> from torch.utils.data import DataLoader
-    >>> fixed_batch_size(DataLoader(range(10), batch_size=4))
-    4
-    """
+    """The examples in each batch of a loader; None for batches of the user's own sampler, or several loaders."""
     sampler = getattr(_single(loaders), "batch_sampler", None)
     # Accelerate's has the loader's own inside.
     sampler = getattr(sampler, "batch_sampler", sampler)
@@ -252,21 +216,6 @@ def _save(posterior: Posterior, path: Path | None) -> None:
         posterior.save(path)
 
 
-def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[str, float]:
-    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, of each parameter too with
-    `per_parameter`.
-    """
-    snr = {name: whole(values).flatten() for name, values in posterior.snr().items()}
-    parts = {"": torch.cat([values.to(next(iter(snr.values()))) for values in snr.values()])}
-    if per_parameter:
-        parts |= {f"/{name}": values for name, values in snr.items() if values.numel()}
-    numbers: dict[str, float] = {}
-    for suffix, values in parts.items():
-        numbers[f"snr_median{suffix}"] = float(values.median())
-        numbers[f"snr_below_1{suffix}"] = float((values < 1).double().mean())
-    return numbers
-
-
 def held_out_numbers(
     posterior: Posterior,
     batches: Sequence[tuple[Any, Tensor]],
@@ -274,11 +223,7 @@ def held_out_numbers(
     likelihood: LikelihoodName,
     forward: Forward | None = None,
 ) -> dict[str, float]:
-    """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`.
-
-    Classification has NLL and ECE of both, over the targets that are not −100. Regression has the predictive's NLL and
-    coverage of 95 % intervals, and the RMSE, which both share.
-    """
+    """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`."""
     record = LIKELIHOODS[likelihood]
     means, variances, targets = [], [], []
     device = next(iter(posterior.parameters().values())).device
@@ -289,8 +234,7 @@ def held_out_numbers(
         means.append(found.mean[keep])
         variances.append(found.variance[keep])
         targets.append(y[keep])
-    own: Any = {"noise_variance": posterior.noise_variance}
-    own |= {"temperature": posterior.temperature, "averaged": posterior.averaged}
+    own: Any = {name: getattr(posterior, name) for name in ("noise_variance", "temperature", "averaged")}
     joined = record.predictive([Component(torch.cat(means), torch.cat(variances), **own)])
     y = torch.cat(targets)
     if isinstance(joined, NumericPredictive):

@@ -1,30 +1,21 @@
 """`PosteriorCallback` for Lightning's Trainer, `lightning.pytorch` and `pytorch_lightning` alike."""
 
-from __future__ import annotations
-
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bayesadam._extras import require
 from bayesadam.errors import MissingExtraError
 from bayesadam.posterior import Posterior
 from bayesadam.trainers.keeper import FILE_NAME, Log, PosteriorKeeper, fixed_batch_size
 
-if TYPE_CHECKING:
-    Callback = object
-else:
-    try:
-        Callback = require("lightning.pytorch").Callback
-    except MissingExtraError as missing:
-        # The older name of the same package; a callback of one serves the trainer of the other.
-        try:
-            Callback = require("pytorch_lightning").Callback
-        except MissingExtraError:
-            raise missing from None
+try:
+    Callback: Any = require("lightning.pytorch").Callback
+except MissingExtraError:
+    # The older name of the same package; a callback of one serves the trainer of the other.
+    Callback = require("pytorch_lightning").Callback
 
 
-class PosteriorCallback(PosteriorKeeper, Callback):
+class PosteriorCallback(PosteriorKeeper, Callback):  # type: ignore[misc]
     """Reads the posterior off the trainer's optimisers when training ends, logs it and saves it.
 
         callback = PosteriorCallback(calibrate=True, likelihood="classification")
@@ -35,16 +26,10 @@ class PosteriorCallback(PosteriorKeeper, Callback):
     The numbers go to every logger of the trainer, under `posterior/`: `snr_median`, `snr_below_1`, and those of the
     calibration, `nll`, `ece`, `scale`, … and what it took, `calibrate_seconds`. The file is `posterior.safetensors` in
     `trainer.log_dir` unless `path` says otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint`
-    knows N. A dry run, `fast_dev_run`, writes nothing.
-
-    Args:
-        n_data: N; None takes the length of the training data set.
-        **options: see `PosteriorKeeper`; the callback for Hugging Face's Trainer takes the same.
+    knows N. A dry run, `fast_dev_run`, writes nothing. The arguments are those of `PosteriorKeeper`.
     """
 
-    def __init__(self, n_data: float | None = None, **options: Any) -> None:
-        super().__init__(n_data, **options)
-        self._anchor_state: dict[str, Any] | None = None
+    _anchor_state: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find N and B, and attach the anchor, before the first step."""
@@ -57,8 +42,7 @@ class PosteriorCallback(PosteriorKeeper, Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the signal-to-noise ratio every few epochs."""
-        read = partial(self._read, pl_module, trainer.optimizers)
-        self._end_epoch(trainer.current_epoch + 1, read, _logger(trainer))
+        self._end_epoch(trainer.current_epoch + 1, pl_module, trainer.optimizers, _logger(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the anchor; read, calibrate, log, save."""
@@ -66,7 +50,7 @@ class PosteriorCallback(PosteriorKeeper, Callback):
         path = self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
         self._finish(
             lambda: self._read(pl_module, trainer.optimizers),
-            lambda: _first(trainer.val_dataloaders),
+            lambda: loaders[0] if isinstance(loaders := trainer.val_dataloaders, list | tuple) else loaders,
             None if trainer.fast_dev_run else path,
             _logger(trainer),
         )
@@ -110,8 +94,3 @@ def _batch_size(trainer: Any, module: Any, loaders: Any) -> int | None:
         return None
     processes = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
     return int(size * processes * trainer.accumulate_grad_batches)
-
-
-def _first(loaders: Any) -> Any:
-    """The loader; of several the first."""
-    return loaders[0] if isinstance(loaders, list | tuple) else loaders

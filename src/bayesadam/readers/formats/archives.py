@@ -24,7 +24,6 @@ from bayesadam.readers.formats.torch_files import (
 _MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip", ".nemo")
 _OPTIMIZER = ".optimizer"
-_SHOWN = 12
 
 
 def _is_tar(path: Path, head: bytes) -> bool:
@@ -77,11 +76,8 @@ def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None)
     """The one checkpoint in a folder, with the state beside it; several are listed."""
     files = [file for file in _files_in(path) if not is_state_file(file)]
     if len(files) != 1:
-        listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:_SHOWN])
-        more = f"\n  and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-        raise FileError(
-            f"{path} holds {len(files)} files that may be checkpoints; give one, the newest is first:{listed}{more}"
-        )
+        listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:12])
+        raise FileError(f"{path} holds {len(files)} files that may be checkpoints; the newest is first:{listed}")
     found = format_of(files[0]).read(files[0], weights_key, optimizer_key)
     beside = state_beside(files[0])
     if found.optimizer is not None or beside is None:

@@ -24,7 +24,7 @@ from bayesadam.readers.formats.networks import (
     tensors_of,
 )
 from bayesadam.readers.formats.pickles import StandIn, classes_in, said
-from bayesadam.readers.pairing import keeps_order
+from bayesadam.readers.match import keeps_order
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
@@ -122,14 +122,12 @@ def with_choice(contents: Contents, choice: Choice) -> Contents:
     networks = choice.networks
     if not networks:
         return replace(contents, notes=choice.notes)
-    one = len(networks) == 1 and not networks[0].alone
+    one = len(networks) == 1
     return replace(
         contents,
         weights=tensors_of(networks),
         weights_at=networks[0].path if one else (),
-        places={}
-        if one
-        else {name: n.path if n.alone else (*n.path, own) for name, (n, own) in named(networks).items()},
+        places={} if one else {name: (*network.path, own) for name, (network, own) in named(networks).items()},
         ordered=all(keeps_order(network.tensors) for network in networks),
         notes=choice.notes,
     )

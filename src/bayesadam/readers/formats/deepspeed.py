@@ -16,7 +16,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Recorded, contents_of, describe
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format, refuse_keys
-from bayesadam.readers.formats.torch_files import load_tree
+from bayesadam.readers.formats.torch_files import damage_named, load_tree
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODELS = "mp_rank_*_model_states.pt"
@@ -40,25 +40,17 @@ def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | No
     refuse_keys(path, "DeepSpeed saves one model and its state", weights_key=weights_key, optimizer_key=optimizer_key)
     folder = _step_folder(path) or path
     if any(folder.glob(_STAGE_3)):
-        raise FileError(
-            f"{folder} was saved by ZeRO stage 3, which cuts the model itself and is not read. Train with stage 1 or "
-            "2, or gather the state by name there, with deepspeed.utils.safe_get_full_optimizer_state"
-        )
+        raise FileError(f"{folder} was saved by ZeRO stage 3, which is not read: train with stage 1 or 2")
     if len(list(folder.glob(_MODELS))) > 1:
         raise FileError(f"{folder} was saved from several model-parallel ranks, which is not read")
     if not (folder / _MODEL).is_file():
         raise FileError(f"{folder} has no {_MODEL}, where the weights are: copy it from the first rank's machine")
     saved = load_tree(folder / _MODEL)
-    try:
+    with damage_named(folder, "DeepSpeed 0.19"):
         if saved["optimizer"] is not None:
             tree = {"model": saved["module"], "optimizer": saved["optimizer"], "step": saved["global_steps"]}
             return contents_of(tree, path)
         return _partitioned(folder, saved, [_load_rank(folder, rank) for rank in range(saved["dp_world_size"])])
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise FileError(
-            f"{folder} does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: {error}): files of another "
-            "release, or of several saves, cannot be read"
-        ) from error
 
 
 def _load_rank(folder: Path, rank: int) -> Mapping[str, Any]:
@@ -68,9 +60,7 @@ def _load_rank(folder: Path, rank: int) -> Mapping[str, Any]:
         raise FileError(f"{folder} has no {names[0]}: every rank wrote its own, copy those of all machines into it")
     state: Mapping[str, Any] = load_tree(file)["optimizer_state_dict"]
     if not isinstance(state["base_optimizer_state"], Mapping):
-        raise FileError(
-            f"{file} was saved with elastic_checkpoint=True, which leaves out the optimiser's settings: save it without"
-        )
+        raise FileError(f"{file} was saved with elastic_checkpoint=True, which leaves out settings: save it without")
     return state
 
 
@@ -93,10 +83,7 @@ def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping
             # Where the float32 weights, rounded, are not the model's, the moments are not its own, either.
             master, weight = masters[name]["weight"], saved["module"][name]
             if not torch.equal(master.to(weight.dtype).nan_to_num(), weight.nan_to_num()):
-                raise FileError(
-                    f"{folder}: what the ranks have of {name!r} is not what {_MODEL} has: the files are of different "
-                    f"saves, or of a layout that is not known. {_COPY}"
-                )
+                raise FileError(f"{folder}: the ranks' {name!r} is not that of {_MODEL}: different saves. {_COPY}")
         groups.append({**base_states[0]["param_groups"][number], "params": list(shapes)})
     # Both names of a tied tensor are in the model's file, one of them in the groups; buffers and frozen ones in none.
     owner = {name: saved["shared_params"].get(name, name) for name in saved["module"]}
@@ -128,10 +115,7 @@ def _joined(
     for key in (key for key, value in first.items() if _is_vector(value)):
         lengths = [vector[key].numel() for vector in vectors]
         if any(rank >= len(lengths) or cut.stop > lengths[rank] for rank, cut in cuts.items()):
-            raise FileError(
-                f"{folder} does not have the whole of {name!r}, of shape {tuple(shape)}: for {key!r} the ranks have "
-                f"{lengths} entries. {_COPY}"
-            )
+            raise FileError(f"{folder} does not have the whole of {name!r}: its ranks have {lengths} entries. {_COPY}")
 
     def read(key: str) -> Tensor:
         parts = [vectors[rank][key][cut] for rank, cut in cuts.items()]

@@ -6,9 +6,9 @@ and the dimension it was cut along.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ _DEEPEST = 100
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The bytes of a file that hold an entry, or a box of a tensor by first corner and edges."""
 
     file: Path
@@ -37,13 +36,12 @@ class Piece:
     sizes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One entry of the folder: its key, the keys and list indices that lead to it, its pieces; a tensor has a shape."""
 
     key: str
     path: tuple[str | int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: list[Piece]
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
 
@@ -58,14 +56,11 @@ def stored_entries(folder: Path) -> list[Stored]:
         )
     with damage_named(source, _WRITER):
         record = load_tree(source).state
-        nesting, kinds, positions = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
+        nesting, kinds = record["planner_data"], record["state_dict_metadata"]
         if not nesting:
-            raise FileError(
-                f"{source} does not say how the dictionaries were nested (it has no planner_data): save it with the "
-                "default planner of torch.distributed.checkpoint.save"
-            )
+            raise FileError(f"{source} has no planner_data: save it with torch's default planner")
         located = {}
-        for index, held in positions.items():
+        for index, held in record["storage_data"].items():
             low = index.state.get("offset")
             located[index.state["fqn"], None if low is None else tuple(low)] = held.state
         return [_entry(folder, key, path, kinds[key].state, located) for key, path in nesting.items() if key in kinds]
@@ -76,26 +71,24 @@ def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: 
     if not 0 < len(parts) <= _DEEPEST or not all(isinstance(part, str | int) for part in parts):
         raise ValueError(f"{key!r} has the path {path!r}")
     if "size" not in kind:
-        return Stored(key, parts, (_piece(folder, key, located[key, None]),))
+        return Stored(key, parts, [_piece(folder, key, located[key, None])])
     # The type comes first in what torch pickles of a tensor's properties.
     shape, dtype = tuple(kind["size"]), kind["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key!r} has the type {dtype!r}")
     # Where every rank has the whole, the same box is listed once for each.
-    chunks = [chunk.state for chunk in kind["chunks"]]
-    boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks)
+    boxes = dict.fromkeys((tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])) for chunk in kind["chunks"])
     filled = [box for box in boxes if math.prod(box[1])]
     there = [box for box in filled if (key, box[0]) in located]
     if there != filled or not covers(shape, there):
         raise FileError(
-            f"{folder / _METADATA} does not have the whole of {key!r}, of shape {shape}: "
-            f"{len(there)} pieces are there and leave a hole. A rank's part was not saved; save it again from all ranks"
+            f"{folder / _METADATA} does not have the whole of {key!r}, of shape {shape}: {len(there)} pieces are there "
+            "and leave a hole. A rank's part was not saved; save it again from all ranks"
         )
-    pieces = (replace(_piece(folder, key, located[key, low]), offsets=low, sizes=sizes) for low, sizes in there)
-    return Stored(key, parts, tuple(pieces), shape, dtype)
+    return Stored(key, parts, [_piece(folder, key, located[key, box[0]], *box) for box in there], shape, dtype)
 
 
-def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
+def _piece(folder: Path, key: str, held: Mapping[str, Any], *box: tuple[int, ...]) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
     name, start, length = held["relative_path"], held["offset"], held["length"]
     relative = PurePosixPath(name)
@@ -103,16 +96,10 @@ def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
         raise FileError(f"{folder / _METADATA} puts {key!r} into {name!r}, outside of the folder: it is not read")
     file = folder / relative
     if not file.is_file():
-        raise FileError(
-            f"{folder} has no {name}, where a part of {key!r} is; {len(list(folder.glob(_PIECES)))} such files are "
-            "there. Every rank wrote its own: copy those of all machines into one folder"
-        )
+        raise FileError(f"{folder} has no {name}, where a part of {key!r} is: copy those of all machines")
     if start < 0 or length < 0 or start + length > file.stat().st_size:
-        raise FileError(
-            f"{file} is truncated: {key!r} should end at byte {start + length}, and there are {file.stat().st_size}. "
-            "Copy it again"
-        )
-    return Piece(file, start, length)
+        raise FileError(f"{file} is truncated: {key!r} should end at byte {start + length}. Copy it again")
+    return Piece(file, start, length, *box)
 
 
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -126,11 +113,8 @@ def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 def read_stored(entry: Stored) -> Any:
     """An entry's value; a tensor is put together from its pieces."""
-    if entry.shape is None:
+    if entry.shape is None or len(entry.pieces) == 1:
         return _load(entry, entry.pieces[0])
-    whole = next((piece for piece in entry.pieces if piece.sizes == entry.shape), None)
-    if whole is not None:
-        return _load(entry, whole)
     # Zeros: pieces of a damaged folder may overlap, and leave memory of the process open.
     tensor = torch.zeros(entry.shape, dtype=entry.dtype)
     for piece in entry.pieces:
@@ -145,25 +129,20 @@ def _load(entry: Stored, piece: Piece) -> Any:
     if entry.shape is None:
         return found
     if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes or found.dtype != entry.dtype:
-        what = f"{found.dtype} of {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise FileError(
-            f"{piece.file} holds a {what} where {entry.key!r} should have {entry.dtype} of {piece.sizes}: the files "
-            "are not of one save. Copy the folder again"
+            f"{piece.file} does not hold {entry.dtype} of {piece.sizes} for {entry.key!r}: the files are not of one "
+            "save. Copy the folder again"
         )
     return found.detach()
 
 
 def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
     """Dictionaries, and lists where a path has a number, from the path of every leaf."""
-    branches: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
+    below: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
     for (first, *rest), value in leaves:
-        branches.setdefault(first, []).append((tuple(rest), value))
-    built = {
-        key: below[0][1] if [rest for rest, _ in below] == [()] else nested(below) for key, below in branches.items()
-    }
-    if all(isinstance(key, int) for key in built):
-        return [built[key] for key in sorted(built)]
-    return built
+        below.setdefault(first, []).append((tuple(rest), value))
+    built = {key: held[0][1] if len(held) == 1 and not held[0][0] else nested(held) for key, held in below.items()}
+    return [built[key] for key in sorted(built)] if all(isinstance(key, int) for key in built) else built
 
 
 def torch_layout(tree: Any) -> Any:
@@ -172,25 +151,25 @@ def torch_layout(tree: Any) -> Any:
         return [torch_layout(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    sections = {key.partition(".")[0] for key in tree if "." in key}
-    if "param_groups" in sections and all(key.startswith(("state.", "param_groups.")) for key in tree):
-        return unflattened(tree)
+    if any(key.startswith("param_groups.") for key in tree) and all(
+        key.startswith(("state.", "param_groups.")) for key in tree
+    ):
+        return _unflattened(tree)
     groups, states = tree.get("param_groups"), tree.get("state", {})
-    if isinstance(groups, list) and groups and all(isinstance(g, dict) and "params" in g for g in groups):
+    if isinstance(groups, list) and isinstance(states, dict) and all("params" in group for group in groups):
         number = {str(key): key for group in groups for key in group["params"]}
-        if isinstance(states, dict):
-            return {**tree, "state": {number.get(key, key): state for key, state in states.items()}}
+        return {**tree, "state": {number.get(key, key): state for key, state in states.items()}}
     return {key: torch_layout(value) for key, value in tree.items()}
 
 
-def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     """An optimiser's state with levels; every parameter has a group of its own."""
     groups: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         if key.startswith("param_groups."):
             name, _, entry = key.removeprefix("param_groups.").rpartition(".")
             groups.setdefault(name, {"params": [name]})[entry] = value
-    states: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         if key.startswith("state."):
             # The longest known name, as an entry may have levels of its own.
@@ -203,16 +182,16 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     # Counters are needed at once; of larger tensors the shape and type are enough until they are accessed.
-    entries = stored_entries(path)
-    small = [entry.shape is None or math.prod(entry.shape) == 1 for entry in entries]
-    values = [
-        read_stored(entry) if now else meta(entry.shape or (), entry.dtype)
-        for entry, now in zip(entries, small, strict=True)
-    ]
-    leaves = list(zip(entries, values, strict=True))
-    behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
+    leaves, behind = [], {}
+    for entry in stored_entries(path):
+        if entry.shape is None or math.prod(entry.shape) == 1:
+            leaves.append((entry.path, read_stored(entry)))
+        else:
+            outline = meta(entry.shape, entry.dtype)
+            leaves.append((entry.path, outline))
+            behind[id(outline)] = entry
     with damage_named(path / _METADATA, _WRITER):
-        tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
+        tree = torch_layout(nested(leaves))
     contents = contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
     if contents.weights is None and weights_key is None:
         # Some trainers save the model's tensors at the top, with the rest.
@@ -237,11 +216,8 @@ def _is_distributed(path: Path, head: bytes) -> bool:
     """A folder with the writer's list of contents, or with pieces at least."""
     if any(path.glob(_PIECES)):
         return True
-    try:
-        with (path / _METADATA).open("rb") as file:
-            return b"torch.distributed.checkpoint.metadata" in file.read(256)
-    except OSError:
-        return False
+    source = path / _METADATA
+    return source.is_file() and b"torch.distributed.checkpoint.metadata" in source.read_bytes()[:256]
 
 
 DISTRIBUTED = Format(_WRITER, _is_distributed, _read_distributed, folder=True)

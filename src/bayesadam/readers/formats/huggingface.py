@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -19,15 +20,15 @@ from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules, recorded_in
 from bayesadam.readers.formats.registry import Format, format_of, refuse_keys
-from bayesadam.readers.pairing import clean_names
+from bayesadam.readers.formats.torch_files import shortened
+from bayesadam.readers.match import clean_names
 
 # In the order in which transformers itself looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 STATE = "trainer_state.json"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_ACCELERATE_MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+_ACCELERATE_MODEL = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 _ACCELERATE_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
-_ACCELERATE_RANDOM = re.compile(r"random_states_\d+\.pkl")
 _SHARD = re.compile(r"(pytorch_)?model-\d+-of-\d+\.(safetensors|bin)")
 CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
 
@@ -47,21 +48,15 @@ Orders = list[list[list[str]]]
 
 def files_of(folder: Path) -> set[str]:
     """The names of what lies in a folder; none of what is no folder."""
-    try:
-        return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    except OSError as error:
-        raise FileError(f"cannot read {folder}: {error.strerror}") from None
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileError(f"{path} is truncated, damaged or no JSON ({error}): copy it again") from error
-    if not isinstance(content, dict):
-        raise FileError(f"{path} holds a {type(content).__name__} where an object in braces belongs: copy it again")
-    return content
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise FileError(f"{path} is truncated, damaged or no JSON object ({error}): copy it again") from error
 
 
 def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[str, Tensor], bool]:
@@ -74,10 +69,8 @@ def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[st
     if shards:
         raise FileError(f"{folder} has {shards[0]} and no index of its shards ({names[1]}): copy the whole folder")
     others = _checkpoints(folder)
-    raise FileError(
-        f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}. "
-        + (f"Pass one of {others}" if others else "Pass the file with the weights, and optimizer_path=")
-    )
+    remedy = f"Pass one of {others}" if others else "Pass the file with the weights, and optimizer_path="
+    raise FileError(f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}. {remedy}")
 
 
 def _tensors_in(path: Path) -> tuple[dict[str, Tensor], bool]:
@@ -91,18 +84,16 @@ def _tensors_in(path: Path) -> tuple[dict[str, Tensor], bool]:
 def _sharded(index: Path) -> dict[str, Tensor]:
     """Weights in several files of one folder, as the index says; all of them, or an error."""
     shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
+    if not isinstance(shard_of, dict) or not shard_of:
         raise FileError(f"{index} has no 'weight_map' from tensors to files: copy it again")
-    shards = sorted(set(shard_of.values()))
+    shards = list(dict.fromkeys(shard_of.values()))
     for shard in shards:
         # Windows' rule knows both kinds of slashes.
-        if shard in ("", "..") or PureWindowsPath(shard).name != shard:
-            raise FileError(f"{index} names {shard!r}, which is not in its own folder: nothing outside is read")
+        if not isinstance(shard, str) or shard in ("", "..") or PureWindowsPath(shard).name != shard:
+            raise FileError(f"{index} has {shard!r}, which is not in its own folder: nothing outside is read")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
-        raise FileError(
-            f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files: copy all"
-        )
+        raise FileError(f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files")
     tensors = {shard: _tensors_in(index.parent / shard)[0] for shard in shards}
     for name, shard in shard_of.items():
         if name not in tensors[shard]:
@@ -127,14 +118,16 @@ def _choose(folder: Path, names: Collection[str], wanted: str | None, option: st
 def folder_format(
     name: str,
     recognises: Callable[[Path, bytes], bool],
-    read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents],
+    read_weights: Callable[[Path, str | None], Contents],
     is_optimizer: Callable[[str], object] = OPTIMIZERS.__contains__,
 ) -> Format:
     """A folder with the optimiser's state in a file of its own, one of those whose name `is_optimizer` accepts."""
 
+    def read_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
+        return replace(read_weights(path, weights_key), optimizer=optimizer)
+
     def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        # Mapped, so read twice at little cost: what is wrong with the weights is said first.
-        contents = read_with(path, weights_key, None)
+        contents = read_weights(path, weights_key)
         names = [file for file in files_of(path) if is_optimizer(file)]
         chosen = _choose(path, names, optimizer_key, "optimizer_key", "the state of an optimiser")
         if chosen is None:
@@ -144,10 +137,8 @@ def folder_format(
             if found.optimizer is None:
                 raise FileError(f"{path / chosen} holds no optimiser's state: found {found.summary}")
         except FileError as error:
-            raise FileError(
-                f"{error}. Pass another file with the state as optimizer_path= (--optimizer-file)"
-            ) from error
-        return read_with(path, weights_key, found.optimizer)
+            raise FileError(f"{error}. Pass another file as optimizer_path= (--optimizer-file)") from error
+        return replace(contents, optimizer=found.optimizer)
 
     return Format(name, recognises, read, read_with=read_with, folder=True)
 
@@ -162,19 +153,14 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
         norms = tuple(plain | alike if every_norm else plain)
         exempt = {name for name in names if pattern.search(name) or name.startswith(norms)}
         answers.append([[name for name in names if name not in exempt], [name for name in names if name in exempt]])
-    return distinct([*answers, [list(names)]])
-
-
-def distinct(answers: Orders) -> Orders:
-    """Each answer once."""
-    return [answer for number, answer in enumerate(answers) if answer not in answers[:number]]
+    return [*answers, [list(names)]]
 
 
 def _trainer_orders(model: nn.Module) -> Orders:
     """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
     named = dict(model.named_parameters())
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    return distinct([*decay_orders(model, trained), [list(named)]])
+    return [*decay_orders(model, trained), [list(named)]]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -240,18 +226,18 @@ def _builder(folder: Path) -> Callable[[], nn.Module] | None:
 def build_model(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     """The model of a `config.json`, on the meta device; of a class that transformers itself defines, or none."""
     transformers = require("transformers")
-    # Attention may be asked for by the address of a kernel.
-    plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
     remedy = "build the model as it was built for training, and pass it"
     made: Any = getattr(transformers, name, None)
     ours = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
     if not ours or not made.__module__.startswith("transformers."):
         raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
     try:
+        # Attention may be asked for by the address of a kernel.
+        plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
         with torch.device("meta"):
             return made(made.config_class.from_dict(plain))  # type: ignore[no-any-return]
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = shortened(error)
         raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {remedy}") from error
 
 
@@ -276,12 +262,12 @@ def _is_trainer(path: Path, head: bytes) -> bool:
     return STATE in there or (weights and not there.isdisjoint({"config.json", *OPTIMIZERS}))
 
 
-def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
+def _read_trainer(path: Path, weights_key: str | None) -> Contents:
     refuse_keys(path, "it has one set of weights", weights_key=weights_key)
     weights, ordered = read_weights(path)
     return Contents(
         weights=weights,
-        optimizer=optimizer,
+        optimizer=None,
         summary=summary_of(path, weights),
         ordered=ordered,
         recorded=trainer_record(path),
@@ -292,8 +278,7 @@ def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
 def _checkpoints(path: Path) -> str:
     """The folders called checkpoint-N, by N, in words; empty where there is none."""
     found = [(int(match[1]), name) for name in files_of(path) if (match := CHECKPOINT.fullmatch(name))]
-    names = [name for _, name in sorted(found) if (path / name).is_dir()]
-    return ", ".join(names if len(names) <= 8 else [*names[:3], f"… ({len(names)} in all)", *names[-3:]])
+    return ", ".join(name for _, name in sorted(found) if (path / name).is_dir())
 
 
 def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
@@ -305,25 +290,19 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
 def _is_accelerate(path: Path, head: bytes) -> bool:
     there = files_of(path)
     # The Trainer of transformers may leave an optimizer.bin, too.
-    return STATE not in there and any(
-        _ACCELERATE_OPTIMIZER.fullmatch(name) or _ACCELERATE_RANDOM.fullmatch(name) for name in there
-    )
+    return STATE not in there and any(_ACCELERATE_OPTIMIZER.fullmatch(name) for name in there)
 
 
-def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
+def _read_accelerate(path: Path, weights_key: str | None) -> Contents:
     """One model of those that were prepared; the others are `model_1`, …, as their optimisers are `optimizer_1`, …"""
-    there = sorted(files_of(path))
-    models = [name for name in there if _ACCELERATE_MODEL.fullmatch(name)]
-    if len(models) > 1 or weights_key is not None:
-        chosen = _choose(path, models, weights_key, "weights_key", "the weights of a model")
-        weights, ordered = _tensors_in(path / (chosen or ""))
-    else:
-        weights, ordered = read_weights(path)
+    models = [name for name in files_of(path) if _ACCELERATE_MODEL.fullmatch(name)]
+    chosen = _choose(path, models, weights_key, "weights_key", "the weights of a model")
+    weights, ordered = read_weights(path) if chosen is None else _tensors_in(path / chosen)
     # The user's script made the optimiser: its order follows no rule.
     rules = Rules(names=partial(own_names, list(weights)))
-    return Contents(weights, optimizer, f"{len(weights)} tensors, {there[:12]}", ordered=ordered, rules=rules)
+    return Contents(weights, None, summary_of(path, weights), ordered=ordered, rules=rules)
 
 
 PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
-TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _trainer_with)
-ACCELERATE = folder_format("Accelerate", _is_accelerate, _accelerate_with, _ACCELERATE_OPTIMIZER.fullmatch)
+TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _read_trainer)
+ACCELERATE = folder_format("Accelerate", _is_accelerate, _read_accelerate, _ACCELERATE_OPTIMIZER.fullmatch)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from bayesadam.errors import FileError, MatchError, StateError
-from bayesadam.readers.pairing import (
-    ONE_LIST,
+from bayesadam.readers.formats.fastai import torch_layout
+from bayesadam.readers.match import (
     AmbiguousError,
     candidates,
     keeps_order,
@@ -34,7 +35,7 @@ _COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "pol
 _MOST_TOGETHER = 6
 _MOST_ROWS = 12
 
-_FASTAI = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
+_FITS = "every shape fits"
 
 Keys = tuple[str, ...]
 T = TypeVar("T")
@@ -42,11 +43,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Weights under some keys of a file; `alone` is one tensor that no dictionary holds."""
+    """Weights under some keys of a file."""
 
     path: Keys
     tensors: Mapping[str, Tensor]
-    alone: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,34 +57,27 @@ class Found:
     optimizers: Mapping[Keys, Mapping[str, Any]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
+class Choice(NamedTuple):
     """The networks, in the optimiser's order, the keys of its state, and why they were taken."""
 
     networks: tuple[Network, ...]
     optimizer: Keys | None
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        state = f", optimizer_key={_dotted(self.optimizer)!r}" if self.optimizer else ""
+        return f"weights_key={_dotted(*(network.path for network in self.networks))!r}{state}"
+
 
 def find(tree: Mapping[Any, Any]) -> Found:
     """Every set of weights and every optimiser's state down to the third level."""
-    networks: list[Network] = []
-    optimizers: dict[Keys, Mapping[str, Any]] = {}
-    for path, value in branches(tree):
-        if is_optimizer(value):
-            optimizers[path] = value
-        elif is_weights(value):
-            networks.append(Network(path, value))
-        elif isinstance(value, Tensor):
-            networks.append(Network(path, {path[-1]: value}, alone=True))
-    lists = [slots_of(state) for state in optimizers.values()]
-    # A loss is a tensor, too: what stands alone counts only where an optimiser has one parameter, of its shape.
-    single = {slots[0].shape for slots in lists if len(slots) == 1}
-    return Found([n for n in networks if not n.alone or n.tensors[n.path[-1]].shape in single], optimizers)
+    held = list(branches(tree))
+    networks = [Network(path, value) for path, value in held if not is_optimizer(value) and is_weights(value)]
+    return Found(networks, {path: value for path, value in held if is_optimizer(value)})
 
 
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Dictionaries and numbers down to the third level, lists of states opened, states in torch's layout."""
+    """Dictionaries down to the third level, lists of states opened, states in torch's layout."""
     state = torch_layout(tree)
     yield path, state
     if is_weights(tree) or is_optimizer(state):
@@ -95,50 +88,9 @@ def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, A
         here = (*path, str(key))
         if isinstance(value, Mapping) and len(here) <= _DEEPEST:
             yield from branches(value, here)
-        elif isinstance(value, Tensor) and value.is_floating_point() and len(here) < _DEEPEST:
-            yield here, value
         elif isinstance(value, list | tuple):
             items = [((*here, str(number)), torch_layout(item)) for number, item in enumerate(value)]
             yield from (item for item in items if is_optimizer(item[1]))
-
-
-def torch_layout(value: Any) -> Any:
-    """A state that fastai's Adam wrote, in torch's layout; all else as it is.
-
-    fastai saves `{"state": [one dictionary a parameter], "hypers": [one dictionary a group]}`: all its groups in one
-    list, and not where one ends. `sqr_mom` is β₂; `do_wd` says of a parameter that it does not decay.
-    """
-    if not isinstance(value, Mapping) or value.keys() != {"state", "hypers"}:
-        return value
-    lists = []
-    for held in (value["state"], value["hypers"]):
-        # A list, or fastcore's `L`.
-        inside = getattr(held, "state", None)
-        items = inside.get("items") if isinstance(inside, Mapping) else held
-        lists.append(items if isinstance(items, list | tuple) else ())
-    states, hypers = lists
-    if not states or not hypers or not all(isinstance(entry, Mapping) for entry in (*states, *hypers)):
-        return value
-    trained = [state for state in states if any(isinstance(held, Tensor) for held in state.values())]
-    # No file says which parameter is in which group, so the groups must agree.
-    shared = [[group.get(key) for key in ("mom", "sqr_mom", "eps", "wd")] for group in hypers]
-    momentum, beta, eps, decay = shared[0]
-    if not all(_FASTAI.keys() <= state.keys() for state in trained) or any(group != shared[0] for group in shared):
-        return value
-    if momentum is None or beta is None:
-        return value
-    groups = [
-        {
-            "betas": (momentum, beta),
-            "eps": eps,
-            "weight_decay": float(decay or 0.0) if decays else 0.0,
-            "params": [number for number, _ in members],
-            ONE_LIST: True,
-        }
-        for decays, members in itertools.groupby(enumerate(states), lambda item: bool(item[1].get("do_wd", True)))
-    ]
-    renamed = [{_FASTAI[key]: held for key, held in state.items() if key in _FASTAI} for state in states]
-    return {"state": {n: state for n, state in enumerate(renamed) if state}, "param_groups": groups}
 
 
 def is_weights(value: Any) -> bool:
@@ -163,10 +115,9 @@ def is_optimizer(value: Any) -> bool:
 
 def named(networks: Sequence[Network]) -> dict[str, tuple[Network, str]]:
     """The network and the name in it behind every name: of one network its own, of several with its keys before it."""
-    prefixes = ["" if len(networks) == 1 or n.alone else f"{_dotted(n.path)}." for n in networks]
     return {
-        prefix + name: (network, name)
-        for prefix, network in zip(prefixes, networks, strict=True)
+        name if len(networks) == 1 else f"{_dotted(network.path)}.{name}": (network, name)
+        for network in networks
         for name, tensor in network.tensors.items()
         if isinstance(tensor, Tensor)
     }
@@ -188,57 +139,57 @@ def choose(found: Found, source: object, weights_key: str | None, optimizer_key:
     A file without an optimiser gives no networks where it has several: the state from elsewhere chooses.
     """
     by_path = {network.path: network for network in found.networks}
-    given = None if weights_key is None else tuple(_given(by_path, weights_key, "weights_key").values())
+    given = () if weights_key is None else tuple(_given(by_path, weights_key, "weights_key").values())
     states = found.optimizers if optimizer_key is None else _given(found.optimizers, optimizer_key, "optimizer_key")
     copies = {} if given else _copies(found.networks)
     notes = tuple(f"{_dotted(copy.path)!r} was left out, a copy of {_dotted(of.path)!r}" for copy, of in copies.items())
     sets = [network for network in found.networks if network not in copies]
-    usual = given or tuple(_usual({n.path: n for n in sets if not n.alone}, _WEIGHTS_KEYS).values())
+    usual = given or tuple(_usual({network.path: network for network in sets}, _WEIGHTS_KEYS).values())
     usual_states = list(_usual(states, _OPTIMIZER_KEYS))
-    several = [n.path for n in usual] if not states and not given else usual_states if not found.networks else []
-    on_disk = any(tensor.is_meta for network in usual for tensor in tensors_of([network]).values())
-    if len(several) > 1 and (states or on_disk):
-        option, what = ("optimizer_key", "states") if states else ("weights_key", "sets of weights")
-        example = f"{option}={_dotted(several[0])!r}"
-        raise FileError(f"{source} holds several {what}, {_listed(several)}: say which with {example}")
+    if not found.networks and len(usual_states) > 1:
+        raise _several(source, "states", usual_states, "optimizer_key")
+    if not states and not given and len(usual) > 1:
+        if any(tensor.is_meta for network in usual for tensor in tensors_of([network]).values()):
+            raise _several(source, "sets of weights", [network.path for network in usual], "weights_key")
+        usual = ()
     if not states or not found.networks:
-        return Choice(usual if len(several) < 2 else (), next(iter(usual_states), None), notes)
+        return Choice(usual, next(iter(usual_states), None), notes)
     clear = (given or len(usual) == 1) and len(usual_states) == 1
-    both_given = given is not None and len(given) == 1 and optimizer_key is not None
+    both_given = len(given) == 1 and optimizer_key is not None
     if clear and (both_given or _verdict(usual, states[usual_states[0]])):
-
-        def why(key: str | None, count: int) -> str:
-            return "as given" if key is not None else "the only one" if count == 1 else "the usual key"
-
-        taken = f"weights {_dotted(*(n.path for n in usual))!r}: {why(weights_key, len(found.networks))}"
-        by = f"optimiser {_dotted(usual_states[0])!r}: {why(optimizer_key, len(found.optimizers))}"
-        return Choice(usual, usual_states[0], (*notes, taken, by))
+        choice = Choice(usual, usual_states[0])
+        why = (
+            "as given, or the usual keys" if len(found.networks) + len(found.optimizers) > 2 else "there are no others"
+        )
+        return choice._replace(notes=(*notes, f"{choice}: {why}"))
     first = usual_states if len(usual_states) == 1 else list(states)
     pairs = _pairs(sets, given, {path: states[path] for path in first})
     if not pairs and len(first) < len(states):
         pairs = _pairs(sets, given, states)
     if len(pairs) == 1 and pairs[0].networks == (given or tuple(n for n in sets if n in pairs[0].networks)):
         reason = f"{pairs[0]}: the only pair, and the only order, that no shape contradicts"
-        return Choice(pairs[0].networks, pairs[0].optimizer, (*notes, reason))
+        return pairs[0]._replace(notes=(*notes, reason))
     if not pairs and clear:
         # The error comes where the states are matched.
         return Choice(usual, usual_states[0], notes)
-    refusals = []
     for state in states.values():
-        try:
+        # An optimiser that is not read is named before anything else is said.
+        with suppress(StateError):
             identify_reader(state)
-        except StateError as error:
-            refusals.append(error)
-    if len(refusals) == len(states):
-        raise refusals[0]
-    shown = pairs or [_Pair((network,), path, "its shapes do not fit") for network in sets for path in states]
-    rows = "".join(f"\n  {pair} ({pair.verdict})" for pair in shown[:_MOST_ROWS])
-    more = f"\n  and {len(shown) - _MOST_ROWS} more" if len(shown) > _MOST_ROWS else ""
+            break
+    else:
+        identify_reader(next(iter(states.values())))
+    shown = pairs or [Choice((network,), path, ("its shapes do not fit",)) for network in sets for path in states]
+    rows = "".join(f"\n  {pair} ({pair.notes[0]})" for pair in shown[:_MOST_ROWS])
     raise FileError(
         f"{source} holds weights under {_listed([network.path for network in sets])} and states under "
-        f"{_listed(list(states))}"
-        f"{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, with{rows}{more}"
+        f"{_listed(list(states))}{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, "
+        f"with{rows}"
     )
+
+
+def _several(source: object, what: str, paths: Sequence[Keys], option: str) -> FileError:
+    return FileError(f"{source} holds several {what}, {_listed(paths)}: say which with {option}={_dotted(paths[0])!r}")
 
 
 def _listed(paths: Sequence[Keys]) -> str:
@@ -287,18 +238,6 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
-class _Pair(NamedTuple):
-    """Networks that an optimiser may have trained, and how certain that is."""
-
-    networks: tuple[Network, ...]
-    optimizer: Keys
-    verdict: str
-
-    def __str__(self) -> str:
-        state = f", optimizer_key={_dotted(self.optimizer)!r}" if self.optimizer else ""
-        return f"weights_key={_dotted(*(network.path for network in self.networks))!r}{state}"
-
-
 def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
     """How an optimiser's state fits networks in this order; empty where something contradicts that."""
     names = names_in(state)
@@ -308,7 +247,7 @@ def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
         return "every name is there" if all(_plain(name) in known for name in names) else ""
     slots = slots_of(state)
     if all(slot.shape is None for slot in slots):
-        return "nothing in its state to check" if len(slots) <= len(candidates(tensors, integers=True)) else ""
+        return "nothing in its state to check" if len(slots) <= len(candidates(tensors, len(slots))) else ""
     try:
         found = pair_weights(slots, tensors, ordered=all(keeps_order(n.tensors) for n in networks))
     except AmbiguousError:
@@ -321,28 +260,26 @@ def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
         return ""
     count = len(candidates(tensors))
     gaps = f", of {len(slots)} in {count} parameters" if len(slots) < count else ""
-    return f"every shape fits{gaps}" + ("" if numbers == sorted(numbers) else ", group by group")
+    return f"{_FITS}{gaps}" + ("" if numbers == sorted(numbers) else ", group by group")
 
 
 def _pairs(
-    sets: Sequence[Network], given: tuple[Network, ...] | None, states: Mapping[Keys, Mapping[str, Any]]
-) -> list[_Pair]:
+    sets: Sequence[Network], given: tuple[Network, ...], states: Mapping[Keys, Mapping[str, Any]]
+) -> list[Choice]:
     """Every pair that nothing contradicts: those given in an order, or one network, or the fewest in an order."""
-    pairs: list[_Pair] = []
+    pairs: list[Choice] = []
     for path, state in states.items():
         if given and (verdict := _verdict(given, state)):
-            pairs.append(_Pair(given, path, verdict))
+            pairs.append(Choice(given, path, (verdict,)))
             continue
-        slots = slots_of(state)
-        together = given or tuple(network for network in sets if not network.alone)
-        checked = names_in(state) is None and any(slot.shape is not None for slot in slots)
+        together = given or sets
+        checked = names_in(state) is None and any(slot.shape is not None for slot in slots_of(state))
         most = len(together) if len(together) <= _MOST_TOGETHER and (given or checked) else 1
-        for count in range(len(given) if given else 1, most + 1):
-            among = sets if not given and count == len(slots) == 1 else together
-            orders = itertools.permutations(among, count)
-            fitting = [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]
+        for count in range(len(given) or 1, most + 1):
+            orders = itertools.permutations(together, count)
+            fitting = [Choice(order, path, (verdict,)) for order in orders if (verdict := _verdict(order, state))]
             # Buffers and frozen parts leave gaps in the list.
-            exact = [pair for pair in fitting if not given and count > 1 and pair.verdict == "every shape fits"]
+            exact = [pair for pair in fitting if not given and count > 1 and pair.notes == (_FITS,)]
             pairs += exact or fitting
             if fitting:
                 break

@@ -220,10 +220,6 @@ class _Unpickler(pickle._Unpickler):
         found = self.pop_mark()
         self.append(frozenset(map(_key, found)))
 
-    def _setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
     def _set(self, found: list[Any]) -> None:
         held = self.stack[-1]
         pairs = held.pairs if isinstance(held, StandIn) else held
@@ -249,7 +245,7 @@ class _Unpickler(pickle._Unpickler):
         pickle.BUILD[0]: _build,
         pickle.DICT[0]: _dict,
         pickle.FROZENSET[0]: _frozenset,
-        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(-2), self.stack.pop()]),
         pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
         pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
         pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),

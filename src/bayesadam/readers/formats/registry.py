@@ -51,9 +51,7 @@ def registered_formats() -> tuple[Format, ...]:
 def register_format(added: Format, *, replace: bool = False) -> Format:
     """Add a format; a later one is tried before an earlier one."""
     if added.name in _registry and not replace:
-        raise SettingError(
-            f"a format named {added.name!r} exists already: choose another name, or pass replace=True to override it"
-        )
+        raise SettingError(f"a format named {added.name!r} exists already: choose another name, or pass replace=True")
     _registry[added.name] = added
     return added
 
@@ -76,13 +74,9 @@ def format_of(path: str | os.PathLike[str]) -> Format:
         if known.folder in (None, is_folder) and known.recognises(path, head):
             return known
     if is_folder:
-        inside = sorted(entry.name for entry in path.iterdir())
-        raise FileError(
-            f"{path} is a folder of no known format; it has {inside[:8]}. Pass the file with the weights, and the one "
-            "with the optimiser's state as optimizer_path="
-        )
-    known_names = ", ".join(known.name for known in registered_formats())
-    raise FileError(f"{path} is of no known format ({known_names}); it starts with {head[:32]!r}")
+        inside = sorted(entry.name for entry in path.iterdir())[:8]
+        raise FileError(f"{path} is a folder of no known format; it has {inside}. Pass the file with the weights")
+    raise FileError(f"{path} is of no known format; it starts with {head[:32]!r}")
 
 
 def refuse_keys(path: Path, why: str, **keys: str | None) -> None:

@@ -57,10 +57,8 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     tensors, header = read_mapped(path)
     kind = header.get("structure")
     if kind not in _MARKS:
-        raise FileError(
-            f"{path} holds a {kind} posterior, which has no second moment for each weight: read it with "
-            f"{'Mixture' if kind == 'mixture' else 'Posterior'}.load"
-        )
+        loader = "Mixture.load" if kind == "mixture" else "Posterior.load"
+        raise FileError(f"{path} holds a {kind} posterior, without second moments of weights: read it with {loader}")
     try:
         names: list[str] = header["parameters"]
         settings = header["settings"]
@@ -69,10 +67,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
         groups: dict[float, list[str]] = {}
         for name in names:
             if name not in prior:
-                raise FileError(
-                    f"{path} has a prior precision for each weight of {name!r}, which no weight decay is: read it with "
-                    "Posterior.load"
-                )
+                raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
             groups.setdefault(prior[name] / n_data, []).append(name)
         states = {name: _state(path, tensors, name, origin.fewest) for name in names}
         stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
@@ -83,11 +78,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     summary = f"the posterior of {len(names)} parameters"
     if stored is None:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
-    known = [", ".join(origin.optimizers)] if origin.optimizers else []
-    if origin.steps:
-        counts = " to ".join(f"{steps:g}" for steps in dict.fromkeys(origin.steps))
-        known += [f"{counts} {'recorded gradients' if origin.recorded else 'steps'}"]
-    known += [f"kept as {header['compress']}"] if header.get("compress") else []
+    known = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     return Contents(
         weights=stored,
         optimizer={
@@ -98,7 +89,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
         recorded=Recorded(
             step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")
         ),
-        notes=("the second moments are a saved posterior's" + (f" ({'; '.join(known)})" if known else ""),),
+        notes=("the second moments are a saved posterior's" + (f" ({', '.join(known)})" if known else ""),),
     )
 
 

@@ -38,12 +38,12 @@ from bayesadam.readers.formats.pickles import (
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.pairing import memory_of
+from bayesadam.readers.match import memory_of
 
 # What reading a damaged file may raise.
-DAMAGED = (
-    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
-    *(OverflowError, MemoryError, struct.error),
+_DAMAGED = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError),
+    *(struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
 )
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # The first as pickle writes it.
@@ -56,10 +56,6 @@ _DEEPEST = 3
 # Times the size of a compressed archive that is unpacked into memory.
 _MOST_UNPACKED = 64
 _BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
-_UNREADABLE = (
-    *(EOFError, OSError, OverflowError, struct.error, zlib.error, NotImplementedError, RuntimeError),
-    *(zipfile.BadZipFile, tarfile.TarError),
-)
 _ZIP = b"PK\x03\x04"
 # As deep as anything is looked for in a file.
 _LEVELS = 3
@@ -98,8 +94,7 @@ class _File(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = max(0, (0, self._position, len(self._view))[whence] + offset)
@@ -121,22 +116,17 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
     """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
     found: dict[str, memoryview] = {}
     left = _CHUNK + _MOST_UNPACKED * len(view)
-    try:
-        with zipfile.ZipFile(as_file(view)) as archive:
-            for info in archive.infolist():
-                if info.is_dir():
-                    continue
-                if info.compress_type == zipfile.ZIP_STORED:
-                    header = inside(view, info.header_offset, _LOCAL_HEADER)
-                    start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
-                    found[info.filename] = inside(view, start, info.file_size)
-                    continue
-                left -= info.file_size
-                if left < 0:
-                    raise BadPickle(_BOMB)
-                found[info.filename] = memoryview(bytearray(archive.read(info)))
-    except _UNREADABLE as error:
-        raise BadPickle(f"no whole zip archive: {error}") from None
+    with zipfile.ZipFile(as_file(view)) as archive:
+        for info in archive.infolist():
+            if info.compress_type == zipfile.ZIP_STORED:
+                header = inside(view, info.header_offset, _LOCAL_HEADER)
+                start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
+                found[info.filename] = inside(view, start, info.file_size)
+                continue
+            left -= info.file_size
+            if left < 0:
+                raise BadPickle(_BOMB)
+            found[info.filename] = memoryview(bytearray(archive.read(info)))
     return found
 
 
@@ -145,47 +135,29 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
     packed = bytes(view[:2]) == b"\x1f\x8b"
     found: dict[str, memoryview] = {}
     left = _CHUNK + _MOST_UNPACKED * len(view)
-    try:
-        with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
-            for member in archive:
-                left -= member.size if packed else 0
-                if left < 0:
-                    raise BadPickle(_BOMB)
-                if not member.isfile() or member.issparse():
-                    continue
+    with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
+        for member in archive:
+            left -= member.size if packed else 0
+            if left < 0:
+                raise BadPickle(_BOMB)
+            if member.isfile() and not member.issparse():
                 file = archive.extractfile(member) if packed else None
                 content = memoryview(bytearray(file.read())) if file else inside(view, member.offset_data, member.size)
                 found[member.name.removeprefix("./")] = content
-    except BadPickle:
-        raise
-    except (*_UNREADABLE, ValueError) as error:
-        raise BadPickle(f"no whole tar archive: {error}") from None
     return found
 
 
-# What was saved, and where each storage is, by the address of its memory: a zip member's name, or an offset.
-Loaded = tuple[Any, Mapping[int, str | int]]
-
-
-def load_torch(view: memoryview, depth: int = 0) -> Loaded:
+def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
     if bytes(view[:4]) == _ZIP:
-        return _load_zip(view, depth)
-    if is_old_archive(view):
-        return _load_tar(view)
-    return _load_pickles(view, depth)
+        return _load_zip(view, depth, {})
+    return _load_tar(tar_members(view)) if is_old_archive(view) else _load_pickles(view, depth)
 
 
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
     with damage_named(name, "torch.save"):
-        try:
-            return as_weights(load_torch(view)[0])
-        except HostilePickle as error:
-            raise FileError(
-                f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
-                "load it with torch.load(weights_only=False)"
-            ) from None
+        return as_weights(load_torch(view))
 
 
 def load_tree(path: Path) -> Any:
@@ -200,9 +172,18 @@ def damage_named(name: object, writer: str) -> Iterator[None]:
         yield
     except FileError:
         raise
-    except DAMAGED as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})") from error
+    except HostilePickle as error:
+        raise FileError(
+            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+            "load it with torch.load(weights_only=False)"
+        ) from None
+    except _DAMAGED as error:
+        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({shortened(error)})") from error
+
+
+def shortened(error: Exception) -> str:
+    """A foreign error in one short line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 class _Reader(Window):
@@ -220,18 +201,18 @@ class _Reader(Window):
     def _nested(self, content: Any = b"", *_: Any) -> Any:
         if not isinstance(content, bytes) or self._depth == _DEEPEST:
             raise BadPickle("a storage in a storage in a storage")
-        return load_torch(memoryview(bytearray(content)), self._depth + 1)[0]
+        return load_torch(memoryview(bytearray(content)), self._depth + 1)
 
-    def storage(self, dtype: torch.dtype) -> tuple[Storage, int]:
-        """The next storage, after its number of entries, and where it begins."""
+    def storage(self, dtype: torch.dtype) -> Storage:
+        """The next storage, after its number of entries."""
         (count,) = struct.unpack("<q", self.read(8))
-        start = self.position
-        held = inside(self.view, start, count * dtype.itemsize)
+        held = inside(self.view, self.position, count * dtype.itemsize)
         self.position += len(held)
-        return Storage(as_memory(held, dtype.itemsize), dtype), start
+        return Storage(as_memory(held, dtype.itemsize), dtype)
 
 
-def _load_zip(view: memoryview, depth: int) -> Loaded:
+def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedStorage]) -> Any:
+    """What a zip archive holds; `storages` takes the memory of every member that tensors lie in."""
     members = zip_members(view)
     roots = [name.removesuffix("data.pkl") for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(roots) != 1:
@@ -239,19 +220,15 @@ def _load_zip(view: memoryview, depth: int) -> Loaded:
     root = roots[0]
     if bytes(members.get(f"{root}byteorder", b"little")) != b"little":
         raise BadPickle("its numbers are of a big-endian machine")
-    storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent(found: Any) -> Storage:
         kind, key = _described(found)
         name = f"{root}data/{key}"
-        if name not in members:
-            raise BadPickle(f"it has no {name}")
         if name not in storages:
             storages[name] = as_memory(members[name], kind.itemsize)
         return Storage(storages[name], kind)
 
-    tree = _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
-    return tree, {memory.data_ptr(): name for name, memory in storages.items()}
+    return _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
 
 
 def _described(found: Any) -> tuple[torch.dtype, str]:
@@ -264,18 +241,18 @@ def _described(found: Any) -> tuple[torch.dtype, str]:
     return storage_type(kind), str(key)
 
 
-def _load_pickles(view: memoryview, depth: int) -> Loaded:
+def _load_pickles(view: memoryview, depth: int) -> Any:
     reader = _Reader(view, depth)
     first = reader.pickled()
     if not isinstance(first, int) or first != _MAGIC:
-        return first, {}
+        return first
     version, system = reader.pickled(), reader.pickled()
     if version != _PROTOCOL:
         raise BadPickle("a file of another version")
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
     kinds: dict[str, torch.dtype] = {}
-    storages: dict[str, tuple[Storage, int]] = {}
+    storages: dict[str, Storage] = {}
 
     def persistent(found: Any) -> Any:
         if isinstance(found, tuple) and found[:1] == ("module",):
@@ -284,7 +261,7 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
         kinds[key] = kind
         if key not in storages:
             return None
-        held = Storage(storages[key][0].memory, kind)
+        held = Storage(storages[key].memory, kind)
         return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
 
     # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
@@ -293,25 +270,23 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
     for key in map(str, reader.pickled()):
         storages[key] = reader.storage(kinds[key])
     reader.position = begin
-    tree = reader.pickled(persistent)
-    return tree, {held.memory.data_ptr(): start for held, start in storages.values()}
+    return reader.pickled(persistent)
 
 
 def is_old_archive(view: memoryview) -> bool:
     """Whether it is a tar archive with the four members that torch wrote before 0.1.10."""
     try:
-        return bytes(view[257:262]) == b"ustar" and set(tar_members(view)) >= _OLD_NAMES
-    except BadPickle:
+        return bytes(view[257:262]) == b"ustar" and tar_members(view).keys() >= _OLD_NAMES
+    except _DAMAGED:
         return False
 
 
-def _load_tar(view: memoryview) -> Loaded:
-    members = tar_members(view)
+def _load_tar(members: Mapping[str, memoryview]) -> Any:
     known: dict[int, Any] = {}
     reader = _Reader(members["storages"])
     for _ in range(int(reader.pickled())):
         key, _, kind = reader.pickled()
-        known[int(key)], _ = reader.storage(storage_type(kind))
+        known[int(key)] = reader.storage(storage_type(kind))
     for key, root, offset, size in reader.pickled():
         known[int(key)] = known[int(root)].part(offset, size)
     reader = _Reader(members["tensors"])
@@ -320,7 +295,7 @@ def _load_tar(view: memoryview) -> Loaded:
         (dims,) = struct.unpack("<I4x", reader.read(8))
         *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
         known[int(key)] = tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
-    return _Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {}
+    return _Reader(members["pickle"]).pickled(lambda found: known[int(found)])
 
 
 def as_weights(tree: Any) -> Any:
@@ -350,37 +325,28 @@ def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any
     return values
 
 
-def is_module(held: StandIn) -> bool:
-    """Whether it was a torch module, or one of TorchScript's."""
-    state = held.state
-    return isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
-
-
 def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, then children, in the order of `state_dict`; of TorchScript, attributes in file order."""
-    if not is_module(held) or id(held) in above or len(above) == _DEEPEST_MODULE:
+    state = held.state
+    is_module = isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
+    if not is_module or id(held) in above or len(above) == _DEEPEST_MODULE:
         return
     if next(visits) == _MOST_MODULES:
         raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
-    state = own = children = held.state
+    own = children = state
     if "_modules" in state:
         skipped = state.get("_non_persistent_buffers_set")
         if isinstance(skipped, StandIn):
             # A set, which old protocols make from a list.
             skipped = skipped.arguments[0] if skipped.arguments else ()
-        transient = set(map(str, skipped)) if isinstance(skipped, list | tuple | set | frozenset) else set()
-        buffers = {key: value for key, value in _named(state.get("_buffers")).items() if key not in transient}
-        own, children = {**_named(state.get("_parameters")), **buffers}, _named(state["_modules"])
+        buffers = {key: value for key, value in (state.get("_buffers") or {}).items() if key not in (skipped or ())}
+        own, children = {**(state.get("_parameters") or {}), **buffers}, state["_modules"]
     for key, value in own.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
     for key, value in children.items():
         if isinstance(value, StandIn):
             yield from _tensors(value, f"{prefix}{key}.", above | {id(held)}, visits)
-
-
-def _named(held: Any) -> dict[str, Any]:
-    return {key: value for key, value in held.items() if isinstance(key, str)} if isinstance(held, Mapping) else {}
 
 
 def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
@@ -401,11 +367,12 @@ def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
 
 
 def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
-    """Write the same file with other values for some weights; everything else is copied, byte for byte."""
+    """Write the same zip archive with other values for some weights; every other member is copied, byte for byte."""
     view = mapped(source)
-    loaded, stored = load_torch(view)
-    tree = as_weights(loaded)
-    changed: dict[str | int, Tensor] = {}
+    storages: dict[str, torch.UntypedStorage] = {}
+    tree = as_weights(_load_zip(view, 0, storages))
+    members = {memory.data_ptr(): name for name, memory in storages.items()}
+    changed: dict[str, Tensor] = {}
     for keys in positions:
         old = tree
         for part in keys:
@@ -413,41 +380,27 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
         if not old.numel():
             continue
         memory = old.untyped_storage()
-        if memory.data_ptr() not in stored:
-            raise FileError(
-                f"{source}: {keys[-1]!r} lies inside a pickle, which is not written again; choose a path that ends in "
-                ".safetensors"
-            )
-        position = stored[memory.data_ptr()]
-        if position not in changed:
-            changed[position] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
-        held = changed[position].untyped_storage()
+        if memory.data_ptr() not in members:
+            raise FileError(f"{source}: {keys[-1]!r} lies inside a pickle; choose a path that ends in .safetensors")
+        name = members[memory.data_ptr()]
+        if name not in changed:
+            changed[name] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
+        held = changed[name].untyped_storage()
         new = torch.empty(0, dtype=old.dtype).set_(held, old.storage_offset(), old.shape, old.stride())
         new.copy_(weights(keys))
-    if bytes(view[:2]) == b"PK":
-        _rewrite_zip(view, changed, target)
-        return
-    shutil.copyfile(source, target)
-    with target.open("rb+") as file:
-        for start, content in changed.items():
-            file.seek(int(start))
-            file.write(content.numpy().tobytes())
-
-
-def _rewrite_zip(view: memoryview, changed: Mapping[str | int, Tensor], target: Path) -> None:
-    with zipfile.ZipFile(as_file(view)) as old, target.open("wb") as file, zipfile.ZipFile(file, "w") as new:
-        for info in old.infolist():
+    with zipfile.ZipFile(as_file(view)) as before, target.open("wb") as file, zipfile.ZipFile(file, "w") as after:
+        for info in before.infolist():
             large = info.file_size >= zipfile.ZIP64_LIMIT
             made = zipfile.ZipInfo(info.filename, info.date_time)
             # torch begins every member at a multiple of 64 bytes, so that it can be mapped.
             padding = -(file.tell() + _LOCAL_HEADER + len(info.filename.encode()) + 4 + 20 * large) % _ALIGNED
             made.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
             made.file_size = info.file_size
-            with new.open(made, "w", force_zip64=large) as out:
+            with after.open(made, "w", force_zip64=large) as out:
                 if info.filename in changed:
                     out.write(changed[info.filename].numpy().tobytes())
                 else:
-                    with old.open(info) as member:
+                    with before.open(info) as member:
                         shutil.copyfileobj(member, out, _CHUNK)
 
 
@@ -462,23 +415,19 @@ def names_in_zip(path: Path, head: bytes) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    except _DAMAGED:
         return set()
 
 
 def _is_torch(path: Path, head: bytes) -> bool:
-    # torch's first member is the pickle; TorchScript's need not be.
-    first = head[_LOCAL_HEADER:][: int.from_bytes(head[26:28], "little")]
-    return head.startswith(_ZIP) and (
-        first.endswith(b"data.pkl") or any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
-    )
+    return any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
 
 
 def _is_old(path: Path, head: bytes) -> bool:
-    named = head[:32].rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES)))
-    return any(magic in head[:32] for magic in _MAGIC_BYTES) or (named and is_old_archive(mapped(path)))
+    is_tar = head[257:262] == b"ustar"
+    return any(magic in head[:32] for magic in _MAGIC_BYTES) or (is_tar and is_old_archive(mapped(path)))
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
-OLD_TORCH = Format("torch before 1.6", _is_old, _read, rewrite)
+OLD_TORCH = Format("torch before 1.6", _is_old, _read)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
