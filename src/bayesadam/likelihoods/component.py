@@ -10,23 +10,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Novel:
-    """Moments of f under the settings of novelty, which calibration does not touch.
-
-    Attributes:
-        mean: E[f], (batch, ...).
-        variance: Var[f], of the same shape.
-        covariance: (batch, outputs, outputs), where the likelihood couples outputs.
-        precision: the diagonal of the Hessian of −log p(y | f) in f, of the mean's shape: 1/σ² of a regression.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    covariance: Tensor | None
-    precision: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Score:
     """An unbiased estimate and its standard error, (batch, ...); the error is NaN where one probe made it."""
 
@@ -47,13 +30,15 @@ class Component:
 
     Attributes:
         mean: E[f], (batch, ...), of the outputs asked for.
-        variance: Var[f], without observation noise, of the same shape.
+        variance: Var[f], without observation noise, of the same shape; None where the mean network alone was run.
         covariance: (batch, outputs, outputs), where it was asked for.
         draws: (n, batch, ...), where the method sampled.
         noise_variance: σ² of a likelihood that has one; None where it is not known.
         temperature: T, by which logits are divided.
         averaged: whether probabilities average over the posterior; else they are the mean network's.
-        novel: what `novelty` is computed from.
+        growth: √((1 + r)/2) of each example, (batch,), by which its own temperature, or the standard deviation of f, is
+            above the usual one; None for 1.
+        steepness: √(1 + (10 π/4) r^1.5), (batch,), by which novelty divides logits; None where leverage is not known.
         score: the estimate behind `epistemic`, where outputs are too many for an exact one.
         outputs: indices of the outputs asked for, (batch, ..., k); None for all.
         logits: E[f] of all classes, (batch, ..., classes), where some of them were asked for.
@@ -61,13 +46,14 @@ class Component:
     """
 
     mean: Tensor
-    variance: Tensor
+    variance: Tensor | None
     covariance: Tensor | None = None
     draws: Tensor | None = None
     noise_variance: Tensor | None = None
     temperature: float = 1.0
     averaged: bool = True
-    novel: Novel | None = None
+    growth: Tensor | None = None
+    steepness: Tensor | None = None
     score: Score | None = None
     outputs: Tensor | None = None
     logits: Tensor | None = None
