@@ -22,7 +22,7 @@ from bayesadam.predict.draws import output_draws
 from bayesadam.predict.moments import Moments, moments, parameters_at_mean
 from bayesadam.predict.options import MANY_CLASSES, Options, Rows, Top, at_one_position, chosen_positions, is_single
 from bayesadam.predict.plan import Plan, plan_for
-from bayesadam.predict.sharded import draws_by_module, fits, gathered
+from bayesadam.predict.sharded import gathered
 
 _DEFAULT_PROBES = 2
 # How many numbers of draws are held at once, where they are reduced to some outputs.
@@ -37,29 +37,19 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
     if gaussian.is_sharded:
         generator = options.generator or torch.Generator().manual_seed(common_seed(None, gaussian.mode))
         options = replace(options, generator=generator)
-        if fits(gaussian, options.predictive, options.memory_budget):
-            with alone_with(gaussian.model), gathered(gaussian) as whole:
-                return component_of(whole, inputs, options)
+        with alone_with(gaussian.model), gathered(gaussian, options.memory_budget) as whole:
+            return component_of(whole, inputs, options)
     with evaluating(gaussian.model):
-        if gaussian.is_sharded:
-            call = Call(gaussian.model, options.forward)
-            draw = partial(draws_by_module, gaussian, call, inputs, options.predictive, options.generator)
-            found, how = _drawn(gaussian, inputs, options, draw, options.n_samples)
+        net = _Network.of(gaussian, inputs, options)
+        if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
+            warn(mismatch)
+        chosen = net.options.choice(net.plan.shape)
+        if net.options.predictive != "linearised":
+            found, how = _drawn(net, chosen)
+        elif chosen is None or len(net.plan.shape) == 1:
+            found, how = _linearised(net, chosen)
         else:
-            net = _Network.of(gaussian, inputs, options)
-            if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
-                warn(mismatch)
-            options, chosen = net.options, net.options.choice(net.plan.shape)
-            if options.predictive != "linearised":
-                n, numbers = options.n_samples, net.plan.outputs * batch_size(net.inputs)
-                at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
-                of_net = gaussian, net.call, net.params, net.inputs, net.plan
-                draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget)
-                found, how = _drawn(gaussian, net.inputs, options, draw, at_once)
-            elif chosen is None or len(net.plan.shape) == 1:
-                found, how = _linearised(net, chosen)
-            else:
-                found, how = _at_each_position(net, chosen)
+            found, how = _at_each_position(net, chosen)
     lost = ~found.mean.reshape(len(found.mean), -1).isfinite().all(dim=1)
     if bool(lost.any()):
         first = int(lost.nonzero()[0])
@@ -302,14 +292,17 @@ def running_deviation(call: Call, params: Mapping[str, Tensor], inputs: Any) -> 
 # --- draws ----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(
-    gaussian: Any, inputs: Any, options: Options, draw: Callable[[int], tuple[Tensor, Tensor]], at_once: int
-) -> tuple[Component, str]:
+def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     """Draws of all outputs, some at a time, reduced to those chosen, and their moments.
 
     The mean of the linearised network is known; that of the network itself is estimated from the draws.
     """
-    record, n, sampled = options.record, options.n_samples, options.predictive == "sampled"
+    gaussian, options, record = net.gaussian, net.options, net.options.record
+    n, sampled = options.n_samples, options.predictive == "sampled"
+    numbers = net.plan.outputs * batch_size(net.inputs)
+    at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
+    of_net = gaussian, net.call, net.params, net.inputs, net.plan
+    draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget)
     drawn, centre = draw(at_once)
     if sampled and (collapse := record.collapse(drawn, centre)) is not None:
         warn(
@@ -318,7 +311,7 @@ def _drawn(
             CollapsedPredictionWarning,
         )
     size, shape = len(centre), centre.shape[1:]
-    chosen, settings = options.choice(shape), {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
+    settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
     if chosen is None:
         mean, count = (drawn.mean(dim=0), n - 1) if sampled else (centre, n)
         centred = (drawn - mean).reshape(n, size, -1)
@@ -360,7 +353,7 @@ def _drawn(
         **settings,
     )
     if len(shape) > 1:
-        mask = chosen_positions(options.positions, inputs, shape).flatten()
+        mask = chosen_positions(options.positions, net.inputs, shape).flatten()
         if not bool(mask.all()):
             found = _joined([found], lambda each: each[0][mask.to(each[0].device)])
         found = _by_position(found, options, size, shape)
