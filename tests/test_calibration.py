@@ -30,7 +30,7 @@ from bayesadam.errors import (
 )
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.posterior.distribution import predictive_of
-from bayesadam.predict.options import Options
+from bayesadam.predict.prediction import Options
 from cases import mlp
 from floats import approx, assert_close, close
 from predict.cases_networks import Lambda, Then, jacobian, posterior_over, predict

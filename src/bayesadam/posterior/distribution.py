@@ -19,15 +19,18 @@ from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
-from bayesadam.predict.options import (
-    DEFAULT_BUDGET,
+from bayesadam.predict.moments import DEFAULT_BUDGET
+from bayesadam.predict.prediction import (
     Options,
     Outputs,
     Positions,
     PredictiveKind,
     chosen_positions,
+    component_of,
+    mean_outputs,
+    score_of,
+    with_common_outputs,
 )
-from bayesadam.predict.prediction import component_of, mean_outputs, score_of, with_common_outputs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict.call import Call, Forward, batch_size, examples, explaining, repeated
+from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, explaining, repeated
 from bayesadam.predict.layers import (
     ConvolutionUse,
     EmbeddingUse,
@@ -439,3 +439,51 @@ def _agreeing_layouts(
             # Rounding alone may come to this much; a wrong layout is still farther off.
             best = (found, layouts)
     return best[1]
+
+
+# --- positions ----------------------------------------------------------------------------------------------------
+
+_calls: WeakKeyDictionary[nn.Module, dict[Any, tuple[str, torch.Size]]] = WeakKeyDictionary()
+
+
+def at_one_position(call: Call, params: Mapping[str, Tensor], inputs: Any) -> tuple[Call, torch.Size]:
+    """The call that takes (inputs, position), and the shape of an example's outputs at all positions.
+
+    The last layer runs at that position alone where cutting its inputs gives what cutting the outputs does. That is
+    tried on one example, and cached for the model and the kind of its inputs.
+    """
+    known = _calls.setdefault(call.model, {})
+    leaves, spec = pytree.tree_flatten(inputs)
+    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    key = weakly(call.forward), str(spec), kinds
+    if key not in known:
+        known[key] = _last_layer(call, params, examples(inputs, 0, 1))
+    at, shape = known[key]
+    return replace(call, at=at), shape
+
+
+def _last_layer(call: Call, params: Mapping[str, Tensor], one: Any) -> tuple[str, torch.Size]:
+    """The linear layer whose inputs can be cut instead of the outputs, or "", and the shape of the outputs."""
+    seen: dict[str, Any] = {}
+    layers = [(name, m) for name, m in call.model.named_modules() if type(m) is nn.Linear and name]
+    handles = [m.register_forward_hook(lambda m, a, z, name=name: seen.update({name: z})) for name, m in layers]
+    try:
+        with torch.no_grad():
+            whole = call(params, one)
+    finally:
+        for handle in handles:
+            handle.remove()
+    shape = whole.shape[1:]
+    position = torch.full((1,), shape[:-1].numel() // 2, device=whole.device)
+    for name, z in seen.items():
+        is_output = isinstance(z, Tensor) and z.data_ptr() == whole.data_ptr() and z.shape == whole.shape
+        if not is_output or len(shape) < 2:
+            continue
+        try:
+            with torch.no_grad():
+                cut = replace(call, at=name)(params, (one, position))
+        except (RuntimeError, IndexError, ValueError, MatchError):
+            continue
+        if cut.shape == (1, whole.shape[-1]) and agree(cut, at_positions(whole, position)):
+            return name, shape
+    return "", shape

@@ -56,7 +56,7 @@ def gathered(gaussian: Any, budget: int) -> Iterator[Any]:
             module.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
             module._forward_pre_hooks, module._forward_hooks = _foreign(before), _foreign(after)
         for module, key, p in shards:
-            module._parameters[key] = plain[id(p)]  # type: ignore[assignment]
+            module._parameters[key] = plain[id(p)]
         yield gaussian.gathered(gaussian.model)
     finally:
         for module, key, p in shards:
