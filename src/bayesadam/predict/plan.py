@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, explaining, repeated
+from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, repeated
 from bayesadam.predict.layers import (
     ConvolutionUse,
     EmbeddingUse,
@@ -300,8 +300,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
     size = batch_size(probe)
     with torch.enable_grad():
-        with explaining(call, leaves, inputs):
-            uses, output = recorded(call, leaves, probe, shared)
+        uses, output = recorded(call, leaves, probe, shared)
         _check_output(call, leaves, probe, output, size)
         flat = output.reshape(size, -1)
         generator = torch.Generator().manual_seed(0)

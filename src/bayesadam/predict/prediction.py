@@ -282,7 +282,7 @@ def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, s
         first: Any = values[0]
         if is_dataclass(first):
             names = [f.name for f in fields(first)]
-            return type(first)(*(joined([getattr(value, name) for value in values]) for name in names))
+            return replace(first, **{name: joined([getattr(value, name) for value in values]) for name in names})
         if not isinstance(first, Tensor):
             return first
         by_position = torch.stack(list(values), dim=1)
