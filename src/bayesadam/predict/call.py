@@ -277,9 +277,8 @@ def batches_of(batches: Any, model: nn.Module) -> Iterator[Batch]:
     for batch in batches:
         inputs, y, own = _split(batch)
         if y is None:
-            what = (
-                f"a mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-            )
+            keys = f" with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            what = f"{type(batch).__name__}{keys}"
             raise MatchError(f"a batch must be (inputs, targets), or a mapping with one of {_LABELS}, got {what}")
         y = _tensor(y) if _is_array(y) else y
         if not isinstance(y, Tensor) or y.dim() == 0:

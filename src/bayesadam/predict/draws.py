@@ -17,7 +17,7 @@ from bayesadam.gaussian.structure import Named
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, repeated
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.moments import one_jacobian
-from bayesadam.predict.plan import Plan, dense, recorded
+from bayesadam.predict.plan import Plan, recorded
 
 Draw = Callable[[], dict[str, Tensor]]
 # Activations that a CPU works on at a time, in bytes: beyond its cache, every operation waits for the memory.
@@ -58,7 +58,7 @@ def output_draws(
 
 
 def linearised_draws(call: Call, params: Named, draw: Draw, inputs: Any, n: int, plan: Plan, budget: int) -> Tensor:
-    """J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...), or reverse ones where there are none."""
+    """J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...)."""
     means = {name: tensor.detach() for name, tensor in params.items()}
     like = next(iter(means.values()))
 
@@ -71,10 +71,14 @@ def linearised_draws(call: Call, params: Named, draw: Draw, inputs: Any, n: int,
     try:
         product(means, examples(inputs, 0, 1))
     except (RuntimeError, NotImplementedError):
-        # Some operation has no forward mode; backward passes keep all activations.
-        parts = list(_parts(inputs, 8 * plan.activations, like, budget))
-        thetas = (draw() for _ in range(n))
-        return torch.stack([torch.cat([_by_reverse_mode(call, means, theta, p) for p in parts]) for theta in thetas])
+        # Some operation has no forward mode: example by example, one gradient for each output.
+        thetas, rows = [draw() for _ in range(n)], []
+        steps = {name: torch.stack([theta[name] - mean for theta in thetas]) for name, mean in means.items()}
+        for i in range(batch_size(inputs)):
+            gradients = one_jacobian(call, means, {}, examples(inputs, i, i + 1))
+            shares = [steps[name].reshape(n, -1) @ g.reshape(len(g), -1).T for name, g in gradients.items()]
+            rows.append(torch.stack(shares).sum(dim=0))
+        return torch.stack(rows, dim=1).reshape(n, -1, *plan.shape)
     parts = list(_parts(inputs, 8 * plan.widest, like, budget))
     entries = 8 * plan.widest * batch_size(parts[0])
     return _over_draws(lambda theta: torch.cat([product(theta, p) for p in parts]), draw, n, entries, budget)
@@ -86,41 +90,6 @@ def _parts(inputs: Any, entries: int, like: Tensor, budget: int) -> Iterator[Any
     at_a_time = max(1, min(size, budget // max(1, 2 * entries * like.element_size())))
     for start in range(0, size, at_a_time):
         yield inputs if at_a_time >= size else examples(inputs, start, start + at_a_time)
-
-
-def _by_reverse_mode(call: Call, means: dict[str, Tensor], theta: Named, inputs: Any) -> Tensor:
-    """J ε by two reverse passes: Jᵀu is linear in u, and its derivative along ε is J ε.
-
-    Where an operation cannot be differentiated twice torch raises, or drops it in silence: the product is checked,
-    r · J ε = Jᵀr · ε, and else the gradients are taken example by example.
-    """
-    leaves = {name: mean.detach().requires_grad_() for name, mean in means.items()}
-    away = {name: theta[name] - mean for name, mean in means.items()}
-    with torch.enable_grad():
-        value = call(leaves, inputs)
-        if not value.requires_grad:
-            return torch.zeros_like(value)
-        r = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-        u = torch.zeros_like(value, requires_grad=True)
-
-        def along(weights: Tensor, create_graph: bool) -> Tensor:
-            options: Any = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True}
-            pulled = torch.autograd.grad(value, list(leaves.values()), weights, **options)
-            used = [(name, dense(g)) for name, g in zip(leaves, pulled, strict=True) if g is not None]
-            return torch.stack([(g * away[name]).sum() for name, g in used]).sum()
-
-        expected = along(r, False).detach()
-        try:
-            (product,) = torch.autograd.grad(along(u, True), u)
-        except RuntimeError:
-            product = torch.full_like(value, torch.nan)
-    if bool(((r * product).sum() - expected).abs() <= 1e-3 * (r.norm() * product.norm() + expected.abs())):
-        return product.detach()
-    rows = []
-    for i in range(batch_size(inputs)):
-        jacobian = one_jacobian(call, means, {}, examples(inputs, i, i + 1))
-        rows.append(sum(jacobian[name].unsqueeze(-1).flatten(1) @ step.flatten() for name, step in away.items()))
-    return torch.stack(rows).view_as(value)  # type: ignore[arg-type]
 
 
 def _over_draws(outputs: Callable[[Any], Tensor], draw: Draw, n: int, entries: int, budget: int) -> Tensor:

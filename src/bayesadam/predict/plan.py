@@ -25,20 +25,17 @@ from bayesadam.predict.layers import (
     Layout,
     MatrixUse,
     SumUse,
-    TransposedConvolutionUse,
     TransposedMatrixUse,
     Use,
     batch_first,
     batch_second,
-    total_gradient,
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KNOWN = (
-    *_LINEAR, *_CONVOLUTIONS, *_TRANSPOSED, *_BATCH_NORMS,
+    *_LINEAR, *_CONVOLUTIONS, *_BATCH_NORMS,
     nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention,
 )  # fmt: skip
 _FREE: tuple[Layout, ...] = (batch_first, batch_second)
@@ -130,10 +127,10 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
     if isinstance(m, nn.Embedding):
         return [] if m.max_norm else [(EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
-    if isinstance(m, _CONVOLUTIONS + _TRANSPOSED):
-        kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
+    if isinstance(m, _CONVOLUTIONS):
         own = {"layouts": _FIRST, "input": a, "module": m}
-        return [(kind, m.weight, z, own), (SumUse, m.bias, z, first)] if a.dim() == len(m.kernel_size) + 2 else []
+        uses: list[_Note] = [(ConvolutionUse, m.weight, z, own), (SumUse, m.bias, z, first)]
+        return uses if a.dim() == len(m.kernel_size) + 2 else []
     if isinstance(m, _LINEAR) or _is_transposed_linear(m):
         matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
         return [(matrix, m.weight, z, {**free, "input": a}), (SumUse, m.bias, z, free)]
@@ -427,8 +424,11 @@ def _agreeing_layouts(
         layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
         ours = torch.zeros_like(truth, dtype=wide)
         try:
-            for use, d, layout in zip(uses, ds, layouts, strict=True):
-                use.of(ours).add_(total_gradient(use, d[None], layout, size, s.to(wide), ours))
+            with torch.autocast(truth.device.type, enabled=False):
+                for use, d, layout in zip(uses, ds, layouts, strict=True):
+                    part = use.of(ours)
+                    grads = use.gradients(d[None].to(wide), layout, size, part.shape)[0]
+                    part += torch.tensordot(s.to(wide), grads, dims=1)
         except (RuntimeError, IndexError):
             continue
         found = disagreement(ours, truth)
