@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,8 @@ def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor],
     parts = []
     for c0 in range(0, outputs, step):
         shape = variances[0].shape
-        grads = torch.stack([use.gradients(d[c0 : c0 + step], lay, size, shape) for use, d, lay in pulled]).sum(dim=0)
+        each = [use.gradients(d[c0 : c0 + step], layout, size, shape) for use, d, layout in pulled]
+        grads = reduce(torch.add, each)
         parts.append(torch.stack([squared((grads * s.sqrt()).flatten(2), covariance) for s in variances]))
     return torch.cat(parts, dim=2)
 

@@ -71,7 +71,9 @@ class Basis:
 
     def times(self, matrix: Tensor) -> Tensor:
         """u M, (d, b, h), of M (c, h): unit vectors pick its rows."""
-        return torch.cat([matrix[self.indices.T], self.dense.to(matrix) @ matrix])
+        same = self.indices.stride(0) == 0
+        picked = matrix[self.indices[:1].T].expand(-1, len(self.indices), -1) if same else matrix[self.indices.T]
+        return torch.cat([picked, self.dense.to(matrix) @ matrix]) if len(self.dense) else picked
 
     def weighted(self, t: Tensor, covariance: bool) -> Tensor:
         """Σ_c u²_dc t_c, (b, d), of t (b, c), or Σ_c u_dc u_ec t_c, (b, d, d)."""
@@ -343,16 +345,23 @@ def _by_layers(
     covariance, size, flat = task.covariance, len(output), output.reshape(len(output), -1)
     variance = basis.dense.new_zeros(len(task.variances), size, len(basis))
     blocks = variance.new_zeros(*variance.shape, len(basis) if covariance else 0)
+
+    def scales(use: MatrixUse, bias: Use | None) -> list[Tensor]:
+        """t = a² Sᵀ + s, (b, out), for each Σ: the variance of z = a Wᵀ + b at one position."""
+        found = []
+        for s in task.variances:
+            own = use.of(s(use.name))
+            t = use.input.detach().to(own.dtype).square() @ own.mT
+            found.append(t if bias is None else t + s(bias.name))
+        return found
+
     layouts, source, weight = list(plan.layouts), flat, None
     head = _head(uses, plan.layouts, output)
     if head is not None:
         # ∂f/∂a = W: the last layer is not back-propagated through, and D is not held there.
         source, weight = head.input, head.of(task.params[head.name].detach()).to(head.input.dtype)
-        biases = [use.name for use in uses if use.at == head.at and use is not head]
-        for total, s in zip(blocks if covariance else variance, task.variances, strict=True):
-            # The variance of z = a Wᵀ + b is t = a² Sᵀ + s.
-            own = head.of(s(head.name))
-            t = sum([s(name) for name in biases], head.input.detach().to(own.dtype).square() @ own.mT)
+        bias = next((use for use in uses if use.at == head.at and use is not head), None)
+        for total, t in zip(blocks if covariance else variance, scales(head, bias), strict=True):
             total += basis.weighted(t, covariance)
         layouts = [None if use.at == head.at else layout for use, layout in zip(uses, layouts, strict=True)]
     # Uses of one parameter belong together, since their gradients add before they are squared.
@@ -360,6 +369,17 @@ def _by_layers(
     for i, use in enumerate(uses):
         if layouts[i] is not None:
             groups.setdefault((use.name, None if use.rows is None else use.rows.start), []).append(i)
+    # A layer of one position is done with its bias.
+    known: dict[str, list[Tensor]] = {}
+    alone = {uses[group[0]].name: group[0] for group in groups.values() if len(group) == 1}
+    biases = {uses[i].at: uses[i] for i in alone.values() if isinstance(uses[i], SumUse) and uses[i].rotation is None}
+    for name, i in alone.items():
+        use, layout = uses[i], layouts[i]
+        if isinstance(use, MatrixUse) and layout is not None and use.has_one_position(layout, size):
+            bias = biases.get(use.at)
+            known[name] = scales(use, bias)
+            if bias is not None:
+                del groups[bias.name, None]
     active = [i for group in groups.values() for i in group]
     for first in range(0, len(basis) if active else 0, at_once):
         part = basis.part(first, first + at_once)
@@ -371,7 +391,9 @@ def _by_layers(
             with torch.no_grad():
                 for (name, _), group in groups.items():
                     pulled = [(uses[i], d, lay) for i in group if (d := ds[i]) is not None and (lay := layouts[i])]
-                    if pulled:
+                    if pulled and name in known:
+                        total += torch.stack([squared(pulled[0][1] * t.sqrt(), covariance) for t in known[name]])
+                    elif pulled:
                         total += contracted(pulled, size, [s(name) for s in task.variances], covariance)
     return blocks.diagonal(dim1=2, dim2=3).clone() if covariance else variance, blocks
 
