@@ -105,15 +105,12 @@ def output_tensor(output: Any) -> Tensor:
         output = output.logits
     elif isinstance(output, tuple | list) and output:
         output = output[0]
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() == 0:
+        what = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise MatchError(
-            f"the model returned {type(output).__name__}, not a tensor: pass forward=lambda model, batch: ... that "
-            "returns the outputs, (batch, ...)"
+            f"the model returned {what}, not a tensor of real outputs with a row for each example: pass "
+            "forward=lambda model, batch: ... that returns them, (batch, ...)"
         )
-    if not output.is_floating_point():
-        raise MatchError(f"the model returned {output.dtype}: it must return real outputs, such as logits, not classes")
-    if output.dim() == 0:
-        raise MatchError("the model returned a single number: it must return one row of outputs for each example")
     return output
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -230,7 +230,6 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
     noticed.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    flat, spec = pytree.tree_flatten(inputs)
     known = _plans.setdefault(call.model, {})
     modules = []
     for m in call.model.modules():
@@ -238,15 +237,20 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
         # Its forward may depend on plain attributes.
         plain = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str) and k != "training")
         modules.append((id(m), type(m), id(m.__dict__.get("forward")), hooks, plain))
-    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
     operations, first = _operations(call, leaves, inputs)
-    key = (weakly(call.forward), call.at, tuple(modules), str(spec), kinds, tensors, operations)
+    key = (weakly(call.forward), call.at, tuple(modules), _kind(inputs), tensors, operations)
     if key not in known:
         if len(known) >= _PLANS_KEPT:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
     return replace(known[key], first=first)
+
+
+def _kind(inputs: Any) -> tuple[Any, ...]:
+    """What a batch is made of, without its size."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    return str(spec), *((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def weakly(forward: Forward | None) -> Any:
@@ -359,31 +363,30 @@ def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: 
         )
     if output.numel() == 0:
         raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
-    wrong = (
-        "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
-        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
-        "no batch dimension? A single example is x[None]"
-    )
+    failure: Exception | None = None
     try:
         with torch.no_grad():
-            alone = call(leaves, examples(probe, size - 1, size))
-    except BayesAdamError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise BayesAdamError(f"{wrong} ({error})") from error
-    among = output[-1:].detach()
-    # Outputs that are not finite are reported elsewhere.
-    finite = torch.isfinite(among)
-    if alone.shape != among.shape or not agree(alone[finite], among[finite]):
-        with torch.no_grad():
-            again = call(leaves, examples(probe, size - 1, size))
+            alone, again = (call(leaves, examples(probe, size - 1, size)) for _ in range(2))
+        among = output[-1:].detach()
+        # Outputs that are not finite are reported elsewhere.
+        finite = torch.isfinite(among)
+        if alone.shape == among.shape and agree(alone[finite], among[finite]):
+            return
         if again.shape == alone.shape and not torch.equal(again, alone):
             raise BayesAdamError(
                 "the model gives something else each time it is run on the same example, in evaluation mode: something "
                 "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
-        raise BayesAdamError(wrong)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, BayesAdamError):
+            raise
+        failure = error
+    raise BayesAdamError(
+        "each example's output must depend on that example alone, but the model gives something else when one is run "
+        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
+        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
+        f"no batch dimension? A single example is x[None]{'' if failure is None else f' ({failure})'}"
+    ) from failure
 
 
 def _can_be_repeated(call: Call, leaves: Mapping[str, Tensor], probe: Any, name: str, output: Tensor) -> bool:
@@ -451,38 +454,28 @@ def at_one_position(call: Call, params: Mapping[str, Tensor], inputs: Any) -> tu
     The last layer runs at that position alone where cutting its inputs gives what cutting the outputs does. That is
     tried on one example, and cached for the model and the kind of its inputs.
     """
-    known = _calls.setdefault(call.model, {})
-    leaves, spec = pytree.tree_flatten(inputs)
-    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    key = weakly(call.forward), str(spec), kinds
-    if key not in known:
-        known[key] = _last_layer(call, params, examples(inputs, 0, 1))
-    at, shape = known[key]
-    return replace(call, at=at), shape
-
-
-def _last_layer(call: Call, params: Mapping[str, Tensor], one: Any) -> tuple[str, torch.Size]:
-    """The linear layer whose inputs can be cut instead of the outputs, or "", and the shape of the outputs."""
+    known, key = _calls.setdefault(call.model, {}), (weakly(call.forward), _kind(inputs))
+    if key in known:
+        return replace(call, at=known[key][0]), known[key][1]
     seen: dict[str, Any] = {}
-    layers = [(name, m) for name, m in call.model.named_modules() if type(m) is nn.Linear and name]
-    handles = [m.register_forward_hook(lambda m, a, z, name=name: seen.update({name: z})) for name, m in layers]
-    try:
-        with torch.no_grad():
-            whole = call(params, one)
-    finally:
-        for handle in handles:
-            handle.remove()
-    shape = whole.shape[1:]
+    one = examples(inputs, 0, 1)
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, m in call.model.named_modules():
+            if type(m) is nn.Linear and name:
+                note = m.register_forward_hook(lambda m, a, z, name=name: seen.update({name: z}))
+                hooks.callback(note.remove)
+        whole = call(params, one)
+    shape, at = whole.shape[1:], ""
     position = torch.full((1,), shape[:-1].numel() // 2, device=whole.device)
     for name, z in seen.items():
-        is_output = isinstance(z, Tensor) and z.data_ptr() == whole.data_ptr() and z.shape == whole.shape
-        if not is_output or len(shape) < 2:
+        if len(shape) < 2 or z.data_ptr() != whole.data_ptr() or z.shape != whole.shape:
             continue
         try:
             with torch.no_grad():
                 cut = replace(call, at=name)(params, (one, position))
-        except (RuntimeError, IndexError, ValueError, MatchError):
+        except (*_FAILURES, MatchError):
             continue
-        if cut.shape == (1, whole.shape[-1]) and agree(cut, at_positions(whole, position)):
-            return name, shape
-    return "", shape
+        if cut.shape == (1, shape[-1]) and agree(cut, at_positions(whole, position)):
+            at = name
+    known[key] = at, shape
+    return replace(call, at=at), shape
