@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -280,9 +280,9 @@ def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, s
 
     def joined(values: Sequence[Any]) -> Any:
         first: Any = values[0]
-        if is_dataclass(first):
+        if isinstance(first, Component | Novel | Score):
             names = [f.name for f in fields(first)]
-            return replace(first, **{name: joined([getattr(value, name) for value in values]) for name in names})
+            return type(first)(*(joined([getattr(value, name) for value in values]) for name in names))
         if not isinstance(first, Tensor):
             return first
         by_position = torch.stack(list(values), dim=1)
