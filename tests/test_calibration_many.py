@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.calibration import held_out
-from bayesadam.predict.options import Options
+from bayesadam.predict.prediction import Options
 from floats import assert_close
 
 

@@ -24,8 +24,7 @@ from bayesadam.likelihoods.predictive import rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict.call import Call, Forward, batch_size, batches_of, evaluating, examples, to_device
-from bayesadam.predict.moments import parameters_at_mean
-from bayesadam.predict.options import DEFAULT_BUDGET
+from bayesadam.predict.moments import DEFAULT_BUDGET, parameters_at_mean
 from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]

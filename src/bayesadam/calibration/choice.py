@@ -31,7 +31,8 @@ from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
-from bayesadam.predict.options import DEFAULT_BUDGET, Options, PredictiveKind
+from bayesadam.predict.moments import DEFAULT_BUDGET
+from bayesadam.predict.prediction import Options, PredictiveKind
 
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # The candidates, and how many parameters each fits.

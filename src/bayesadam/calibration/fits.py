@@ -20,7 +20,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import VarianceOf
-from bayesadam.predict.options import Options
+from bayesadam.predict.prediction import Options
 
 # Bounds of the temperature, and standard deviations of log T before any example is seen, below T = 1 and above: more
 # networks are too sure than too unsure.

@@ -23,11 +23,11 @@ from bayesadam.likelihoods.classification import IGNORED
 from bayesadam.likelihoods.predictive import position_blocks
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.distribution import predictive_of
-from bayesadam.predict.call import Call, Forward, batches_of, chosen_examples, evaluating, explaining, to_device
+from bayesadam.predict.call import Call, Forward, batches_of, chosen_examples, evaluating, to_device
+from bayesadam.predict.moments import Rows as ChosenRows
 from bayesadam.predict.moments import VarianceOf, moments, parameters_at_mean
-from bayesadam.predict.options import Options, at_one_position
-from bayesadam.predict.options import Rows as ChosenRows
-from bayesadam.predict.plan import plan_for
+from bayesadam.predict.plan import at_one_position, plan_for
+from bayesadam.predict.prediction import Options
 
 Batches = Sequence[tuple[Any, Tensor]]
 # A model's own loss may differ by this share from the one computed here: bfloat16 leaves it that much.
@@ -269,8 +269,7 @@ class HeldOut:
         call, device = Call(posterior.model, self.options.forward), next(iter(params.values())).device
         with evaluating(posterior.model), torch.no_grad():
             for inputs, y in self.batches:
-                with explaining(call, params, inputs):
-                    outputs = call(params, to_device(inputs, device))
+                outputs = call(params, to_device(inputs, device))
                 outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
                 y = record.matched(y.to(device), outputs)
                 keep = record.counted(outputs, y)

@@ -19,15 +19,18 @@ from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
-from bayesadam.predict.options import (
-    DEFAULT_BUDGET,
+from bayesadam.predict.moments import DEFAULT_BUDGET
+from bayesadam.predict.prediction import (
     Options,
     Outputs,
     Positions,
     PredictiveKind,
     chosen_positions,
+    component_of,
+    mean_outputs,
+    score_of,
+    with_common_outputs,
 )
-from bayesadam.predict.prediction import component_of, mean_outputs, score_of, with_common_outputs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,10 +100,9 @@ class Distribution(ABC):
         Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of
         two or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each.
 
-        Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. Where the
-        whole posterior fits the memory budget it is gathered for the call. Where it does not, the sampling predictives
-        gather one FSDP module at a time, and run each draw on all of the batch. Either way the model runs in the types
-        of its parameters, without FSDP2's mixed precision.
+        Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. The whole
+        posterior is gathered for the call, and must fit the memory budget. The model runs in the types of its
+        parameters, without FSDP2's mixed precision.
 
         | predictive             | f                          | cost                                      |
         |------------------------|----------------------------|-------------------------------------------|
