@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
 from bayesadam.gaussian import structure as novelty
-from bayesadam.predict.options import PredictiveKind
+from bayesadam.predict.prediction import PredictiveKind
 from doubt_data import Pixels, Suite
 from harness import import_peer
 from networks import ResNet18, lenet, mlp, small_resnet, vit

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.calibration import held_out
-from bayesadam.predict.options import Options
+from bayesadam.predict.prediction import Options
 from floats import assert_close
 
 
@@ -35,7 +35,6 @@ def text_posterior() -> tuple[ba.Posterior, Tensor]:
     return ba.Posterior.from_optimizer(model, optimizer, 200, power=1.0, batch_size=40, prior_precision=1.0), ids[40:]
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
     posterior, text = text_posterior()
     inputs, targets = text[:, :-1], text[:, 1:].clone()
@@ -77,7 +76,6 @@ def test_rows_of_many_classes_are_what_predictions_have():
             assert bool((targets.flatten()[same] == label).any())
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 @pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled"])
 def test_folds_are_of_examples_whatever_their_places(predictive):
     """More places than are looked at, in several batches, with enough examples to be scored across folds."""

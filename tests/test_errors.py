@@ -173,7 +173,6 @@ def test_a_radius_out_of_range_is_not_called_a_text():
 # --- warnings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_warnings_of_predict_and_calibrate_point_at_the_user_s_line(monkeypatch):
     model, optimizer, x = trained()
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=60, prior_precision=1.0)

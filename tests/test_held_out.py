@@ -22,7 +22,6 @@ from predict.cases_networks import jacobian, posterior_over  # noqa: E402
 
 # Which probabilities made-up data prefer does not matter here, nor that they are few.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning"),
     pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning"),
 ]
 

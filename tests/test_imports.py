@@ -174,6 +174,7 @@ FLOORS = (
     {"readers"},
     {"gaussian", "likelihoods"},
     {"engine", "lora", "predict"},
+    {"leverage"},
     {"posterior"},
     {"diagnosis", "merging", "optim", "pruning"},
     {"anchoring", "inspect", "scores"},

@@ -190,7 +190,6 @@ def test_inputs_of_keywords_need_no_forward(classifier):
     assert torch.equal(found.variance, expected.variance)
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_calibration_does_not_raise_the_validation_nll(adapted):
     posterior, (inputs, y) = posterior_of(adapted), adapted.held_out
     options = {"likelihood": "classification", "forward": adapted.forward}
@@ -203,7 +202,6 @@ def test_calibration_does_not_raise_the_validation_nll(adapted):
     assert after < network - 0.01, "the network is over-confident, so there is something to gain"
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
 def test_batches_of_a_language_model_are_scored_as_its_own_loss_does(language_model, task_type: str | None):
     model = peft.get_peft_model(

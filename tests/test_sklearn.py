@@ -30,7 +30,6 @@ from bayesadam.errors import (
     DivergedError,
     SettingError,
     StructureWarning,
-    UnusedPosteriorWarning,
 )
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators
@@ -694,7 +693,6 @@ def test_more_held_out_rows_give_sets_and_p_values(likelihood):
         targets = model.target_scaler_.transform(y[:, None])
     x = model.input_scaler_.transform(X)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnusedPosteriorWarning)
         posterior = calibrate(model.posterior_, (x[200:700], targets[200:700]), likelihood=likelihood)
     found = posterior.predict(x[700:], likelihood=likelihood)
     if likelihood == "classification":

@@ -37,9 +37,9 @@ def not_negative(name: str, value: object) -> None:
 def count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
     """Raise unless it is a whole number of at least `least`.
 
-    >>> count("folds", 2.5, "parts of the data")
+    >>> count("keep", 2.5, "gradients")
     Traceback (most recent call last):
-    bayesadam.errors.SettingError: folds must be a whole number of at least 1 (parts of the data), got 2.5
+    bayesadam.errors.SettingError: keep must be a whole number of at least 1 (gradients), got 2.5
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SettingError(f"{name} must be a whole number of at least {least} ({meaning}), got {value!r}")

@@ -61,10 +61,6 @@ class StructureWarning(BayesAdamWarning):
     """The posterior's structure cannot hold what its settings ask of it."""
 
 
-class UnusedPosteriorWarning(BayesAdamWarning):
-    """Held-out data prefer the mean network at some temperature to the average over the posterior."""
-
-
 class HeldOutWarning(BayesAdamWarning):
     """Held-out data are too few, or look like those of another likelihood."""
 

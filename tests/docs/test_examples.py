@@ -111,9 +111,7 @@ def test_every_page_runs_as_it_is_shown(page, tmp_path, fresh):
     status, said = fresh(script(page), tmp_path)
     assert status == 0, said
     # Which probabilities the held-out data prefer is for them to say; any other warning of ours is a fault of the page.
-    warned = set(re.findall(r": (\w+Warning): ", said)) & {
-        name for name in vars(ba.errors) if name.endswith("Warning") and name != "UnusedPosteriorWarning"
-    }
+    warned = set(re.findall(r": (\w+Warning): ", said)) & {name for name in vars(ba.errors) if name.endswith("Warning")}
     assert not warned, said
 
 

@@ -16,7 +16,6 @@ from cases import orthonormal, soap
 from floats import approx, assert_close
 
 # Which probabilities made-up data prefer does not matter here.
-pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 
 N, DELTA = 50, 0.7
 

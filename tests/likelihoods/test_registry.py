@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamWarning, MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
 from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
@@ -76,7 +76,6 @@ def predictive(record: Likelihood, mean: Tensor, variance: Tensor, **options: Te
 def calibrate(*arguments: Any, **options: Any) -> Any:
     """Fitted to all data, whatever they prefer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnusedPosteriorWarning)
         return ba.calibrate(*arguments, folds=1, **options)
 
 

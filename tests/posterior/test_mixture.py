@@ -22,7 +22,6 @@ from cases import mlp, orthonormal, soap, train, trained
 from floats import approx, assert_close
 
 # Which probabilities made-up data prefer does not matter here.
-pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 
 N, DELTA = 50, 0.7
 WEIGHTS = (0.5, 0.2, 0.3)

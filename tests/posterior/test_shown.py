@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import bayesadam as ba
 from cases import mlp
 from floats import approx
-
-pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 
 
 def trained(seed: int = 0) -> tuple[ba.Posterior, torch.Tensor]:

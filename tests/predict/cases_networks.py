@@ -324,29 +324,42 @@ CONVOLUTIONS = [
     Network(
         "conv3d-reflect", lambda: after(nn.Conv3d(1, 2, 2, padding=1, padding_mode="reflect")), normal(2, 1, 2, 3, 2)
     ),
-    Network("transposed1d", lambda: after(nn.ConvTranspose1d(2, 3, 3, 2, 1, 1)), normal(4, 2, 4)),
+    Network("transposed1d", lambda: after(nn.ConvTranspose1d(2, 3, 3, 2, 1, 1)), normal(4, 2, 4), generic=None),
     Network(
         "transposed1d-groups-dilation",
         lambda: after(nn.ConvTranspose1d(4, 6, 2, groups=2, dilation=3)),
         normal(3, 4, 3),
+        generic=None,
     ),
-    Network("transposed2d", lambda: after(nn.ConvTranspose2d(2, 3, 3)), normal(3, 2, 3, 2)),
+    Network("transposed2d", lambda: after(nn.ConvTranspose2d(2, 3, 3)), normal(3, 2, 3, 2), generic=None),
     Network(
         "transposed2d-everything",
         lambda: after(nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1))),
         normal(3, 2, 3, 2),
+        generic=None,
     ),
-    Network("transposed2d-depthwise", lambda: after(nn.ConvTranspose2d(3, 3, 2, 2, groups=3)), normal(2, 3, 2, 3)),
-    Network("transposed2d-cut-hard", lambda: after(nn.ConvTranspose2d(2, 2, 4, 2, 3)), normal(3, 2, 4, 4)),
+    Network(
+        "transposed2d-depthwise",
+        lambda: after(nn.ConvTranspose2d(3, 3, 2, 2, groups=3)),
+        normal(2, 3, 2, 3),
+        generic=None,
+    ),
+    Network(
+        "transposed2d-cut-hard", lambda: after(nn.ConvTranspose2d(2, 2, 4, 2, 3)), normal(3, 2, 4, 4), generic=None
+    ),
     Network(
         "transposed2d-output-size",
         lambda: Lambda(
             lambda self, x: few_outputs(self.layer(x, output_size=(6, 5))), layer=nn.ConvTranspose2d(2, 2, 3, 2, 1)
         ),
         normal(2, 2, 3, 3),
+        generic=None,
     ),
     Network(
-        "transposed3d", lambda: after(nn.ConvTranspose3d(2, 2, 2, (2, 1, 2), 1, (1, 0, 1), 2)), normal(2, 2, 2, 3, 2)
+        "transposed3d",
+        lambda: after(nn.ConvTranspose3d(2, 2, 2, (2, 1, 2), 1, (1, 0, 1), 2)),
+        normal(2, 2, 2, 3, 2),
+        generic=None,
     ),
 ]
 
@@ -474,7 +487,7 @@ STRUCTURES = [
     Network("bare-parameter-among-layers", lambda: Lambda(lambda self, x: self.b(self.a(x).tanh() * self.scale), a=nn.Linear(3, 4), b=nn.Linear(4, 2), scale=nn.Parameter(torch.randn(4))), normal(4, 3)),
     Network("layer-used-three-times", lambda: Lambda(shared, layer=nn.Linear(3, 3), head=nn.Linear(3, 2)), normal(4, 3)),
     Network("convolution-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.layer(self.layer(x).tanh())), layer=nn.Conv2d(2, 2, 2)), normal(3, 2, 4, 4)),
-    Network("transposed-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.layer(self.layer(x).tanh())), layer=nn.ConvTranspose1d(2, 2, 2)), normal(3, 2, 4)),
+    Network("transposed-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.layer(self.layer(x).tanh())), layer=nn.ConvTranspose1d(2, 2, 2)), normal(3, 2, 4), generic=None),
     Network("norm-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.norm(self.norm(x).tanh())), norm=nn.LayerNorm(4)), normal(3, 4)),
     Network("tied-linear", lambda: tied_autoencoder(transposed=False), normal(4, 3)),
     Network("tied-transposed", lambda: tied_autoencoder(transposed=True), normal(4, 3), generic=("layer.weight",)),

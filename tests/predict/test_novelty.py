@@ -218,7 +218,6 @@ def test_the_likelihood_form_does_not_change_it():
     assert_close(other.novelty(x, likelihood="classification"), posterior.novelty(x, likelihood="classification"))
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
 def test_calibration_does_not_change_it(structure):

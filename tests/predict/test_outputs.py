@@ -424,5 +424,5 @@ def test_a_posterior_too_wide_to_be_sampled_is_told_of() -> None:
 
 
 def test_at_least_one_is_the_largest() -> None:
-    with pytest.raises(SettingError, match="at least one"):
+    with pytest.raises(SettingError, match="at least 1"):
         ba.Top(0)

@@ -18,9 +18,7 @@ from bayesadam.trainers.keeper import PosteriorKeeper
 from cases import mlp
 from floats import approx
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::bayesadam.errors.UnusedPosteriorWarning", "ignore:The '.*_dataloader' does not have many workers"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 N, EPOCHS, BATCH = 40, 4, 8
 
 

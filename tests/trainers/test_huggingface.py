@@ -23,7 +23,6 @@ from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
 # Which probabilities so short a run prefers is not asked here.
-pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 N, LENGTH, VOCABULARY = 40, 6, 12
 
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
     "ignore:The number of training batches",
     # Which probabilities so short a run prefers is not asked here.
-    "ignore::bayesadam.errors.UnusedPosteriorWarning",
 )
 N, EPOCHS = 48, 3
 

@@ -24,12 +24,13 @@ from bayesadam.likelihoods.predictive import rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict.call import Call, Forward, batch_size, batches_of, evaluating, examples, to_device
-from bayesadam.predict.moments import parameters_at_mean
-from bayesadam.predict.options import DEFAULT_BUDGET
+from bayesadam.predict.moments import DEFAULT_BUDGET, parameters_at_mean
 from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
 
+# f at the posterior's settings, f at those of the data's curvature, targets, novelty.
+_Predicted = tuple[Component, Component, Tensor, Tensor]
 Column = Literal["suspicion", "novelty", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 # Bytes of an example's covariances for each pair of outputs: two in float32, and their copies in float64.
@@ -169,12 +170,12 @@ def audit(
     count("memory_budget", memory_budget, "bytes")
     options: Any = {"likelihood": name, "forward": forward, "memory_budget": memory_budget}
     shown = progress(batches, "audit") if isinstance(batches, DataLoader) else batches
-    predicted: Iterable[tuple[Component, Tensor, Tensor]] = _predicted(posterior, shown, options)
+    predicted: Iterable[_Predicted] = _predicted(posterior, shown, options)
     noise = None
     if record.noise:
         # The noise may have to be estimated from all residuals.
         predicted = list(predicted)
-        noise = _noise(posterior, [rows(record.matched(y, c.mean) - c.mean) for c, y, _ in predicted])
+        noise = _noise(posterior, [rows(record.matched(y, c.mean) - c.mean) for c, _, y, _ in predicted])
     parts = [_measured(record, *each, noise) for each in predicted]
     if not parts:
         raise MatchError("there is nothing to audit: the loader gave no batch (a generator that was used up?)")
@@ -198,8 +199,11 @@ def _noise(posterior: Posterior, residuals: list[Tensor]) -> Tensor | None:
     return noise
 
 
-def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[tuple[Component, Tensor, Tensor]]:
-    """f with covariances at both settings, targets and novelty, as many examples at a time as fit the budget."""
+def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[_Predicted]:
+    """f with covariances at both settings, targets and novelty, as many examples at a time as fit the budget.
+
+    Where the posterior was not calibrated, novelty is relative to the first of them.
+    """
     at_once, params = 0, parameters_at_mean(posterior)
     device = next(iter(params.values())).device
     for batch in batches_of(batches, posterior.model):
@@ -211,13 +215,17 @@ def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[tup
             with evaluating(posterior.model), torch.no_grad():
                 outputs = Call(posterior.model, options["forward"])(params, examples(inputs, 0, 1)).numel()
             at_once = max(1, int(options["memory_budget"]) // (_PER_PAIR * outputs**2))
+            if posterior.leverage is None:
+                posterior = posterior.relative_to([examples(inputs, 0, at_once)], options["forward"])
         for start in range(0, size, at_once):
             part = examples(inputs, start, start + at_once)
-            found = posterior.predict(part, covariance=True, novelty=True, **options)
-            yield found.components[0], y[start : start + at_once], found.novelty
+            found, data = (q.predict(part, covariance=True, **options) for q in (posterior, posterior.for_novelty))
+            yield found.components[0], data.components[0], y[start : start + at_once], found.novelty
 
 
-def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor, noise: Tensor | None) -> dict[str, Tensor]:
+def _measured(
+    record: Any, c: Component, data: Component, y: Tensor, novelty: Tensor, noise: Tensor | None
+) -> dict[str, Tensor]:
     """The columns of a batch, in float64."""
     assert c.covariance is not None
     keep = torch.ones(len(y), dtype=torch.bool, device=y.device)
@@ -240,8 +248,7 @@ def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor, noise: Tens
         error = error / (2 * noise)
     network = record.predictive([Component(f.detach(), torch.zeros_like(f), noise_variance=noise)])
     if isinstance(record, ClassLikelihood):
-        assert c.novel is not None
-        difference, variance = record.margin(c.novel, y)
+        difference, variance = record.margin(data, y)
         tiny = torch.finfo(torch.float32).tiny
         suspicion = rows(-difference / variance.clamp(min=tiny) ** 0.25).amax(dim=1)
         labels, predicted = targets.long(), network.class_probs.argmax(dim=-1)

@@ -18,15 +18,15 @@ from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, 
 from bayesadam.calibration.held_out import HeldOut, Observed, aligned, quietly
 from bayesadam.errors import HeldOutWarning, SettingError
 from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.leverage import Leverage
 from bayesadam.likelihoods import Component, Link, agreed
-from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.distribution import component_of_member
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
-from bayesadam.predict.options import DEFAULT_BUDGET, Options, PredictiveKind
+from bayesadam.predict.moments import DEFAULT_BUDGET
+from bayesadam.predict.prediction import Options, PredictiveKind
 
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
@@ -50,11 +50,10 @@ def calibrate(
 ) -> AnyPosterior:
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
-    | method          | fits                                                                     | default for           |
-    |-----------------|--------------------------------------------------------------------------|-----------------------|
-    | `"temperature"` | T₀ of probabilities softmax(f/T(x)), T(x) = T₀ √((1 + r(x))/2)           | classes               |
-    | `"validation"`  | s, δ, and T or σ², by the log-likelihood of the predictive               | counts, heteroscedastic |
-    | `"evidence"`    | σ² by the residuals r ~ N(0, σ² + Var[f]), s so that Σ w c is the trace of N times the Gauss-Newton matrix, δ by MacKay's fixed point γ/|θ|² | regression |
+    - `"temperature"`, the default of classes: T₀ of probabilities softmax(f/T(x)), T(x) = T₀ √((1 + r(x))/2);
+    - `"validation"`, of counts and heteroscedastic targets: s, δ, and T or σ², by the log-likelihood of the predictive;
+    - `"evidence"`, of a regression: σ² by the residuals y − f ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
+      is the trace of N times the Gauss-Newton matrix, δ by MacKay's fixed point γ/|θ|².
 
     r(x) is the leverage of an input relative to that of the held-out inputs, 1 for the usual one: probabilities grow
     humble where layers have to extrapolate. `"validation"` averages probabilities over the posterior instead. T has a
@@ -73,7 +72,7 @@ def calibrate(
             belong to the outputs at their positions; labels inside a mapping are taken as the model's own loss takes
             them, which for a causal language model is one position further on. Classes of −100 are left out.
         likelihood: of the targets; the result keeps it. None for the posterior's own.
-        method: see the table; None takes the default.
+        method: see above; None takes the default.
         predictive: the one that `predict` will be called with; so are the rest.
 
     Raises:
@@ -113,7 +112,7 @@ def calibrate(
         temperatures=tuple(each.temperature for each in after),
         averaged=method != "temperature",
         preferred=_in_words(method, after),
-        guarantee=guarantee if n >= FEWEST_SCORED else Guarantee(),
+        guarantee=guarantee if n >= FEWEST_SCORED else {},
         before=settings_of(members),
     )
     if isinstance(posterior, Mixture):
@@ -161,7 +160,7 @@ def _scored(
         components = [_component(each, fit, inputs, rows) for each, fit in zip(data, fits, strict=True)]
         candidates = {_IN_USE: components}
         if record.tempered:
-            alone = [replace(c, draws=None, averaged=False, ratios=None) for c in components]
+            alone = [replace(c, draws=None, averaged=False, growth=None) for c in components]
             for name, at in ((_TEMPERATURE, [fit.temperature for fit in fits]), (_ALONE, [1.0] * len(fits))):
                 candidates[name] = [replace(c, temperature=t) for c, t in zip(alone, at, strict=True)]
         for name, each in candidates.items():
@@ -171,7 +170,7 @@ def _scored(
             if name == _IN_USE:
                 conformity.append(p.conformity(y, seed=number))
                 novelty.append(p.novelty)
-    return Guarantee.joined(conformity, novelty), {k: -float(torch.cat(v).mean()) for k, v in log_probs.items()}
+    return joined(conformity, novelty), {k: -float(torch.cat(v).mean()) for k, v in log_probs.items()}
 
 
 def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
@@ -180,7 +179,8 @@ def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
     with quietly():
         found, _ = component_of_member(fit.posterior, inputs, options)
     data.step()
-    return replace(found, ratios=fit.seen.leverage.ratios(fit.seen.log_h[rows]))
+    ratios = fit.seen.leverage.ratios(fit.seen.log_h[rows])
+    return replace(found, growth=ratios.growth, steepness=ratios.steepness)
 
 
 def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:

@@ -20,8 +20,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import VarianceOf
-from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import component_of
+from bayesadam.predict.prediction import Options, component_of
 
 # Bounds of the temperature, and standard deviations of log T before any example is seen, below T = 1 and above: more
 # networks are too sure than too unsure.
@@ -184,8 +183,8 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
         at = partial(_scores, options, mean, y=y, **chosen)
         weight = _refined(lambda w, at=at: at((table / w)[None])[0], weight, most=most)  # type: ignore[misc]
         if record.tempered:
-            start = chosen["temperature"]
-            chosen = {"temperature": best_temperature(options, mean, y, variance=table / weight, start=start, reach=1.2)}
+            near: Any = {"variance": table / weight, "start": chosen["temperature"], "reach": 1.2}
+            chosen = {"temperature": best_temperature(options, mean, y, **near)}
     unit = settings.weight / settings.scale
     outputs = {"noise_variance": None} | chosen
     prior = settings.prior_at(weight * found.ratios[number])
@@ -307,7 +306,7 @@ def by_draws(start: Posterior, data: HeldOut) -> Posterior:
     too wide for the real one.
     """
     record, settings, best = data.options.record, start.settings, (-math.inf, 1.0, start)
-    options = replace(data.options, generator=torch.Generator().manual_seed(data.seed), novelty=False)
+    options = replace(data.options, generator=torch.Generator().manual_seed(data.seed))
     for factor in _FACTORS:
         prior = {name: factor * delta for name, delta in settings.prior_precision.items()}
         at = start.replace(scale=factor * settings.scale, prior_precision=prior, covariant=settings.covariant)

@@ -25,10 +25,10 @@ from bayesadam.likelihoods.classification import IGNORED
 from bayesadam.likelihoods.predictive import position_blocks
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Call, Forward, batches_of, evaluating, to_device
+from bayesadam.predict.moments import Rows as ChosenRows
 from bayesadam.predict.moments import VarianceOf, moments, parameters_at_mean
-from bayesadam.predict.options import MANY_CLASSES, Options, at_one_position
-from bayesadam.predict.options import Rows as ChosenRows
-from bayesadam.predict.plan import plan_for
+from bayesadam.predict.plan import at_one_position, plan_for
+from bayesadam.predict.prediction import MANY_CLASSES, Options
 
 Batches = Sequence[tuple[Any, Tensor]]
 # A model's own loss may differ by this share from the one computed here: bfloat16 leaves it that much.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.leverage.layers import Layer, layer_inputs
-from bayesadam.predict.call import Call, Forward, batch_size, evaluating, explaining, plain
+from bayesadam.predict.call import Call, Forward, batch_size, evaluating, plain
 from bayesadam.predict.moments import parameters_at_mean
 
 
@@ -20,7 +20,7 @@ def observed(
     inputs, call = plain(inputs), Call(gaussian.model, forward)
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     params = parameters_at_mean(gaussian)
-    with evaluating(gaussian.model), torch.no_grad(), explaining(call, params, inputs):
-        with layer_inputs(gaussian.model, layers, batch_size(inputs), mask) as seen:
-            outputs = call(params, inputs)
+    taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask)
+    with evaluating(gaussian.model), torch.no_grad(), taps as seen:
+        outputs = call(params, inputs)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen

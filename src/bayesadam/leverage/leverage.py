@@ -48,13 +48,19 @@ class Ratios:
     gentle: Tensor
     steep: Tensor
 
+    @classmethod
+    def usual(cls, outputs: Tensor) -> Ratios:
+        """1, where no layer is known."""
+        ones = torch.ones(len(outputs), dtype=outputs.dtype, device=outputs.device)
+        return cls(ones, ones)
+
     @property
     def growth(self) -> Tensor:
         """√((1 + r)/2), by which an example's own temperature is above the common one."""
         return ((1 + self.gentle) / 2).sqrt()
 
     @property
-    def novelty_temperature(self) -> Tensor:
+    def steepness(self) -> Tensor:
         """√(1 + (10 π/4) r^1.5), by which novelty divides logits."""
         return (1 + _SHARE * self.steep**_STEEP).sqrt()
 
@@ -150,8 +156,9 @@ def factor(a: Tensor) -> Tensor:
         return (a + RIDGE * a.mean()).rsqrt()
     ridge = RIDGE * a.diagonal(dim1=1, dim2=2).double().mean()
     eye = torch.eye(a.shape[1], dtype=torch.float64, device=a.device).expand(a.shape)
-    root = torch.linalg.cholesky(a.double() + ridge * eye)
-    return torch.linalg.solve_triangular(root, eye, upper=False).mT.to(a.dtype).contiguous()
+    root: Tensor = torch.linalg.cholesky(a.double() + ridge * eye)
+    found: Tensor = torch.linalg.solve_triangular(root, eye, upper=False).mT.to(a.dtype)
+    return found.contiguous()
 
 
 def blocks(a: Tensor, layer: Layer) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods.component import Component, Novel
+from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.conformal import Guarantee, SetMethod, check_level, class_scores, threshold, uniform_like
 from bayesadam.likelihoods.predictive import (
     FEWEST_TO_JUDGE,
@@ -121,15 +120,6 @@ class LogitPredictive(Predictive):
         between = self.changed(averaged=False, draws=None).disagreement()
         return within + (between if between.shape == within.shape else rows(between).sum(dim=1))
 
-    def _novelty(self, found: Sequence[Novel]) -> Tensor:
-        probs = average(self.weights, [self.likelihood.novel_probs(n) for n in found])
-        return rows(entropy(self.likelihood.of_classes(probs))).mean(dim=1)
-
-    @property
-    def novelty_limit(self) -> float:
-        """ln K of K classes, the largest novelty that is possible."""
-        return math.log(self.class_probs.shape[-1])
-
     def prediction_set(
         self, level: float = 0.95, *, method: SetMethod = "lac", by_class: bool = False, seed: int = 1
     ) -> Tensor:
@@ -176,9 +166,10 @@ class LogitPredictive(Predictive):
 
 
 class ClassLikelihood(Likelihood[LogitPredictive]):
-    """p(y | f) of classes. Evidence fails where validation works, so validation is the default of `calibrate`."""
+    """p(y | f) of classes."""
 
     kind = LogitPredictive
+    calibration = "temperature"
     tempered = True
     weight_decay = 0.3
 
@@ -191,10 +182,6 @@ class ClassLikelihood(Likelihood[LogitPredictive]):
         """E[p] of Gaussian logits, approximately."""
 
     @abstractmethod
-    def novel_probs(self, novel: Novel) -> Tensor:
-        """Probabilities under the settings of novelty."""
-
-    @abstractmethod
     def log_prob(self, probs: Tensor, y: Tensor) -> Tensor:
         """log p(y) given probabilities."""
 
@@ -203,7 +190,7 @@ class ClassLikelihood(Likelihood[LogitPredictive]):
         """n draws of y given probabilities."""
 
     @abstractmethod
-    def margin(self, novel: Novel, y: Tensor) -> tuple[Tensor, Tensor]:
+    def margin(self, c: Component, y: Tensor) -> tuple[Tensor, Tensor]:
         """How far the logit of y is above its strongest rival's, d, (batch, ...), and Var[d]."""
 
     def of_classes(self, probs: Tensor) -> Tensor:
@@ -213,10 +200,16 @@ class ClassLikelihood(Likelihood[LogitPredictive]):
     def probs(self, c: Component, link: Link, seed: int) -> Tensor:
         """The probabilities of one component."""
         if c.draws is None and not c.averaged:
-            return self.probs_at(c.mean / c.temperature, c)
+            return self.probs_at(c.mean / (c.temperature * _of_examples(c.growth, c.mean)), c)
         if c.draws is not None or link == "sampling":
             return self.draw_probs(c, seed).mean(dim=0)
         return self.probit(c.mean / c.temperature, c.variance / c.temperature**2)
+
+    def novelty(self, component: Component) -> Tensor:
+        """The mean over positions of the entropy of probabilities at the temperature of novelty."""
+        logits = component.mean if component.logits is None else component.logits
+        at = logits / _of_examples(component.steepness, logits)
+        return rows(entropy(self.of_classes(self.probs_at(at, replace(component, logits=None))))).mean(dim=1)
 
     def draw_probs(self, c: Component, seed: int) -> Tensor:
         """Probabilities at the component's draws of f, or at 200 Gaussian ones."""
@@ -324,15 +317,6 @@ class Classification(ClassLikelihood):
         shared = (mean.softmax(dim=-1) * variance).sum(dim=-1, keepdim=True)
         return (mean * (1 + math.pi / 8 * shared).rsqrt()).softmax(dim=-1)
 
-    def novel_probs(self, novel: Novel) -> Tensor:
-        """p_k ∝ 1/Σ_j exp(−(f_k − f_j)/√(1 + (π/8) Var[f_k − f_j])): every pair of classes by its own variance."""
-        assert novel.covariance is not None
-        blocks = position_blocks(novel.covariance, novel.mean)
-        variance = blocks.diagonal(dim1=-2, dim2=-1)
-        between = (variance[..., :, None] + variance[..., None, :] - 2 * blocks).clamp(min=0)
-        margins = (novel.mean[..., :, None] - novel.mean[..., None, :]) * (1 + math.pi / 8 * between).rsqrt()
-        return (-torch.logsumexp(-margins, dim=-1)).softmax(dim=-1)
-
     def log_prob(self, probs: Tensor, y: Tensor) -> Tensor:
         """log p of one class index for each row of probabilities."""
         check_classes(probs, y)
@@ -350,12 +334,12 @@ class Classification(ClassLikelihood):
         drawn = torch.multinomial(flat, n, replacement=True, generator=generator)
         return drawn.T.reshape(n, *probs.shape[:-1])
 
-    def margin(self, novel: Novel, y: Tensor) -> tuple[Tensor, Tensor]:
+    def margin(self, c: Component, y: Tensor) -> tuple[Tensor, Tensor]:
         """d = f_y − f_j of each example, j the strongest other class."""
-        assert novel.covariance is not None
-        f, own = novel.mean.double(), y.unsqueeze(-1)
+        assert c.covariance is not None
+        f, own = c.mean.double(), y.unsqueeze(-1)
         strongest = f.scatter(-1, own, -math.inf).max(dim=-1)
-        at, rival, block = torch.arange(len(y), device=y.device), strongest.indices, novel.covariance.double()
+        at, rival, block = torch.arange(len(y), device=y.device), strongest.indices, c.covariance.double()
         variance = block[at, y, y] + block[at, rival, rival] - 2 * block[at, y, rival]
         return f.gather(-1, own).squeeze(-1) - strongest.values, variance
 
@@ -400,10 +384,6 @@ class Binary(ClassLikelihood):
         """σ(f (1 + π Var[f]/8)^(-1/2))."""
         return (mean * (1 + math.pi / 8 * variance).rsqrt()).sigmoid()
 
-    def novel_probs(self, novel: Novel) -> Tensor:
-        """By the probit approximation."""
-        return self.probit(novel.mean, novel.variance)
-
     def log_prob(self, probs: Tensor, y: Tensor) -> Tensor:
         """log p(y) of zeros and ones, summed over the outputs of an example."""
         y = _zeros_and_ones(like(y, probs))
@@ -413,9 +393,9 @@ class Binary(ClassLikelihood):
         """n draws of zeros and ones."""
         return torch.bernoulli(probs.expand(n, *probs.shape), generator=generator)
 
-    def margin(self, novel: Novel, y: Tensor) -> tuple[Tensor, Tensor]:
+    def margin(self, c: Component, y: Tensor) -> tuple[Tensor, Tensor]:
         """d = ±f of each output."""
-        return (2 * y - 1) * novel.mean.double(), novel.variance.double()
+        return (2 * y - 1) * c.mean.double(), c.variance.double()
 
     def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
         """Outputs that are all between 0 and 1: probabilities, not logits."""
@@ -425,6 +405,11 @@ class Binary(ClassLikelihood):
             "all outputs lie between 0 and 1, as probabilities do, but likelihood='binary' takes logits: leave out the "
             "sigmoid, or pass forward=lambda model, x: model(x).logit()"
         )
+
+
+def _of_examples(factor: Tensor | None, like: Tensor) -> Tensor | float:
+    """One number for each example, in the dimensions of its outputs; 1 for None."""
+    return 1.0 if factor is None else factor.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
 def entropy(probs: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Component:
 
     Attributes:
         mean: E[f], (batch, ...), of the outputs asked for.
-        variance: Var[f], without observation noise, of the same shape; None where the mean network alone was run.
+        variance: Var[f], without observation noise, of the same shape; 0 where `alone`.
         covariance: (batch, outputs, outputs), where it was asked for.
         draws: (n, batch, ...), where the method sampled.
         noise_variance: σ² of a likelihood that has one; None where it is not known.
@@ -39,6 +39,7 @@ class Component:
         growth: √((1 + r)/2) of each example, (batch,), by which its own temperature, or the standard deviation of f, is
             above the usual one; None for 1.
         steepness: √(1 + (10 π/4) r^1.5), (batch,), by which novelty divides logits; None where leverage is not known.
+        alone: whether the mean network alone was run, so that variances are not known.
         score: the estimate behind `epistemic`, where outputs are too many for an exact one.
         outputs: indices of the outputs asked for, (batch, ..., k); None for all.
         logits: E[f] of all classes, (batch, ..., classes), where some of them were asked for.
@@ -46,7 +47,7 @@ class Component:
     """
 
     mean: Tensor
-    variance: Tensor | None
+    variance: Tensor
     covariance: Tensor | None = None
     draws: Tensor | None = None
     noise_variance: Tensor | None = None
@@ -54,6 +55,7 @@ class Component:
     averaged: bool = True
     growth: Tensor | None = None
     steepness: Tensor | None = None
+    alone: bool = False
     score: Score | None = None
     outputs: Tensor | None = None
     logits: Tensor | None = None

@@ -14,19 +14,17 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import CalibrationError, MatchError, SettingError
-from bayesadam.likelihoods.component import Component, Novel, Score
+from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.conformal import Guarantee, p_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Link = Literal["probit", "sampling"]
-CalibrationMethod = Literal["validation", "evidence"]
+CalibrationMethod = Literal["temperature", "validation", "evidence"]
 P = TypeVar("P", bound="Predictive", covariant=True)
 # With fewer held-out examples all of them are fitted, and none is left to score.
 FEWEST_SCORED = 20
-# Novelty costs a covariance of all outputs with each other; up to here that is a small part of a prediction.
-FEW_OUTPUTS = 20
 # Fewer examples do not show what outputs are.
 FEWEST_TO_JUDGE = 8
 
@@ -82,6 +80,11 @@ class Likelihood(ABC, Generic[P]):
         if self.noise and (noise is None or not bool((noise > 0).all())):
             return None
         return rows(self.hessian_diagonal(component.mean / t, noise) * component.variance).sum(dim=1) / (2 * t**2)
+
+    def novelty(self, component: Component) -> Tensor:
+        """How unlike the training data each example is, (batch,)."""
+        assert component.steepness is not None
+        return component.steepness
 
     def predictive(
         self,
@@ -181,6 +184,8 @@ class Predictive(ABC):
     @property
     def variance(self) -> Tensor:
         """Var[f], of the same shape."""
+        if any(c.alone for c in self.components):
+            raise SettingError("this prediction is the mean network's at a temperature: predict with covariance=True")
         return self._moments[1]
 
     @property
@@ -240,27 +245,15 @@ class Predictive(ABC):
 
     @cached_property
     def novelty(self) -> Tensor:
-        """How unlike the training data each example is, (batch,): larger is less familiar. Calibration leaves it alone.
+        """How unlike the training data each example is, (batch,): larger is less familiar.
 
-        For classes the entropy, in nats, of the probabilities under the settings of novelty. For numbers what y would
-        teach about f, ½ Σ log(1 + Var[f]/σ²) over outputs, σ² the noise, or 1/(−∂² log p) where there is none.
+        For classes the entropy, in nats, of softmax(f/u), u = √(1 + (10 π/4) r^1.5), for numbers u itself; r is the
+        leverage of the example in the network's layers, relative to that of familiar inputs.
         """
-        found = [c.novel for c in self.components if c.novel is not None]
-        if len(found) < len(self.components):
-            raise SettingError(
-                "this prediction has no novelty: it needs predictive='linearised', and novelty=True for many outputs"
-            )
-        return self._novelty(found)
-
-    def _novelty(self, found: Sequence[Novel]) -> Tensor:
-        _, variance = mixed(self.weights, [(n.mean, n.variance) for n in found])
-        precision = average(self.weights, [n.precision for n in found])
-        return 0.5 * rows(torch.log1p(variance * precision)).sum(dim=1)
-
-    @property
-    def novelty_limit(self) -> float:
-        """The largest novelty that is possible: ln K for K classes, ∞ for numbers."""
-        return math.inf
+        each = [self.likelihood.novelty(c) for c in self.components if c.steepness is not None]
+        if len(each) < len(self.components):
+            raise SettingError("this prediction has no novelty: the leverage of a sharded network is not known")
+        return average(self.weights, each)
 
     @property
     def novelty_pvalue(self) -> Tensor:
@@ -271,9 +264,8 @@ class Predictive(ABC):
         """Held-out scores."""
         if self.guarantee is None or name not in self.guarantee:
             raise CalibrationError(
-                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples and two "
-                "folds. Scores of classes are kept where each example has one class, and none is left out; those of "
-                f"novelty for at most {FEW_OUTPUTS} outputs"
+                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples. Scores "
+                "of classes are kept where each example has one class, and none is left out"
             )
         return self.guarantee[name]
 

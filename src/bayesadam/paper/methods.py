@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
-from bayesadam.errors import SettingError, UnusedPosteriorWarning
+from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import stream_seed
 from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_named
@@ -255,10 +254,10 @@ def fit_badam(problem: Problem) -> Fitted:
     for index, network in enumerate(problem.networks()):
         read = Posterior.from_state_dict(network, problem.optimum.state_dict(index), len(data))
         held_out = (data.x_held_out[index], data.y_held_out[index])
-        with warnings.catch_warnings():
-            # Methods are compared by what the held-out data prefer, whichever it is.
-            warnings.simplefilter("ignore", UnusedPosteriorWarning)
-            found.append(calibrate(read.replace(prior_precision=1.0), held_out, likelihood=data.likelihood))
+        # Of classes, too, the posterior that is averaged over is what the paper means.
+        method = "validation" if likelihood(data.likelihood).tempered else None
+        read = read.replace(prior_precision=1.0)
+        found.append(calibrate(read, held_out, likelihood=data.likelihood, method=method))
     return Fitted("badam", tuple(_linearised(p, problem) for p in found), tuple(found))
 
 
@@ -423,7 +422,7 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
 
 
 def _linearised(posterior: Posterior, problem: Problem) -> Predictor:
-    return lambda x: posterior.predict(x, likelihood=problem.data.likelihood, novelty=False)
+    return lambda x: posterior.predict(x, likelihood=problem.data.likelihood)
 
 
 def _jacobian(network: nn.Module, x: Tensor) -> Tensor:

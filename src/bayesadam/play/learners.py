@@ -290,7 +290,7 @@ class BadamLearner(RuleLearner):
         found = Posterior.from_state_dict(model, self.stack.state_dict(0), self.request.n_data)
         ones = {name: torch.ones_like(theta) for name, theta in found.mode.items()}
         unit = Posterior.from_moments(model, found.mode, ones, 1.0).replace(noise_variance=1.0)
-        return found, float(unit.predict(self.x, likelihood="regression", novelty=False).variance.mean())
+        return found, float(unit.predict(self.x, likelihood="regression").variance.mean())
 
     def posterior(self) -> Posterior:
         """What was read, with precision s N c + δ, c = v̂ᵖ, at the sliders' N, δ and σ; nothing is trained.
@@ -307,7 +307,7 @@ class BadamLearner(RuleLearner):
 
     def bands(self, grid: Tensor) -> Bands:
         """The network linearised round its weights."""
-        found = self.posterior().predict(grid[:, None], likelihood="regression", novelty=False)
+        found = self.posterior().predict(grid[:, None], likelihood="regression")
         return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +14,25 @@ from bayesadam._progress import progress
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
-from bayesadam.leverage import Leverage
+from bayesadam.leverage import Ratios
 from bayesadam.leverage.forward import observed
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
-from bayesadam.predict.options import (
-    DEFAULT_BUDGET,
+from bayesadam.predict.moments import DEFAULT_BUDGET
+from bayesadam.predict.prediction import (
     Options,
     Outputs,
     Positions,
     PredictiveKind,
     chosen_positions,
+    component_of,
+    mean_outputs,
+    score_of,
+    with_common_outputs,
 )
-from bayesadam.predict.prediction import component_of, mean_outputs, score_of, with_common_outputs
 
 
 class OfBatches(Iterator[Any]):
@@ -91,10 +94,9 @@ class Distribution(ABC):
         Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of
         two or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each.
 
-        Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. Where the
-        whole posterior fits the memory budget it is gathered for the call. Where it does not, the sampling predictives
-        gather one FSDP module at a time, and run each draw on all of the batch. Either way the model runs in the types
-        of its parameters, without FSDP2's mixed precision.
+        Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. The whole
+        posterior is gathered for the call, and must fit the memory budget. The model runs in the types of its
+        parameters, without FSDP2's mixed precision.
 
         | predictive             | f                          | cost                                      |
         |------------------------|----------------------------|-------------------------------------------|
@@ -171,8 +173,7 @@ class Distribution(ABC):
         each = []
         for member in self.members:
             if reference is not None or member.leverage is None:
-                leverage = member.leverage or member.state_leverage
-                member = replace(member, leverage=leverage.against(_log_h(member, leverage, familiar, forward)))
+                member = member.relative_to(familiar, forward)
             components = (forward_component(member, batch, options) for batch in batches)
             each.append(torch.cat([options.record.predictive([c]).novelty for c in components]))
         return average(self.weights, each)
@@ -248,40 +249,46 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
 
 
 def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Component, str]:
-    """f of one network: the mean network alone where probabilities are its own, else moments or draws as well."""
-    alone = options.record.tempered and not member.averaged and options.predictive == "linearised"
-    chosen = options.covariance or options.chosen is not None or options.positions is not None
+    """f of one network: the mean network alone where probabilities are its own, else moments or draws as well.
+
+    The standard deviation of numbers' f grows with leverage, as temperatures do.
+    """
     if member.is_sharded:
         return component_of(member, inputs, options)
     forward = forward_component(member, inputs, options)
-    if alone and not chosen:
+    at_temperature = options.record.tempered and not member.averaged
+    asked = options.covariance or options.chosen is not None or options.positions is not None
+    if at_temperature and options.predictive == "linearised" and not asked:
         return forward, "one forward pass"
     found, how = component_of(member, inputs, options)
-    return replace(found, ratios=forward.ratios, growth=forward.growth), how
+    growth = forward.growth
+    if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
+        factor = growth.to(found.mean).view(-1, *[1] * (found.mean.dim() - 1))
+        block, draws = found.covariance, found.draws
+        found = replace(
+            found,
+            variance=found.variance * factor**2,
+            covariance=None if block is None else block * growth.to(block).square()[:, None, None],
+            draws=None if draws is None else found.mean + (draws - found.mean) * factor,
+        )
+    return replace(found, growth=growth, steepness=forward.steepness), how
 
 
 def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     """f of the mean network, and its leverage; relative to the batch itself where there is no other reference."""
     leverage = member.leverage or member.state_leverage
     outputs, seen = observed(member, leverage.layers, inputs, options.forward)
-    if not leverage.layers:
-        return Component(outputs, None, temperature=member.temperature, averaged=False)
-    ratios = leverage.ratios(leverage.log_h(seen))
-    growth = ratios.growth if options.shift and member.leverage is not None else None
-    noise = member.noise_variance if options.record.noise else None
+    ratios = leverage.ratios(leverage.log_h(seen)) if leverage.layers else Ratios.usual(outputs)
     return Component(
         outputs,
-        None,
-        noise_variance=noise,
+        torch.zeros((), dtype=outputs.dtype, device=outputs.device).expand_as(outputs),
+        noise_variance=member.noise_variance if options.record.noise else None,
         temperature=member.temperature,
         averaged=False,
-        ratios=ratios,
-        growth=growth,
+        growth=ratios.growth if options.shift and member.leverage is not None else None,
+        steepness=ratios.steepness,
+        alone=True,
     )
-
-
-def _log_h(member: Any, leverage: Leverage, batches: Sequence[Any], forward: Forward | None) -> Tensor:
-    return torch.cat([leverage.log_h(observed(member, leverage.layers, batch, forward)[1]) for batch in batches])
 
 
 def _streams(q: Distribution, options: Options) -> list[Options]:

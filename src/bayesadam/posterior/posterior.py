@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -25,10 +25,12 @@ from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, 
 from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, with_prior
 from bayesadam.leverage import Layer, Leverage, from_structure, layers_of
+from bayesadam.leverage.forward import observed
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
+from bayesadam.predict.call import Forward
 from bayesadam.readers import (
     CheckpointOptions,
     Origin,
@@ -330,6 +332,12 @@ class Posterior(GaussianWeights, Distribution):
         """The leverage that the curvature in the optimiser's state gives, relative to nothing yet."""
         return from_structure(self.layers, self.structure)
 
+    def relative_to(self, familiar: Iterable[Any], forward: Forward | None = None) -> Self:
+        """The same with leverage relative to batches of familiar inputs."""
+        leverage = self.leverage or self.state_leverage
+        each = [leverage.log_h(observed(self, leverage.layers, batch, forward)[1]) for batch in familiar]
+        return replace(self, leverage=leverage.against(torch.cat(each)) if leverage.layers else None)
+
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of the model's parameters."""
         return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
@@ -465,7 +473,8 @@ class Posterior(GaussianWeights, Distribution):
             leverage = Leverage.loaded(path, layers, header["leverage"], storage.under(_LEVERAGE, tensors))
         elif report is not None:
             # Files of releases before leverage have the scores of another novelty.
-            report = replace(report, guarantee=replace(report.guarantee, novelty=None))
+            kept = {name: scores for name, scores in report.guarantee.items() if name != "novelty"}
+            report = replace(report, guarantee=kept)
         warn_of_other_statistics(path, header.get("running_statistics"), model)
         return cls(
             found.mode,

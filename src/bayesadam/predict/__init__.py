@@ -1,6 +1,5 @@
 """Predictions from a Gaussian over weights: moments of the linearised network without a Jacobian, or draws."""
 
-from bayesadam.predict.options import Options, Top
-from bayesadam.predict.prediction import component_of
+from bayesadam.predict.moments import Top
 
-__all__ = ["Options", "Top", "component_of"]
+__all__ = ["Top"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import alone_with, in_eval_mode
-from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.errors import MatchError
 
 Forward = Callable[[nn.Module, Any], Any]
 # Names under which a batch holds its targets: first those that a model's own loss takes.
@@ -57,28 +56,28 @@ class Call:
 
     def __call__(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The model's output, (batch, ...), with `params` for the parameters they name."""
-        return output_tensor(functional_call(_Caller(self), self._tensors(params), (inputs,)))
+        return output_tensor(self.returned(params, inputs))
 
     def returned(self, params: Mapping[str, Tensor], inputs: Any) -> Any:
         """All that the model returns, whatever it is."""
-        return functional_call(_Caller(self), self._tensors(params), (inputs,))
+        tensors = {f"model.{name}": tensor for name, tensor in params.items()}
+        tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        return functional_call(_Caller(self), tensors, (inputs,))
 
-    def _tensors(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        return {f"model.{name}": tensor for name, tensor in params.items()} | own
+    def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """The output as (batch, outputs)."""
+        output = self(params, inputs)
+        return output.reshape(output.shape[0], -1)
 
     def run(self, inputs: Any) -> Any:
         """What the model returns with the weights that it has."""
-        if self.at is not None:
-            return self._run_at(*inputs)
-        if self.forward is not None:
-            return self.forward(self.model, inputs)
-        if isinstance(inputs, dict):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
-
-    def _run_at(self, inputs: Any, position: Tensor) -> Any:
-        whole = replace(self, at=None)
+        if self.at is None:
+            if self.forward is not None:
+                return self.forward(self.model, inputs)
+            if isinstance(inputs, dict):
+                return self.model(**inputs)
+            return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+        (inputs, position), whole = inputs, replace(self, at=None)
         if not self.at:
             return at_positions(output_tensor(whole.run(inputs)), position)
 
@@ -90,11 +89,6 @@ class Call:
             return whole.run(inputs)
         finally:
             handle.remove()
-
-    def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """The output as (batch, outputs)."""
-        output = self(params, inputs)
-        return output.reshape(output.shape[0], -1)
 
 
 def at_positions(outputs: Tensor, position: Tensor) -> Tensor:
@@ -111,49 +105,13 @@ def output_tensor(output: Any) -> Tensor:
         output = output.logits
     elif isinstance(output, tuple | list) and output:
         output = output[0]
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() == 0:
+        what = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise MatchError(
-            f"the model returned {type(output).__name__}, not a tensor: pass forward=lambda model, batch: ... that "
-            "returns the outputs, (batch, ...)"
+            f"the model returned {what}, not a tensor of real outputs with a row for each example: pass "
+            "forward=lambda model, batch: ... that returns them, (batch, ...)"
         )
-    if not output.is_floating_point():
-        raise MatchError(f"the model returned {output.dtype}: it must return real outputs, such as logits, not classes")
-    if output.dim() == 0:
-        raise MatchError("the model returned a single number: it must return one row of outputs for each example")
     return output
-
-
-@contextmanager
-def explaining(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Iterator[None]:
-    """Add a note to what the model raises: which inputs it was given, and what may be wrong with them."""
-    try:
-        yield
-    except BayesAdamError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        # Python 3.10 has no notes.
-        if sys.version_info >= (3, 11):
-            leaves = pytree.tree_leaves(inputs)
-            given = ", ".join(
-                f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-                if isinstance(leaf, Tensor)
-                else repr(leaf)
-                for leaf in leaves
-            )
-            advice = _advice(params, inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], error)
-            error.add_note(f"bayesadam: {type(call.model).__name__} does not run on inputs of {given}. {advice}.")
-        raise
-
-
-def _advice(params: Mapping[str, Tensor], inputs: Any, leaves: list[Tensor], error: Exception) -> str:
-    if len(leaves) == 1 and leaves[0].dim() == 1 and not leaves[0].is_floating_point():
-        return "They look like class indices: data are (inputs, targets), in this order"
-    own = next((tensor.dtype for tensor in params.values()), torch.float32)
-    if "type" in str(error) and any(leaf.dtype != own for leaf in leaves):
-        return f"The weights are {own}: convert the inputs, x.to({own}), and scale them as in training"
-    if isinstance(inputs, tuple | list) and len(inputs) > 1:
-        return "A tuple holds the arguments of the model: pass the inputs alone, without their targets"
-    return "Inputs are those of training, with the batch as their first dimension: a single example is x[None]"
 
 
 class _Shared:
@@ -306,11 +264,8 @@ def is_loader(inputs: Any) -> TypeGuard[Iterable[Any]]:
     return isinstance(inputs, Iterable) and not isinstance(inputs, tuple | Mapping | str) and not _is_data(inputs)
 
 
-def batches_of(batches: Any, model: nn.Module | None = None) -> Iterator[Batch]:
-    """What a loader of tuples or mappings gives, or a single one of these.
-
-    Targets that are arrays become tensors; so do inputs where the `model` is known, as in `for_model`.
-    """
+def batches_of(batches: Any, model: nn.Module) -> Iterator[Batch]:
+    """What a loader of tuples or mappings gives, or a single one of these; arrays become tensors, as in `for_model`."""
     pair = isinstance(batches, tuple | list) and len(batches) == 2 and _is_data(batches[1])
     if pair or isinstance(batches, Mapping):
         batches = [batches]
@@ -319,32 +274,21 @@ def batches_of(batches: Any, model: nn.Module | None = None) -> Iterator[Batch]:
     for batch in batches:
         inputs, y, own = _split(batch)
         if y is None:
-            if isinstance(batch, Mapping):
-                keys = sorted(map(str, batch))
-                raise MatchError(f"no targets in a batch with keys {keys}: name them one of {_LABELS}")
-            raise MatchError(f"a batch must be (inputs, targets) or a mapping with labels, got {type(batch).__name__}")
-        if _is_array(y):
-            y = _tensor(y)
-        if not isinstance(y, Tensor):
+            keys = f" with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            what = f"{type(batch).__name__}{keys}"
+            raise MatchError(f"a batch must be (inputs, targets), or a mapping with one of {_LABELS}, got {what}")
+        y = _tensor(y) if _is_array(y) else y
+        if not isinstance(y, Tensor) or y.dim() == 0:
             raise MatchError(
-                f"the targets of a batch must be a tensor, got {type(y).__name__}: collate the examples first"
+                f"the targets of a batch must be a tensor with a row for each example, got {type(y).__name__}: "
+                "collate the examples first; a single one is (x[None], y[None])"
             )
-        if y.dim() == 0:
-            raise MatchError(
-                "the targets of a batch have no dimension for its examples: a single example is (x[None], y[None])"
-            )
-        yield Batch(plain(inputs) if model is None else for_model(inputs, model), y, own)
+        yield Batch(for_model(inputs, model), y, own)
 
 
 def inputs_of(batch: Any, model: nn.Module) -> Any:
     """The inputs of a loader's batch, without the targets that `batches_of` would find in it, on the model's device."""
-    inputs, _, _ = _split(batch)
-    if not isinstance(inputs, Tensor | tuple | list | Mapping) and not _is_array(inputs):
-        raise MatchError(
-            f"a batch must be a tensor, an array, a tuple or a mapping, got {type(inputs).__name__}: "
-            "pass a loader of these"
-        )
-    return to_device(for_model(inputs, model), _like(model).device)
+    return to_device(for_model(_split(batch)[0], model), _like(model).device)
 
 
 def for_model(inputs: Any, model: nn.Module) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,7 +18,7 @@ from bayesadam.gaussian.structure import Named
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, repeated
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.moments import one_jacobian
-from bayesadam.predict.plan import Plan, dense, recorded
+from bayesadam.predict.plan import Plan, recorded
 
 Draw = Callable[[], dict[str, Tensor]]
 # Activations that a CPU works on at a time, in bytes: beyond its cache, every operation waits for the memory.
@@ -58,7 +59,7 @@ def output_draws(
 
 
 def linearised_draws(call: Call, params: Named, draw: Draw, inputs: Any, n: int, plan: Plan, budget: int) -> Tensor:
-    """J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...), or reverse ones where there are none."""
+    """J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...)."""
     means = {name: tensor.detach() for name, tensor in params.items()}
     like = next(iter(means.values()))
 
@@ -71,10 +72,14 @@ def linearised_draws(call: Call, params: Named, draw: Draw, inputs: Any, n: int,
     try:
         product(means, examples(inputs, 0, 1))
     except (RuntimeError, NotImplementedError):
-        # Some operation has no forward mode; backward passes keep all activations.
-        parts = list(_parts(inputs, 8 * plan.activations, like, budget))
-        thetas = (draw() for _ in range(n))
-        return torch.stack([torch.cat([_by_reverse_mode(call, means, theta, p) for p in parts]) for theta in thetas])
+        # Some operation has no forward mode: example by example, one gradient for each output.
+        thetas, rows = [draw() for _ in range(n)], []
+        steps = {name: torch.stack([theta[name] - mean for theta in thetas]) for name, mean in means.items()}
+        for i in range(batch_size(inputs)):
+            gradients = one_jacobian(call, means, {}, examples(inputs, i, i + 1))
+            shares = [steps[name].reshape(n, -1) @ g.reshape(len(g), -1).T for name, g in gradients.items()]
+            rows.append(torch.stack(shares).sum(dim=0))
+        return torch.stack(rows, dim=1).reshape(n, -1, *plan.shape)
     parts = list(_parts(inputs, 8 * plan.widest, like, budget))
     entries = 8 * plan.widest * batch_size(parts[0])
     return _over_draws(lambda theta: torch.cat([product(theta, p) for p in parts]), draw, n, entries, budget)
@@ -86,41 +91,6 @@ def _parts(inputs: Any, entries: int, like: Tensor, budget: int) -> Iterator[Any
     at_a_time = max(1, min(size, budget // max(1, 2 * entries * like.element_size())))
     for start in range(0, size, at_a_time):
         yield inputs if at_a_time >= size else examples(inputs, start, start + at_a_time)
-
-
-def _by_reverse_mode(call: Call, means: dict[str, Tensor], theta: Named, inputs: Any) -> Tensor:
-    """J ε by two reverse passes: Jᵀu is linear in u, and its derivative along ε is J ε.
-
-    Where an operation cannot be differentiated twice torch raises, or drops it in silence: the product is checked,
-    r · J ε = Jᵀr · ε, and else the gradients are taken example by example.
-    """
-    leaves = {name: mean.detach().requires_grad_() for name, mean in means.items()}
-    away = {name: theta[name] - mean for name, mean in means.items()}
-    with torch.enable_grad():
-        value = call(leaves, inputs)
-        if not value.requires_grad:
-            return torch.zeros_like(value)
-        r = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-        u = torch.zeros_like(value, requires_grad=True)
-
-        def along(weights: Tensor, create_graph: bool) -> Tensor:
-            options: Any = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True}
-            pulled = torch.autograd.grad(value, list(leaves.values()), weights, **options)
-            used = [(name, dense(g)) for name, g in zip(leaves, pulled, strict=True) if g is not None]
-            return torch.stack([(g * away[name]).sum() for name, g in used]).sum()
-
-        expected = along(r, False).detach()
-        try:
-            (product,) = torch.autograd.grad(along(u, True), u)
-        except RuntimeError:
-            product = torch.full_like(value, torch.nan)
-    if bool(((r * product).sum() - expected).abs() <= 1e-3 * (r.norm() * product.norm() + expected.abs())):
-        return product.detach()
-    rows = []
-    for i in range(batch_size(inputs)):
-        jacobian = one_jacobian(call, means, {}, examples(inputs, i, i + 1))
-        rows.append(sum(jacobian[name].unsqueeze(-1).flatten(1) @ step.flatten() for name, step in away.items()))
-    return torch.stack(rows).view_as(value)  # type: ignore[arg-type]
 
 
 def _over_draws(outputs: Callable[[Any], Tensor], draw: Draw, n: int, entries: int, budget: int) -> Tensor:
@@ -172,78 +142,31 @@ def activation_draws(
     Each example has weights of its own, so the draws have the right distribution example by example, at lower variance
     and far fewer random numbers than weight draws.
     """
-    like = next(iter(params.values()))
-    layers = count()
+    like, layers = next(iter(params.values())), count()
 
-    def noise(shape: torch.Size) -> Tensor:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Draws that have the same input, as in the first layer, share its matrix products.
+        a = args[0] if args else kwargs["input"]
+        copies = a.view(n, -1, a.shape[-1])
+        return (copies[0] if bool((copies == copies[0]).all()) else a,), {}
+
+    def leave(own: Sequence[Tensor | None], rows: int, module: nn.Module, args: Any, z: Tensor) -> Tensor:
+        weight, bias = own
+        variance: Any = bias if weight is None else F.linear(args[0].square(), weight, bias)
         generator = torch.Generator(device=like.device).manual_seed(stream_seed(seed, "layer", next(layers)))
-        return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+        noise = torch.empty(rows // len(z), *z.shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+        return torch.addcmul(z, noise.to(z), variance.sqrt()).flatten(0, 1)
 
-    # Where the draws part at the first layer, its matrix products are shared by all of them.
-    late = _may_part_at_first_layer(call, params, examples(inputs, 0, 2))
-    if like.device.type == "cpu":
-        budget = min(budget, _CACHED)
     found = []
+    budget = min(budget, _CACHED) if like.device.type == "cpu" else budget
     for part in _parts(inputs, 4 * n * activations, like, budget):
-        size = batch_size(part)
-        with _noisy_layers(call.model, params, variances, noise, *((size, n) if late else (size * n, 1))):
-            output = call(params, part if late else repeated(part, n))
-        found.append(output.reshape(n, size, *output.shape[1:]))
+        rows = n * batch_size(part)
+        with ExitStack() as hooks:
+            for prefix, module in call.model.named_modules():
+                own = [variances.get(f"{prefix}.{kind}".lstrip(".")) for kind in ("weight", "bias")]
+                if any(tensor is not None for tensor in own):
+                    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    hooks.callback(module.register_forward_hook(partial(leave, own, rows)).remove)
+            output = call(params, repeated(part, n))
+        found.append(output.reshape(n, -1, *output.shape[1:]))
     return torch.cat(found, dim=1)
-
-
-def _may_part_at_first_layer(call: Call, params: Named, probe: Any) -> bool:
-    """Whether the model's batch may grow threefold in the first layer: each copy must come out as if it were alone.
-
-    It may not where the model joins what comes before with what comes after, or has kept the length of its input.
-    """
-    size = batch_size(probe)
-    units = {name: torch.ones_like(tensor) for name, tensor in params.items()}
-
-    def outputs(copies: int, *offsets: float) -> Tensor:
-        # Instead of noise, each copy has a constant number of standard deviations everywhere.
-        steps = torch.tensor(offsets).repeat_interleave(size)
-
-        def noise(shape: torch.Size) -> Tensor:
-            return steps.view(shape[0], shape[1], *[1] * (len(shape) - 2)).expand(shape)
-
-        with _noisy_layers(call.model, params, units, noise, size, copies):
-            return call(params, probe)
-
-    try:
-        found = outputs(3, -1.0, 0.0, 1.0)
-    except RuntimeError:
-        return False
-    expected = torch.cat([outputs(1, offset) for offset in (-1.0, 0.0, 1.0)])
-    return found.shape == expected.shape and bool((found - expected).norm() <= 1e-2 * expected.norm())
-
-
-@contextmanager
-def _noisy_layers(
-    model: nn.Module, params: Named, variances: Named, noise: Callable[[torch.Size], Tensor], rows: int, copies: int
-) -> Iterator[None]:
-    """Linear layers whose outputs are drawn, `copies` of each where there are `rows` of them."""
-    names = {id(tensor): name for name, tensor in params.items()}
-
-    def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], z: Tensor) -> Tensor | None:
-        weight, bias = (names.get(id(p)) if p is not None else None for p in (module.weight, module.bias))
-        if weight is None and bias is None:
-            return None
-        variance = None if bias is None else variances[bias]
-        if weight is not None:
-            given = args[0] if args else kwargs["input"]
-            variance = F.linear(given.square(), variances[weight], variance)
-        assert variance is not None
-        drawn = noise(torch.Size((copies if z.shape[0] == rows else 1, *z.shape))).to(z)
-        return torch.addcmul(z, drawn, variance.sqrt()).flatten(0, 1)
-
-    handles = [
-        module.register_forward_hook(hook, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def batch_second(tensor: Tensor, size: int, lead: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Use:
+class Use(ABC):
     """One use of one parameter, or of some of its rows, in a forward pass.
 
     Attributes:
@@ -71,9 +72,13 @@ class Use:
         """The part in use of a tensor of the parameter's shape."""
         return tensor if self.rows is None else tensor[self.rows]
 
+    @abstractmethod
+    def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
+        """The gradients themselves, (c, b, *shape), of the part in use."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ProductUse(Use, ABC):
+class ProductUse(Use):
     """A use whose gradients are sums over positions of products, Σ_p X_p Y_p; `input` is the layer's."""
 
     input: Tensor
@@ -95,9 +100,10 @@ class ProductUse(Use, ABC):
     def arranged(self, tensor: Tensor) -> Tensor:
         """A tensor of the weight's shape as (g, x, y)."""
 
-    def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
-        """(..., g, x, y) as (..., *shape), the inverse of `arranged`."""
-        return tensor.reshape(*tensor.shape[:-3], *shape)
+    def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
+        """Σ_p X_p Y_p."""
+        x, y = self.factors(d, layout, size)
+        return _gradients(x, y.to(d.dtype)).permute(2, 0, 1, 3, 4).reshape(len(d), size, *shape)
 
 
 class MatrixUse(ProductUse):
@@ -135,46 +141,20 @@ class ConvolutionUse(ProductUse):
         if module.padding != "valid":
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
-        seen = _patches(a, module, d.shape[3:])
-        seen = seen.reshape(len(a), groups, -1, d.shape[3:].numel()).transpose(2, 3)
+        # What the convolution sees, (n, channels, kernel…, pixels…), in any number of dimensions; a view of a.
+        along = [step * dilation for step, dilation in zip(a.stride()[2:], module.dilation, strict=True)]
+        across = [step * stride for step, stride in zip(a.stride()[2:], module.stride, strict=True)]
+        shape = (*a.shape[:2], *module.kernel_size, *d.shape[3:])
+        seen = a.as_strided(shape, (*a.stride()[:2], *along, *across))
+        y = seen.reshape(len(a), groups, -1, d.shape[3:].numel()).transpose(2, 3)
         x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
-        return _folded(x, seen, layout, size)
+        # The n images of b examples are gathered as positions.
+        return layout(x, size, 1).transpose(2, 3).flatten(3, 4), layout(y, size, 0).transpose(1, 2).flatten(2, 3)
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """(out, in/g, kernel…) as (g, out/g, in/g · kernel)."""
         groups = self.module.groups
         return tensor.reshape(groups, tensor.shape[0] // groups, -1)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TransposedConvolutionUse(ProductUse):
-    """The adjoint of a convolution: gradients are products of a with the patches of D."""
-
-    module: nn.modules.conv._ConvTransposeNd
-
-    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        module, groups, a = self.module, self.module.groups, self.input.detach()
-        spatial = a.shape[2:]
-        # Every output pixel that an input pixel reaches, whether or not the output kept it.
-        needed = [
-            (n - 1) * s + dil * (k - 1) + 1
-            for n, s, dil, k in zip(spatial, module.stride, module.dilation, module.kernel_size, strict=True)
-        ]
-        sizes = list(zip(needed, map(int, module.padding), d.shape[3:], strict=True))
-        padding = [side for full, pad, seen in reversed(sizes) for side in (pad, full - pad - seen)]
-        u = _patches(F.pad(d.flatten(0, 1), padding), module, spatial)
-        u = u.reshape(*d.shape[:2], groups, -1, spatial.numel()).transpose(3, 4)
-        a = a.reshape(a.shape[0], groups, a.shape[1] // groups, -1).transpose(2, 3)
-        return _folded(u, a, layout, size)
-
-    def arranged(self, tensor: Tensor) -> Tensor:
-        """(in, out/g, kernel…) as (g, out/g · kernel, in/g)."""
-        groups = self.module.groups
-        return tensor.reshape(groups, tensor.shape[0] // groups, -1).transpose(1, 2)
-
-    def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse of `arranged`."""
-        return super().restored(tensor.transpose(-1, -2), shape)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -190,7 +170,7 @@ class SumUse(Use):
     channel: bool = False
 
     def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
-        """(c, b, *shape): the gradients themselves, which are small."""
+        """D x̂ summed over positions."""
         if self.scale is not None:
             d = d * self.scale()
         grads = layout(d, size, 1)
@@ -215,18 +195,10 @@ class EmbeddingUse(Use):
         grads = layout(d, size, 1).reshape(len(d), size, ids.shape[1], -1)
         return grads if self.padding is None else grads * (ids != self.padding)[None, :, :, None], ids
 
-
-def _folded(x: Tensor, a: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-    """X (c, n, g, p, x) and Y (n, g, p, y) with the n images of b examples gathered as positions."""
-    return layout(x, size, 1).transpose(2, 3).flatten(3, 4), layout(a, size, 0).transpose(1, 2).flatten(2, 3)
-
-
-def _patches(a: Tensor, module: nn.modules.conv._ConvNd, pixels: Sequence[int]) -> Tensor:
-    """(n, channels, kernel…, pixels…): what a convolution sees, in any number of dimensions; a view of a."""
-    spatial = a.stride()[2:]
-    along = [step * dil for step, dil in zip(spatial, module.dilation, strict=True)]
-    across = [step * s for step, s in zip(spatial, module.stride, strict=True)]
-    return a.as_strided((*a.shape[:2], *module.kernel_size, *pixels), (*a.stride()[:2], *along, *across))
+    def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
+        """Those of the rows looked up; 0 elsewhere."""
+        grads, ids = self.looked_up(d, layout, size)
+        return d.new_zeros(len(d), size, *shape).scatter_add_(2, ids[None, :, :, None].expand_as(grads), grads)
 
 
 # --- contraction ----------------------------------------------------------------------------------------------------
@@ -253,24 +225,11 @@ def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor],
     step = outputs if covariance else max(1, _piece_size(variances[0]) // (size * variances[0].numel()))
     parts = []
     for c0 in range(0, outputs, step):
-        grads = _dense([(use, d[c0 : c0 + step], layout) for use, d, layout in pulled], size, variances[0])
+        shape = variances[0].shape
+        each = [use.gradients(d[c0 : c0 + step], layout, size, shape) for use, d, layout in pulled]
+        grads = reduce(torch.add, each)
         parts.append(torch.stack([squared((grads * s.sqrt()).flatten(2), covariance) for s in variances]))
     return torch.cat(parts, dim=2)
-
-
-def total_gradient(use: Use, d: Tensor, layout: Layout, size: int, weights: Tensor, like: Tensor) -> Tensor:
-    """Σ_b weights_b ∂f_b/∂(the rows in use), for one direction of outputs: what autograd must agree with."""
-    total = torch.zeros_like(use.of(like))
-    d = d.to(like.dtype)
-    if isinstance(use, ProductUse):
-        x, y = use.factors(d, layout, size)
-        total = use.restored(torch.einsum("bgpx,bgpy,b->gxy", x[0], y.to(like.dtype), weights), total.shape)
-    elif isinstance(use, EmbeddingUse):
-        grads, ids = use.looked_up(d, layout, size)
-        total.index_add_(0, ids.flatten(), (grads[0] * weights[:, None, None]).flatten(0, 1))
-    elif isinstance(use, SumUse):
-        total = torch.tensordot(weights, use.gradients(d, layout, size, total.shape)[0], dims=1)
-    return total
 
 
 def _joined_factors(pulled: Sequence[Pulled], size: int) -> tuple[Tensor, Tensor]:
@@ -347,21 +306,6 @@ def _gradients(x: Tensor, y: Tensor) -> Tensor:
     c, b, g, _, width = x.shape
     left = x.permute(1, 2, 0, 4, 3).reshape(b, g, c * width, -1)
     return (left @ y).view(b, g, c, width, -1)
-
-
-def _dense(pulled: Sequence[Pulled], size: int, variance: Tensor) -> Tensor:
-    """The gradients (c, b, *shape) themselves: for small parameters, and for those used in unlike ways."""
-    total = variance.new_zeros(len(pulled[0][1]), size, *variance.shape)
-    for use, d, layout in pulled:
-        if isinstance(use, SumUse):
-            total += use.gradients(d, layout, size, variance.shape)
-        elif isinstance(use, EmbeddingUse):
-            grads, ids = use.looked_up(d, layout, size)
-            total.scatter_add_(2, ids[None, :, :, None].expand_as(grads), grads)
-        elif isinstance(use, ProductUse):
-            x, y = use.factors(d, layout, size)
-            total += use.restored(_gradients(x, y.to(d.dtype)).permute(2, 0, 1, 3, 4), variance.shape)
-    return total
 
 
 def squared(rows: Tensor, covariance: bool) -> Tensor:

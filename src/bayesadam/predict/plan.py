@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -18,27 +18,24 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict.call import Call, Forward, batch_size, examples, explaining, repeated
+from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, repeated
 from bayesadam.predict.layers import (
     ConvolutionUse,
     EmbeddingUse,
     Layout,
     MatrixUse,
     SumUse,
-    TransposedConvolutionUse,
     TransposedMatrixUse,
     Use,
     batch_first,
     batch_second,
-    total_gradient,
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KNOWN = (
-    *_LINEAR, *_CONVOLUTIONS, *_TRANSPOSED, *_BATCH_NORMS,
+    *_LINEAR, *_CONVOLUTIONS, *_BATCH_NORMS,
     nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention,
 )  # fmt: skip
 _FREE: tuple[Layout, ...] = (batch_first, batch_second)
@@ -130,10 +127,10 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
     if isinstance(m, nn.Embedding):
         return [] if m.max_norm else [(EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
-    if isinstance(m, _CONVOLUTIONS + _TRANSPOSED):
-        kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
+    if isinstance(m, _CONVOLUTIONS):
         own = {"layouts": _FIRST, "input": a, "module": m}
-        return [(kind, m.weight, z, own), (SumUse, m.bias, z, first)] if a.dim() == len(m.kernel_size) + 2 else []
+        uses: list[_Note] = [(ConvolutionUse, m.weight, z, own), (SumUse, m.bias, z, first)]
+        return uses if a.dim() == len(m.kernel_size) + 2 else []
     if isinstance(m, _LINEAR) or _is_transposed_linear(m):
         matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
         return [(matrix, m.weight, z, {**free, "input": a}), (SumUse, m.bias, z, free)]
@@ -233,7 +230,6 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
     noticed.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    flat, spec = pytree.tree_flatten(inputs)
     known = _plans.setdefault(call.model, {})
     modules = []
     for m in call.model.modules():
@@ -241,15 +237,20 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
         # Its forward may depend on plain attributes.
         plain = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str) and k != "training")
         modules.append((id(m), type(m), id(m.__dict__.get("forward")), hooks, plain))
-    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
     operations, first = _operations(call, leaves, inputs)
-    key = (weakly(call.forward), call.at, tuple(modules), str(spec), kinds, tensors, operations)
+    key = (weakly(call.forward), call.at, tuple(modules), _kind(inputs), tensors, operations)
     if key not in known:
         if len(known) >= _PLANS_KEPT:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
     return replace(known[key], first=first)
+
+
+def _kind(inputs: Any) -> tuple[Any, ...]:
+    """What a batch is made of, without its size."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    return str(spec), *((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def weakly(forward: Forward | None) -> Any:
@@ -300,8 +301,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
     size = batch_size(probe)
     with torch.enable_grad():
-        with explaining(call, leaves, inputs):
-            uses, output = recorded(call, leaves, probe, shared)
+        uses, output = recorded(call, leaves, probe, shared)
         _check_output(call, leaves, probe, output, size)
         flat = output.reshape(size, -1)
         generator = torch.Generator().manual_seed(0)
@@ -363,31 +363,30 @@ def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: 
         )
     if output.numel() == 0:
         raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
-    wrong = (
-        "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
-        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
-        "no batch dimension? A single example is x[None]"
-    )
+    failure: Exception | None = None
     try:
         with torch.no_grad():
-            alone = call(leaves, examples(probe, size - 1, size))
-    except BayesAdamError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise BayesAdamError(f"{wrong} ({error})") from error
-    among = output[-1:].detach()
-    # Outputs that are not finite are reported elsewhere.
-    finite = torch.isfinite(among)
-    if alone.shape != among.shape or not agree(alone[finite], among[finite]):
-        with torch.no_grad():
-            again = call(leaves, examples(probe, size - 1, size))
+            alone, again = (call(leaves, examples(probe, size - 1, size)) for _ in range(2))
+        among = output[-1:].detach()
+        # Outputs that are not finite are reported elsewhere.
+        finite = torch.isfinite(among)
+        if alone.shape == among.shape and agree(alone[finite], among[finite]):
+            return
         if again.shape == alone.shape and not torch.equal(again, alone):
             raise BayesAdamError(
                 "the model gives something else each time it is run on the same example, in evaluation mode: something "
                 "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
-        raise BayesAdamError(wrong)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, BayesAdamError):
+            raise
+        failure = error
+    raise BayesAdamError(
+        "each example's output must depend on that example alone, but the model gives something else when one is run "
+        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
+        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
+        f"no batch dimension? A single example is x[None]{'' if failure is None else f' ({failure})'}"
+    ) from failure
 
 
 def _can_be_repeated(call: Call, leaves: Mapping[str, Tensor], probe: Any, name: str, output: Tensor) -> bool:
@@ -428,8 +427,11 @@ def _agreeing_layouts(
         layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
         ours = torch.zeros_like(truth, dtype=wide)
         try:
-            for use, d, layout in zip(uses, ds, layouts, strict=True):
-                use.of(ours).add_(total_gradient(use, d[None], layout, size, s.to(wide), ours))
+            with torch.autocast(truth.device.type, enabled=False):
+                for use, d, layout in zip(uses, ds, layouts, strict=True):
+                    part = use.of(ours)
+                    grads = use.gradients(d[None].to(wide), layout, size, part.shape)[0]
+                    part += torch.tensordot(s.to(wide), grads, dims=1)
         except (RuntimeError, IndexError):
             continue
         found = disagreement(ours, truth)
@@ -439,3 +441,41 @@ def _agreeing_layouts(
             # Rounding alone may come to this much; a wrong layout is still farther off.
             best = (found, layouts)
     return best[1]
+
+
+# --- positions ----------------------------------------------------------------------------------------------------
+
+_calls: WeakKeyDictionary[nn.Module, dict[Any, tuple[str, torch.Size]]] = WeakKeyDictionary()
+
+
+def at_one_position(call: Call, params: Mapping[str, Tensor], inputs: Any) -> tuple[Call, torch.Size]:
+    """The call that takes (inputs, position), and the shape of an example's outputs at all positions.
+
+    The last layer runs at that position alone where cutting its inputs gives what cutting the outputs does. That is
+    tried on one example, and cached for the model and the kind of its inputs.
+    """
+    known, key = _calls.setdefault(call.model, {}), (weakly(call.forward), _kind(inputs))
+    if key in known:
+        return replace(call, at=known[key][0]), known[key][1]
+    seen: dict[str, Any] = {}
+    one = examples(inputs, 0, 1)
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, m in call.model.named_modules():
+            if type(m) is nn.Linear and name:
+                note = m.register_forward_hook(lambda m, a, z, name=name: seen.update({name: z}))
+                hooks.callback(note.remove)
+        whole = call(params, one)
+    shape, at = whole.shape[1:], ""
+    position = torch.full((1,), shape[:-1].numel() // 2, device=whole.device)
+    for name, z in seen.items():
+        if len(shape) < 2 or z.data_ptr() != whole.data_ptr() or z.shape != whole.shape:
+            continue
+        try:
+            with torch.no_grad():
+                cut = replace(call, at=name)(params, (one, position))
+        except (*_FAILURES, MatchError):
+            continue
+        if cut.shape == (1, shape[-1]) and agree(cut, at_positions(whole, position)):
+            at = name
+    known[key] = at, shape
+    return replace(call, at=at), shape

@@ -2,31 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayesadam._alone import alone_with
+from bayesadam._checks import count
 from bayesadam._warnings import warn
-from bayesadam.errors import CollapsedPredictionWarning, SettingError
+from bayesadam.errors import CollapsedPredictionWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.likelihoods.component import Component, Novel, Score
-from bayesadam.likelihoods.predictive import FEW_OUTPUTS, average
-from bayesadam.predict.call import Call, at_positions, batch_size, evaluating, plain
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, likelihood
+from bayesadam.likelihoods.component import Component, Score
+from bayesadam.likelihoods.predictive import average
+from bayesadam.predict.call import Call, Forward, at_positions, batch_size, evaluating, plain
 from bayesadam.predict.draws import output_draws
-from bayesadam.predict.moments import Moments, moments, parameters_at_mean
-from bayesadam.predict.options import MANY_CLASSES, Options, Rows, Top, at_one_position, chosen_positions, is_single
-from bayesadam.predict.plan import Plan, plan_for
-from bayesadam.predict.sharded import draws_by_module, fits, gathered
+from bayesadam.predict.moments import DEFAULT_BUDGET, Moments, Rows, Top, moments, parameters_at_mean
+from bayesadam.predict.plan import Plan, at_one_position, plan_for
+from bayesadam.predict.sharded import gathered
 
+PredictiveKind = Literal["linearised", "sampled", "linearised-sampled"]
+Positions = Literal["all", "last"] | Tensor
+Outputs = Literal["all", "top"] | int | Top | Tensor | Sequence[int]
+# Of more classes than these the ten largest are predicted, unless others are asked for.
+MANY_CLASSES = 100
 _DEFAULT_PROBES = 2
 # How many numbers of draws are held at once, where they are reduced to some outputs.
 _DRAWN_AT_ONCE = 1 << 28
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The keywords of `Distribution.predict`, checked.
+
+    Attributes:
+        chosen: the outputs that `outputs` chooses: the largest, indices or combinations; None for all.
+    """
+
+    likelihood: LikelihoodName
+    predictive: PredictiveKind = "linearised"
+    n_samples: int = 30
+    covariance: bool = False
+    link: Link = "probit"
+    forward: Forward | None = None
+    generator: torch.Generator | None = None
+    memory_budget: int = DEFAULT_BUDGET
+    outputs: Outputs | None = None
+    positions: Positions | None = None
+    probes: int | None = None
+    captured: bool = True
+    shift: bool = True
+    chosen: Top | Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        likelihood(self.likelihood)
+        for name, allowed in (("predictive", get_args(PredictiveKind)), ("link", get_args(Link))):
+            if getattr(self, name) not in allowed:
+                raise SettingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        found: Any = self.outputs
+        if isinstance(found, int) and not isinstance(found, bool):
+            found = Top(found)
+        if isinstance(found, str) or not isinstance(found, Top | Tensor | Sequence | None):
+            if found not in ("all", "top"):
+                raise SettingError(
+                    "outputs must be 'all', 'top', how many of the largest, indices, or the rows of a matrix of "
+                    f"combinations, got {found!r}"
+                )
+            found = Top() if found == "top" else None
+        elif isinstance(found, Sequence):
+            found = torch.tensor(found, dtype=torch.int64)
+        if isinstance(found, Tensor) and (
+            found.dtype == torch.bool or not 1 + found.is_floating_point() <= found.dim() <= 3
+        ):
+            raise SettingError(
+                "outputs must be whole numbers, (k,), (batch, k) or (batch, positions, k), or real combinations, "
+                f"(k, outputs) or (batch, k, outputs), got {found.dtype} of shape {tuple(found.shape)}"
+            )
+        object.__setattr__(self, "chosen", found)
+        if not isinstance(self.positions, Tensor) and self.positions not in (None, "all", "last"):
+            raise SettingError(
+                f"positions must be 'all', 'last', an index for each example, or a boolean mask, got {self.positions!r}"
+            )
+        count("n_samples", self.n_samples, "draws", least=2)
+        count("memory_budget", self.memory_budget, "bytes")
+        if self.probes is not None:
+            count("probes", self.probes, "random directions", least=0)
+
+    @property
+    def record(self) -> Likelihood[Any]:
+        """The likelihood of that name."""
+        return likelihood(self.likelihood)
+
+    @property
+    def is_combination(self) -> bool:
+        """Whether linear combinations of outputs are asked for."""
+        return isinstance(self.chosen, Tensor) and self.chosen.is_floating_point()
+
+    def choice(self, shape: torch.Size) -> Top | Tensor | None:
+        """The outputs asked for where an example's have that shape; the largest of many classes; None for all."""
+        if (self.chosen is not None or self.positions is not None) and not shape:
+            raise SettingError(
+                "outputs= and positions= choose among several: this network has one number for each example"
+            )
+        if self.chosen is not None:
+            return self.chosen
+        if self.has_many(shape):
+            return Top()
+        return None if self.positions is None else torch.arange(shape[-1] // self.record.outputs_per_target)
+
+    def has_many(self, shape: torch.Size) -> bool:
+        """Whether the largest outputs alone are looked at: there are many classes, and nothing else was asked for."""
+        asked = self.outputs is not None or self.covariance
+        many = bool(shape) and shape[-1] > MANY_CLASSES
+        return many and self.record.coupled and self.predictive == "linearised" and not asked
+
+
+def chosen_positions(positions: Positions | None, inputs: Any, shape: torch.Size) -> Tensor:
+    """Positions by index, (batch,), or a mask, (batch, positions), of outputs of that shape, positions first.
+
+    The last one is that of the inputs' `attention_mask`, where there is one.
+    """
+    size, count = batch_size(inputs), shape[:-1].numel()
+    if len(shape) < 2:
+        raise MatchError(
+            f"positions are of outputs (batch, positions, outputs), but an example's have shape {tuple(shape)}"
+        )
+    if positions is None or (isinstance(positions, str) and positions == "all"):
+        return torch.ones(size, count, dtype=torch.bool)
+    if isinstance(positions, str):
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        if mask is None or mask.shape != (size, count):
+            return torch.full((size,), count - 1)
+        last: Tensor = (mask.bool() * torch.arange(count, device=mask.device)).amax(dim=1)
+        return last
+    if positions.dtype == torch.bool:
+        if positions.reshape(len(positions), -1).shape != (size, count):
+            raise MatchError(f"a mask of positions has shape {(size, *shape[:-1])}, got {tuple(positions.shape)}")
+        return positions.reshape(size, -1)
+    if positions.shape != (size,) or positions.is_floating_point():
+        raise MatchError(f"positions by index have shape ({size},), one for each example, got {tuple(positions.shape)}")
+    if not bool(((positions >= -count) & (positions < count)).all()):
+        raise MatchError(f"positions are from 0 to {count - 1}, got {int(positions.min())} to {int(positions.max())}")
+    return positions % count
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
 
 
 def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Component, str]:
@@ -37,29 +160,19 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
     if gaussian.is_sharded:
         generator = options.generator or torch.Generator().manual_seed(fresh_seed(None, gaussian.mode))
         options = replace(options, generator=generator)
-        if fits(gaussian, options.predictive, options.memory_budget):
-            with alone_with(gaussian.model), gathered(gaussian) as whole:
-                return component_of(whole, inputs, options)
+        with alone_with(gaussian.model), gathered(gaussian, options.memory_budget) as whole:
+            return component_of(whole, inputs, options)
     with evaluating(gaussian.model):
-        if gaussian.is_sharded:
-            call = Call(gaussian.model, options.forward)
-            draw = partial(draws_by_module, gaussian, call, inputs, options.predictive, options.generator)
-            found, how = _drawn(gaussian, inputs, options, draw, options.n_samples)
+        net = _Network.of(gaussian, inputs, options)
+        if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
+            warn(mismatch)
+        chosen = net.options.choice(net.plan.shape)
+        if net.options.predictive != "linearised":
+            found, how = _drawn(net, chosen)
+        elif chosen is None or len(net.plan.shape) == 1:
+            found, how = _linearised(net, chosen)
         else:
-            net = _Network.of(gaussian, inputs, options)
-            if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
-                warn(mismatch)
-            options, chosen = net.options, net.options.choice(net.plan.shape)
-            if options.predictive != "linearised":
-                n, numbers = options.n_samples, net.plan.outputs * batch_size(net.inputs)
-                at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
-                of_net = gaussian, net.call, net.params, net.inputs, net.plan
-                draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget)
-                found, how = _drawn(gaussian, net.inputs, options, draw, at_once)
-            elif chosen is None or len(net.plan.shape) == 1:
-                found, how = _linearised(net, chosen)
-            else:
-                found, how = _at_each_position(net, chosen)
+            found, how = _at_each_position(net, chosen)
     lost = ~found.mean.reshape(len(found.mean), -1).isfinite().all(dim=1)
     if bool(lost.any()):
         first = int(lost.nonzero()[0])
@@ -81,7 +194,7 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
         (rows, given), shape = net.probes(), net.plan.shape
         if net.options.positions is not None and len(shape) > 1:
             given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.device)
-        found = moments(**net.arguments(), rows=replace(rows, shape=shape), given=given)
+        found = net.moments(rows=replace(rows, shape=shape), given=given)
     return Score.of(found.variance[0].T / 2)
 
 
@@ -98,10 +211,11 @@ class _Network:
 
     @classmethod
     def of(cls, gaussian: Any, inputs: Any, options: Options) -> _Network:
-        call, params = Call(gaussian.model, options.forward), parameters_at_mean(gaussian)
-        if is_single(options.positions):
+        call, params, positions = Call(gaussian.model, options.forward), parameters_at_mean(gaussian), options.positions
+        by_index = isinstance(positions, Tensor) and positions.dtype != torch.bool
+        if by_index or (isinstance(positions, str) and positions == "last"):
             call, shape = at_one_position(call, params, inputs)
-            position = chosen_positions(options.positions, inputs, shape)
+            position = chosen_positions(positions, inputs, shape)
             outputs = options.outputs if options.chosen is None else _chosen_at(options.chosen, position)
             options = replace(options, positions=None, outputs=outputs)
             inputs = (inputs, position.to(next(iter(params.values())).device))
@@ -111,45 +225,37 @@ class _Network:
     def device(self) -> torch.device:
         return next(iter(self.params.values())).device
 
+    @property
+    def noise(self) -> Tensor | None:
+        """σ², where the likelihood has one."""
+        return self.gaussian.noise_variance if self.options.record.noise else None
+
     def probes(self) -> tuple[Rows, dict[str, Tensor]]:
-        """Random directions of the outputs, and their random numbers for this batch."""
-        record, given = self.options.record, self.options.probes
-        noise, t = _noise(self.gaussian, self.options), self.gaussian.temperature
-        count = _DEFAULT_PROBES if given is None else given
-        rows = Rows(record, probes=count, temperature=t, noise_variance=noise)
-        seed = fresh_seed(self.options.generator) if count else 0
-        return rows, rows.signs(batch_size(self.inputs), self.plan.outputs, seed, self.device)
+        """Random directions of the outputs, and their random signs for this batch, (batch, probes, outputs)."""
+        n = _DEFAULT_PROBES if self.options.probes is None else self.options.probes
+        t = self.gaussian.temperature
+        rows = Rows(self.options.record, probes=n, temperature=t, noise_variance=self.noise)
+        if n == 0:
+            return rows, {}
+        generator = torch.Generator(device=self.device).manual_seed(fresh_seed(self.options.generator))
+        how: Any = {"generator": generator, "device": self.device, "dtype": torch.int8}
+        return rows, {"signs": 2 * torch.randint(2, (batch_size(self.inputs), n, self.plan.outputs), **how) - 1}
 
-    def arguments(self, *others: Any) -> dict[str, Any]:
-        """The arguments of `moments` under the posterior, and under others of the same mean."""
+    def moments(self, *others: Any, **options: Any) -> Moments:
+        """Under the posterior, and under others of the same mean."""
         gaussians = [self.gaussian, *others]
-        return {
-            "call": self.call,
-            "params": self.params,
-            "variances": [each.coordinate_variance.__getitem__ for each in gaussians],
-            "inputs": self.inputs,
-            "budget": self.options.memory_budget,
-            "bases": self.gaussian.structure.bases,
-            "directions": [each.directions for each in gaussians],
-            "plan": self.plan,
-            "captured": self.options.captured,
-        }
-
-
-def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, str]:
-    """Exact moments of chosen outputs at several positions, one after the other."""
-    mask = chosen_positions(net.options.positions, net.inputs, net.plan.shape)
-    counts, order = mask.sum(dim=1), mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    most, how, parts = int(counts.max()), "", []
-    keep = torch.arange(most, device=counts.device)[None] < counts[:, None]
-    call, _ = at_one_position(net.call, net.params, net.inputs)
-    for position in order[:, :most].T:
-        inputs = (net.inputs, position.to(net.device))
-        there = replace(net, call=call, inputs=inputs, plan=plan_for(call, net.params, inputs))
-        found, how = _linearised(there, _chosen_at(chosen, position))
-        parts.append(found)
-    found = _joined(parts, lambda each: torch.stack(list(each), dim=1)[keep.to(each[0].device)])
-    return _by_position(found, net.options, len(mask), net.plan.shape), f"{how}, at each of up to {most} positions"
+        return moments(
+            self.call,
+            self.params,
+            [each.coordinate_variance.__getitem__ for each in gaussians],
+            self.inputs,
+            budget=self.options.memory_budget,
+            bases=self.gaussian.structure.bases,
+            directions=[each.directions for each in gaussians],
+            plan=self.plan,
+            captured=self.options.captured,
+            **options,
+        )
 
 
 def _chosen_at(chosen: Any, position: Tensor) -> Any:
@@ -158,30 +264,32 @@ def _chosen_at(chosen: Any, position: Tensor) -> Any:
     return at_positions(chosen, position) if by_position else chosen
 
 
-def _by_position(found: Component, options: Options, size: int, shape: torch.Size) -> Component:
-    """Rows of all positions as (batch, positions…, ...); those of a mask stay rows."""
-    if isinstance(options.positions, Tensor):
-        return found
-    return _joined([found], lambda each: each[0].reshape(size, *shape[:-1], *each[0].shape[1:]))
+def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, str]:
+    """Exact moments of chosen outputs at several positions, one after the other."""
+    mask, shape = chosen_positions(net.options.positions, net.inputs, net.plan.shape), net.plan.shape
+    counts, order = mask.sum(dim=1), mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    most, how, parts = int(counts.max()), "", []
+    call, _ = at_one_position(net.call, net.params, net.inputs)
+    for position in order[:, :most].T:
+        inputs = (net.inputs, position.to(net.device))
+        there = replace(net, call=call, inputs=inputs, plan=plan_for(call, net.params, inputs))
+        found, how = _linearised(there, _chosen_at(chosen, position))
+        parts.append(found)
+    keep = torch.arange(most, device=counts.device)[None] < counts[:, None]
 
+    def joined(values: Sequence[Any]) -> Any:
+        first: Any = values[0]
+        if isinstance(first, Component | Score):
+            names = [f.name for f in fields(first)]
+            return type(first)(*(joined([getattr(value, name) for value in values]) for name in names))
+        if not isinstance(first, Tensor):
+            return first
+        by_position = torch.stack(list(values), dim=1)
+        if isinstance(net.options.positions, Tensor):
+            return by_position[keep.to(first.device)]
+        return by_position.reshape(len(mask), *shape[:-1], *by_position.shape[2:])
 
-def _joined(parts: Sequence[Component], of: Callable[[Sequence[Tensor]], Tensor]) -> Component:
-    """Components of one kind as one, tensor by tensor; draws keep their own dimension first."""
-
-    def join(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], Novel | Score):
-            names = [field.name for field in fields(values[0])]
-            return type(values[0])(*(join([getattr(value, name) for value in values]) for name in names))
-        return of(values) if isinstance(values[0], Tensor) else values[0]
-
-    names = [field.name for field in fields(Component) if field.name != "draws"]
-    found = {name: join([getattr(part, name) for part in parts]) for name in names}
-    draws = parts[0].draws
-    return Component(**found, draws=None if draws is None else torch.stack([of([draw]) for draw in draws]))
-
-
-def _noise(gaussian: Any, options: Options) -> Tensor | None:
-    return gaussian.noise_variance if options.record.noise else None
+    return joined(parts), f"{how}, at each of up to {most} positions"
 
 
 # --- the linearised network -----------------------------------------------------------------------------------------
@@ -196,28 +304,14 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
         rows = replace(rows, rest=options.record.coupled and not options.is_combination)
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
         given = {name: tensor.to(net.device) for name, tensor in given.items()} | signs
-    other = None
-    if options.novelty or (options.novelty is None and rows is None and net.plan.outputs <= FEW_OUTPUTS):
-        other = gaussian if options.for_novelty else gaussian.for_novelty
-    # Where neither is shrunk by its prior, both have the same mean, and one pass does.
-    together = other is not None and all(other.mean[name] is mu for name, mu in gaussian.mean.items())
-    blocks = options.record.coupled or rows is not None
-    others = [other] if together and other is not gaussian else []
-    covariance = options.covariance or (together and blocks)
-    found = moments(**net.arguments(*others), rows=rows, given=given, covariance=covariance)
-    novel = None
-    if other is not None:
-        its = net if together else replace(net, gaussian=other, params=parameters_at_mean(other))
-        own = found if together else moments(**its.arguments(), rows=rows, given=given, covariance=blocks)
-        novel = _novel(its, own, rows, given)
-    block = found.covariance[0] if options.covariance and found.covariance is not None else None
-    settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged, "novel": novel}
+    found = net.moments(rows=rows, given=given, covariance=options.covariance)
+    block = None if found.covariance is None else found.covariance[0]
+    settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
     if rows is None:
         how = f"linearised, exact: {net.plan.outputs} backward directions, one for each output"
-        noise = _noise(gaussian, options)
-        return Component(found.mean, found.variance[0], block, noise_variance=noise, **settings), how
+        return Component(found.mean, found.variance[0], block, noise_variance=net.noise, **settings), how
     k, variance = rows.k, found.variance[0]
-    mean, noise = _chosen(gaussian, options, given, found.mean, found.indices)
+    mean, noise = _chosen(net.noise, given, found.mean, found.indices)
     component = Component(
         mean,
         variance[:, :k],
@@ -234,10 +328,9 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
 
 
 def _chosen(
-    gaussian: Any, options: Options, given: Mapping[str, Tensor], logits: Tensor, indices: Tensor
+    noise: Tensor | None, given: Mapping[str, Tensor], logits: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Means and σ² of outputs by index, (b, k), or of combinations u: u · f and Σ u² σ², 0 without a σ²."""
-    noise = _noise(gaussian, options)
     noise = noise if noise is None else noise.to(logits).expand(logits.shape[-1])
     if "combinations" not in given:
         return logits.gather(1, indices), None if noise is None else noise[indices]
@@ -246,70 +339,20 @@ def _chosen(
     return mean, torch.zeros_like(mean) if noise is None else u.square() @ noise
 
 
-def _novel(net: _Network, found: Moments, rows: Rows | None, given: Mapping[str, Tensor]) -> Novel:
-    """The last of the moments, with variances that grow with the deviation from running statistics.
-
-    Of chosen classes, the rest of the softmax counts as one more class.
-    """
-    mean, variance, block = found.mean, found.variance[-1], None if found.covariance is None else found.covariance[-1]
-    precision = net.options.record.hessian_diagonal(mean, net.gaussian.noise_variance)
-    if rows is not None:
-        logits, d = mean, rows.k + rows.rest
-        mean, _ = _chosen(net.gaussian, net.options, given, logits, found.indices)
-        if rows.rest:
-            rest = logits.scatter(1, found.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
-            mean, precision = torch.cat([mean, rest], dim=1), mean.new_ones(len(mean), d)
-        elif "combinations" not in given:
-            precision = precision.gather(1, found.indices)
-        variance, block = variance[:, :d], None if block is None else block[:, :d, :d]
-    deviation = running_deviation(net.call, net.params, net.inputs)
-    if deviation is not None:
-        factor = deviation.to(mean)
-        variance = variance * factor.view(-1, *[1] * (variance.dim() - 1))
-        block = None if block is None else block * factor[:, None, None]
-    return Novel(mean, variance, block, precision)
-
-
-def running_deviation(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Tensor | None:
-    """d(x) = exp mean_l log mean_c (m_lc(x) − μ_lc)²/σ²_lc, (batch,): None without running statistics.
-
-    Over layers l and channels c of batch norm, m the mean of an example's activations over positions, μ and σ² the
-    running statistics. Curvature was measured on activations of d ≈ 1; a linear layer's variance grows with the square
-    of its inputs, and so does d.
-    """
-    layers = [m for m in call.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    if not layers:
-        return None
-    size, found = batch_size(inputs), []
-
-    def take(layer: Any, arguments: tuple[Tensor, ...]) -> None:
-        x = arguments[0].detach()
-        if x.shape[0] == size:
-            means = x.flatten(2).mean(dim=2) if x.dim() > 2 else x
-            found.append(((means - layer.running_mean).square() / (layer.running_var + layer.eps)).mean(dim=1))
-
-    handles = [layer.register_forward_pre_hook(take) for layer in layers]
-    try:
-        with torch.no_grad():
-            call(params, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    tiny = torch.finfo(torch.float32).tiny
-    return torch.stack([d.float().clamp(min=tiny).log() for d in found]).mean(dim=0).exp() if found else None
-
-
 # --- draws ----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(
-    gaussian: Any, inputs: Any, options: Options, draw: Callable[[int], tuple[Tensor, Tensor]], at_once: int
-) -> tuple[Component, str]:
+def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     """Draws of all outputs, some at a time, reduced to those chosen, and their moments.
 
     The mean of the linearised network is known; that of the network itself is estimated from the draws.
     """
-    record, n, sampled = options.record, options.n_samples, options.predictive == "sampled"
+    gaussian, options, record = net.gaussian, net.options, net.options.record
+    n, sampled = options.n_samples, options.predictive == "sampled"
+    numbers = net.plan.outputs * batch_size(net.inputs)
+    at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
+    of_net = gaussian, net.call, net.params, net.inputs, net.plan
+    draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget)
     drawn, centre = draw(at_once)
     if sampled and (collapse := record.collapse(drawn, centre)) is not None:
         warn(
@@ -317,14 +360,14 @@ def _drawn(
             "prior_precision, or use predictive='linearised'",
             CollapsedPredictionWarning,
         )
-    size, shape = len(centre), centre.shape[1:]
-    chosen, settings = options.choice(shape), {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
+    size, shape, freedom = len(centre), centre.shape[1:], n - sampled
+    settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
     if chosen is None:
-        mean, count = (drawn.mean(dim=0), n - 1) if sampled else (centre, n)
+        mean = drawn.mean(dim=0) if sampled else centre
         centred = (drawn - mean).reshape(n, size, -1)
-        block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None
-        variance, noise = centred.square().sum(dim=0).div(count).view_as(mean), _noise(gaussian, options)
-        found = Component(mean, variance, block, drawn, noise_variance=noise, **settings)
+        block = torch.einsum("nbc,nbd->bcd", centred, centred) / freedom if options.covariance else None
+        variance = centred.square().sum(dim=0).div(freedom).view_as(mean)
+        found = Component(mean, variance, block, drawn, noise_variance=net.noise, **settings)
         return found, f"{options.predictive}: {n} draws"
     logits = centre.reshape(-1, shape[-1])
     if isinstance(chosen, Tensor) and chosen.dim() > 1 + options.is_combination:
@@ -332,49 +375,49 @@ def _drawn(
         chosen = chosen.flatten(0, 1) if by_position else chosen.repeat_interleave(len(logits) // size, dim=0)
     rows = Rows(record, rest=record.coupled and not options.is_combination)
     rows, given = rows.choosing(chosen, len(logits), shape[-1])
-    basis, k = rows(logits, given), rows.k
-    kept, scores, total, done = [], [], torch.zeros_like(logits), 0
-    while True:
+    basis, t = rows(logits, given), gaussian.temperature
+    probs, total = (logits / t).softmax(dim=-1), torch.zeros_like(logits)
+    kept, rest, scores = [], [], []
+    for done in range(0, n, at_once):
+        drawn = draw(min(at_once, n - done))[0] if done else drawn
         away = drawn.reshape(len(drawn), *logits.shape) - logits
         total += away.sum(dim=0)
-        kept.append(basis.of(away))
-        scores.append(_quadratic(gaussian, options, logits, away))
-        done += len(drawn)
-        if done >= n:
-            break
-        drawn, _ = draw(max(2, min(at_once, n - done)))
+        along = torch.einsum("mbc,nbc->nbm", basis.dense.to(away), away)
+        by_index = away.gather(-1, basis.indices.expand(len(away), -1, -1))
+        kept.append(torch.cat([by_index, along[..., : rows.k - by_index.shape[-1]]], dim=-1))
+        rest.append(along[..., -1])
+        # ½ awayᵀ H away, H the Hessian of −log p at the logits.
+        if record.coupled:
+            curved = ((probs * away.square()).sum(dim=2) - (probs * away).sum(dim=2).square()) / t**2
+        else:
+            curved = (record.hessian_diagonal(logits, gaussian.noise_variance) * away.square()).sum(dim=2)
+        scores.append(curved / 2)
     away = torch.cat(kept)
-    shift, count = away.mean(dim=0) if sampled else torch.zeros_like(away[0]), done - sampled
-    centred, (mean, noise) = away - shift, _chosen(gaussian, options, given, logits, basis.indices)
-    part = centred[..., :k]
+    shift = away.mean(dim=0) if sampled else torch.zeros_like(away[0])
+    mean, noise = _chosen(net.noise, given, logits, basis.indices)
+    mask = chosen_positions(options.positions, net.inputs, shape).flatten() if len(shape) > 1 else None
+
+    def there(rows: Any, dim: int = 0) -> Any:
+        """At the positions asked for: (batch, positions…, ...), or the rows of a mask."""
+        if mask is None or rows is None:
+            return rows
+        if isinstance(options.positions, Tensor):
+            return rows.movedim(dim, 0)[mask.to(rows.device)].movedim(0, dim)
+        return rows.unflatten(dim, (size, *shape[:-1]))
+
     found = Component(
-        mean + shift[:, :k],
-        part.square().sum(dim=0) / count,
-        torch.einsum("nbk,nbl->bkl", part, part) / count if options.covariance else None,
-        mean + away[..., :k],
-        noise_variance=noise,
-        score=Score.of(torch.cat(scores)),
-        outputs=None if options.is_combination else basis.indices,
-        logits=(logits + total / done if sampled else logits) if rows.rest else None,
-        rest_variance=away[..., k].square().mean(dim=0) if rows.rest else None,
+        there(mean + shift),
+        there((away - shift).square().sum(dim=0) / freedom),
+        there(torch.einsum("nbk,nbl->bkl", away - shift, away - shift) / freedom) if options.covariance else None,
+        there(mean + away, 1),
+        noise_variance=there(noise),
+        score=Score.of(there(torch.cat(scores), 1)),
+        outputs=None if options.is_combination else there(basis.indices),
+        logits=there(logits + total / n if sampled else logits) if rows.rest else None,
+        rest_variance=there(torch.cat(rest).square().mean(dim=0)) if rows.rest else None,
         **settings,
     )
-    if len(shape) > 1:
-        mask = chosen_positions(options.positions, inputs, shape).flatten()
-        if not bool(mask.all()):
-            found = _joined([found], lambda each: each[0][mask.to(each[0].device)])
-        found = _by_position(found, options, size, shape)
-    return found, f"{options.predictive}: {done} draws of all outputs"
-
-
-def _quadratic(gaussian: Any, options: Options, logits: Tensor, away: Tensor) -> Tensor:
-    """½ awayᵀ H away of each draw, (n, b), H the Hessian of −log p at the logits."""
-    if not options.record.coupled:
-        return (options.record.hessian_diagonal(logits, gaussian.noise_variance) * away.square()).sum(dim=2) / 2
-    t = gaussian.temperature
-    probs = (logits / t).softmax(dim=-1)
-    found: Tensor = ((probs * away.square()).sum(dim=2) - (probs * away).sum(dim=2).square()) / (2 * t**2)
-    return found
+    return found, f"{options.predictive}: {n} draws of all outputs"
 
 
 # --- mixtures -------------------------------------------------------------------------------------------------------

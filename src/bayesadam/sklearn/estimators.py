@@ -23,7 +23,7 @@ from bayesadam.calibration import calibrate
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
-from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, NumericPredictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.readers import Recorder
@@ -134,7 +134,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
 
     def _predictive(self, inputs: Tensor, *, seed: int = 0, **options: Any) -> Any:
         """The mixture's; with a generator of its own, for torch's global one is the user's."""
-        return self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(seed), novelty=False, **options)
+        return self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(seed), **options)
 
 
 @dataclass(eq=False, repr=False)
@@ -303,10 +303,9 @@ def calibrated(
     method = None if calibration == "auto" else calibration
     try:
         with warnings.catch_warnings():
-            # Whichever probabilities the held-out data prefer, the mixture has; how much is held out is our affair.
-            warnings.simplefilter("ignore", UnusedPosteriorWarning)
+            # How much is held out is our affair.
             warnings.simplefilter("ignore", HeldOutWarning)
-            return calibrate(posterior, held_out, likelihood=name, method=method, folds=1)
+            return calibrate(posterior, held_out, likelihood=name, method=method)
     except CalibrationError as error:
         warn(f"the posterior is not calibrated: {error}")
         return posterior

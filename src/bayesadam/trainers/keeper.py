@@ -228,7 +228,7 @@ def held_out_numbers(
     means, variances, targets = [], [], []
     device = next(iter(posterior.parameters().values())).device
     for inputs, given in batches:
-        found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward, novelty=False)
+        found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
         y = record.matched(given.to(found.mean.device), found.mean)
         keep = record.counted(found.mean, y)
         means.append(found.mean[keep])
