@@ -16,7 +16,6 @@ EXTRA_OF: dict[str, str | None] = {
     "lightning": "lightning",
     "peft": "transformers",
     "pooch": "data",
-    "pytorch_lightning": "lightning",
     "sklearn": "sklearn",
     "transformers": "transformers",
 }

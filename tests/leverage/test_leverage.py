@@ -173,7 +173,7 @@ def test_each_input_is_left_out_of_its_own():
 
 def test_wide_layers_are_cut_in_blocks():
     layer = Layer("m", "m.weight", WIDEST + 3)
-    found, _ = from_inputs([layer], [{"m": torch.randn(6, WIDEST + 3)}], NOTHING)
+    found, _ = from_inputs([layer], [{"m": torch.randn(20, WIDEST + 3)}], NOTHING)
     assert found.factors["m"].shape == (2, WIDEST // 2 + 2, WIDEST // 2 + 2)
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamWarning, MatchError
 from bayesadam.gaussian.structure import Directions
-from bayesadam.leverage import Leverage, from_inputs
+from bayesadam.leverage import Leverage, Ratios, from_inputs
 from bayesadam.leverage.forward import observed
 from bayesadam.likelihoods import Component, Likelihood, agreed
 from bayesadam.likelihoods import likelihood as record_of
@@ -217,14 +217,14 @@ class Observed(NamedTuple):
         targets: those targets, (n, ...).
         owners: the number of the example that each row belongs to.
         leverage: of the held-out inputs.
-        log_h: their own, (examples, layers), each left out.
+        ratios: their own, (examples,), each left out.
     """
 
     outputs: Tensor
     targets: Tensor
     owners: Tensor
     leverage: Leverage
-    log_h: Tensor
+    ratios: Ratios
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,9 +255,9 @@ class HeldOut:
             first += len(y)
             self.step()
         outputs, y, owners = (torch.cat(part) for part in zip(*rows, strict=True))
-        return Observed(
-            outputs, y, owners.reshape(len(y), -1)[:, 0], *from_inputs(layers, pooled, posterior.state_leverage)
-        )
+        leverage, log_h = from_inputs(layers, pooled, posterior.state_leverage)
+        ratios = leverage.ratios(log_h) if leverage.layers else Ratios.usual(outputs.new_empty(first))
+        return Observed(outputs, y, owners.reshape(len(y), -1)[:, 0], leverage, ratios)
 
     def moments(
         self,

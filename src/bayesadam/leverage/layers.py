@@ -43,14 +43,14 @@ class Layer:
         return v.reshape(shape).sum(dim=(1, 3)).flatten()
 
     def pooled(self, module: nn.Module, a: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
-        """The mean of a over positions, (size, width); None of what is no batch, such as the positions' own indices.
+        """The mean of a over positions, (size, width); None of what has no row for each example.
 
         `mask`, (size, positions), is 0 at padding.
         """
+        if a.dim() < 2 or (a.numel() % size if self.tokens else a.numel() % (size * self.width)):
+            return None
         if self.tokens:
-            if a.dim() < 2 or len(a) != size:
-                return None
-            tokens = a.flatten(1)
+            tokens = a.reshape(size, -1)
             weights = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask.float().expand_as(tokens)
             share = weights / weights.sum(dim=1, keepdim=True)
             return torch.zeros(size, self.width, device=a.device).scatter_add(1, tokens, share)

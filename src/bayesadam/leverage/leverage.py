@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from bayesadam.leverage.layers import Layer
 Source = Literal["inputs", "gradients", "second moments"]
 # ε, chosen like the exponents below on MNIST, Fashion-MNIST and texts.
 RIDGE = 0.01
+# Fewer inputs do not make a second moment.
+FEWEST = 20
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
@@ -88,6 +90,10 @@ class Leverage:
         """log h of pooled inputs by module, (batch, layers)."""
         each = [leverages(inputs[x.module], self.factors[x.module], x).sum(dim=1) for x in self.layers]
         return _log(torch.stack(each, dim=1))
+
+    def among(self, modules: Collection[str]) -> Leverage:
+        """Of the layers that a forward pass runs."""
+        return self if self.medians is not None else replace(self, layers=_in(self.layers, modules))
 
     def against(self, log_h: Tensor) -> Leverage:
         """With the medians of familiar inputs, whose leverages these are."""
@@ -204,18 +210,25 @@ def from_inputs(
 
         h ← (n − 1)/n · h/(1 − h/n)
 
-    Embeddings, whose inputs are one-hot vectors, have their factors from the state, or are left out.
+    Embeddings, whose inputs are one-hot vectors, have their factors from the state, or are left out; so have all layers
+    where inputs are fewer than 20.
     """
+    batches = list(batches)
+    seen = _in(layers, batches[0])
+    if sum(len(next(iter(each.values()), ())) for each in batches) < FEWEST:
+        state = state.among(batches[0])
+        log_h = torch.cat([state.log_h(each) for each in batches]) if state.layers else torch.zeros(0, 0)
+        return state.against(log_h) if state.layers else state, log_h
     pooled: dict[str, list[Tensor]] = {}
     for inputs in batches:
-        for layer in layers:
-            if layer.module not in inputs or (layer.tokens and layer.module not in state.factors):
+        for layer in seen:
+            if layer.tokens and layer.module not in state.factors:
                 continue
             a = inputs[layer.module]
             given = leverages(a, state.factors[layer.module].to(a), layer) if layer.tokens else a
             pooled.setdefault(layer.module, []).append(given)
     kept, factors, columns = [], {}, []
-    for layer in layers:
+    for layer in seen:
         a = torch.cat(pooled.get(layer.module, [torch.zeros(1)]))
         if not bool(a.any()):
             continue
@@ -231,6 +244,10 @@ def from_inputs(
         columns.append(h.sum(dim=1))
     log_h = _log(torch.stack(columns, dim=1))
     return Leverage(tuple(kept), factors, "inputs").against(log_h), log_h
+
+
+def _in(layers: Sequence[Layer], modules: Collection[str]) -> tuple[Layer, ...]:
+    return tuple(layer for layer in layers if layer.module in modules)
 
 
 def _log(h: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ def fit_badam(problem: Problem) -> Fitted:
         read = Posterior.from_state_dict(network, problem.optimum.state_dict(index), len(data))
         held_out = (data.x_held_out[index], data.y_held_out[index])
         # Of classes, too, the posterior that is averaged over is what the paper means.
-        method = "validation" if likelihood_named(data.likelihood).tempered else None
+        method: Any = "validation" if likelihood_named(data.likelihood).tempered else None
         read = read.replace(prior_precision=1.0)
         found.append(calibrate(read, held_out, likelihood=data.likelihood, method=method))
     return Fitted("badam", tuple(_linearised(p, problem) for p in found), tuple(found))

@@ -278,6 +278,7 @@ def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     """f of the mean network, and its leverage; relative to the batch itself where there is no other reference."""
     leverage = member.leverage or member.state_leverage
     outputs, seen = observed(member, leverage.layers, inputs, options.forward)
+    leverage = leverage.among(seen)
     ratios = leverage.ratios(leverage.log_h(seen)) if leverage.layers else Ratios.usual(outputs)
     return Component(
         outputs,

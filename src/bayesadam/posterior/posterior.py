@@ -54,7 +54,7 @@ from bayesadam.readers.formats.lazy import Lazy
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged")
+_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "leverage")
 _GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
 
 
@@ -335,8 +335,11 @@ class Posterior(GaussianWeights, Distribution):
     def relative_to(self, familiar: Iterable[Any], forward: Forward | None = None) -> Self:
         """The same with leverage relative to batches of familiar inputs."""
         leverage = self.leverage or self.state_leverage
-        each = [leverage.log_h(observed(self, leverage.layers, batch, forward)[1]) for batch in familiar]
-        return replace(self, leverage=leverage.against(torch.cat(each)) if leverage.layers else None)
+        seen = [observed(self, leverage.layers, batch, forward)[1] for batch in familiar]
+        leverage = leverage.among(seen[0])
+        if not leverage.layers:
+            return self
+        return replace(self, leverage=leverage.against(torch.cat([leverage.log_h(each) for each in seen])))
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of the model's parameters."""
@@ -386,9 +389,9 @@ class Posterior(GaussianWeights, Distribution):
     def replace(self, **changes: Any) -> Self:
         """A new one with other settings.
 
-        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance, temperature and
-        averaged. What calibration said of the old one does not hold for the new one, which has no report and gives no
-        guarantees; but for a likelihood that only repeats it.
+        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance, temperature,
+        averaged and leverage. What calibration said of the old one does not hold for the new one, which has no report
+        and gives no guarantees; but for a likelihood that only repeats it.
         """
         if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
             names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))

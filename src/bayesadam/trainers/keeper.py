@@ -175,7 +175,7 @@ class PosteriorKeeper:
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
         scale, precision = tuned.settings.scale, tuned.prior_precision
         changes = {"scale": scale, "prior_precision": precision, "covariant": tuned.settings.covariant}
-        changes |= {name: getattr(tuned, name) for name in ("noise_variance", "temperature", "averaged")}
+        changes |= {name: getattr(tuned, name) for name in ("noise_variance", "temperature", "averaged", "leverage")}
         # One number for all parameters, by either method of calibration, or the prior's own numbers times one.
         delta = torch.as_tensor(next(iter(precision.values()))).mean()
         numbers |= {"scale": scale, "prior_precision": float(delta), "calibrate_seconds": time.perf_counter() - started}
@@ -225,23 +225,28 @@ def held_out_numbers(
 ) -> dict[str, float]:
     """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`."""
     record = LIKELIHOODS[likelihood]
-    means, variances, targets = [], [], []
+    means, variances, growths, targets = [], [], [], []
     device = next(iter(posterior.parameters().values())).device
     for inputs, given in batches:
         found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
         y = record.matched(given.to(found.mean.device), found.mean)
         keep = record.counted(found.mean, y)
-        means.append(found.mean[keep])
-        variances.append(found.variance[keep])
+        (c,) = found.components
+        growth = torch.ones(len(y), device=y.device) if c.growth is None else c.growth
+        means.append(c.mean[keep])
+        variances.append(c.variance[keep])
+        # A class has a row for each position, other targets for each example.
+        growths.append(growth.view(-1, *[1] * (y.dim() - 1)).expand(y.shape)[keep] if record.coupled else growth)
         targets.append(y[keep])
     own: Any = {name: getattr(posterior, name) for name in ("noise_variance", "temperature", "averaged")}
-    joined = record.predictive([Component(torch.cat(means), torch.cat(variances), **own)])
+    growth = torch.cat(growths) if record.tempered else None
+    joined = record.predictive([Component(torch.cat(means), torch.cat(variances), growth=growth, **own)])
     y = torch.cat(targets)
     if isinstance(joined, NumericPredictive):
         return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.predicted_mean, y)}
     assert isinstance(joined, LogitPredictive)
     numbers = {}
-    network = joined.changed(temperature=1.0, averaged=False)
+    network = joined.changed(temperature=1.0, averaged=False, growth=None)
     for prefix, predictive in {"": joined, "network_": network}.items():
         numbers[f"{prefix}nll"] = nll(predictive, y)
         numbers[f"{prefix}ece"] = ece(predictive.class_probs.flatten(0, -2), y.flatten().long())

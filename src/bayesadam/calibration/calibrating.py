@@ -134,11 +134,11 @@ class _Fit(NamedTuple):
 def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
     """One network's fit to all examples."""
     record, predictive, seen = data.options.record, data.options.predictive, data.observed
-    posterior = replace(data.posterior, leverage=seen.leverage)
+    posterior = replace(data.posterior, leverage=seen.leverage if seen.leverage.layers else None)
     data = replace(data, posterior=posterior)
     plain = best_temperature(data.options, seen.outputs, seen.targets) if record.tempered else 1.0
     if method == "temperature":
-        growth = seen.leverage.ratios(seen.log_h).growth[seen.owners].to(seen.outputs)
+        growth = seen.ratios.growth[seen.owners].to(seen.outputs)
         tempered = seen.outputs / growth.view(-1, *[1] * (seen.outputs.dim() - 1))
         best = best_temperature(data.options, tempered, seen.targets)
         return _Fit(posterior.replace(temperature=best, averaged=False), seen, plain)
@@ -179,8 +179,8 @@ def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
     with quietly():
         found, _ = component_of_member(fit.posterior, inputs, options)
     data.step()
-    ratios = fit.seen.leverage.ratios(fit.seen.log_h[rows])
-    return replace(found, growth=ratios.growth, steepness=ratios.steepness)
+    ratios = fit.seen.ratios
+    return replace(found, growth=ratios.growth[rows], steepness=ratios.steepness[rows])
 
 
 def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:
