@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
-from bayesadam.gaussian import structure as novelty
 from bayesadam.predict.prediction import PredictiveKind
 from doubt_data import Pixels, Suite
 from harness import import_peer
 from networks import ResNet18, lenet, mlp, small_resnet, vit
 
-Needs = Literal["none", "held-out", "training"]
+Needs = Literal["none", "ten inputs", "held-out", "training"]
 # Probabilities, where a row has its own, and doubt, larger for what is less familiar.
 Answer = tuple[Tensor | None, Tensor]
 Scorer = Callable[[Tensor], Answer]
@@ -230,19 +228,19 @@ def ivon(case: Case) -> Scorer:
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
-def diagonal_of(case: Case, one: Trained, *, reader: str | None = None) -> ba.Posterior:
-    return ba.Posterior.from_optimizer(one.model, one.optimizer, case.n_data, batch_size=case.batch, reader=reader)
+def diagonal_of(case: Case, one: Trained) -> ba.Posterior:
+    return ba.Posterior.from_optimizer(one.model, one.optimizer, case.n_data, batch_size=case.batch)
 
 
 def ours(posterior_of: Callable[[Case], ba.Posterior | ba.Mixture]) -> Callable[[Case], Scorer]:
-    """Probabilities of the calibrated posterior, and its novelty, which calibration does not touch, in one pass."""
+    """Probabilities and novelty of the calibrated posterior: leverage by the held-out inputs, in one forward pass."""
 
     def row(case: Case) -> Scorer:
         held_out = batches_of(case.suite.held_out, 500)
         posterior: Any = ba.calibrate(posterior_of(case), held_out, likelihood="classification")
 
         def score(x: Tensor) -> Answer:
-            found = posterior.predict(x, likelihood="classification")
+            found = posterior.predict(x)
             return found.probs, found.novelty
 
         return score
@@ -250,25 +248,18 @@ def ours(posterior_of: Callable[[Case], ba.Posterior | ba.Mixture]) -> Callable[
     return row
 
 
+def by_state(posterior_of: Callable[[Case], ba.Posterior]) -> Callable[[Case], Scorer]:
+    """Novelty by the optimiser's state alone, ten held-out inputs without labels as reference."""
+
+    def row(case: Case) -> Scorer:
+        posterior = posterior_of(case).relative_to([case.suite.held_out[0][:10]])
+        return lambda x: (None, posterior.novelty(x, likelihood="classification"))
+
+    return row
+
+
 def diagonal(case: Case) -> ba.Posterior:
     return diagonal_of(case, case.networks[0])
-
-
-def constant(case: Case) -> ba.Posterior:
-    """V = 1 in place of Adam's second moment: far above any squared gradient, so that hardly a variance is left."""
-    return diagonal_of(case, case.networks[0], reader="ogd")
-
-
-def levelled(case: Case) -> ba.Posterior:
-    """Adam's second moment, its mean over all weights in place of each: of the right size, without its shape."""
-    one = case.networks[0]
-    optimizer = torch.optim.Adam(one.model.parameters(), lr=RATE)
-    optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
-    moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
-    mean = sum(float(moment.sum()) for moment in moments) / sum(moment.numel() for moment in moments)
-    for moment in moments:
-        moment.fill_(mean)
-    return diagonal_of(case, Trained(one.model, optimizer, None))
 
 
 def kronecker(case: Case) -> ba.Posterior:
@@ -282,21 +273,6 @@ def kronecker_from_batches(case: Case) -> ba.Posterior:
     batches = batches_of(case.suite.train, case.batch)[:KEEP]
     recorder = ba.Recorder.from_batches(case.model, batches, F.cross_entropy, keep=KEEP)
     return ba.Posterior.from_recorder(case.model, recorder, case.n_data)
-
-
-def at_share(share: float, posterior_of: Callable[[Case], ba.Posterior]) -> Callable[[Case], Scorer]:
-    """Novelty at another δ: `share` of the mean curvature."""
-
-    def row(case: Case) -> Scorer:
-        posterior = posterior_of(case)
-
-        def score(x: Tensor) -> Answer:
-            with mock.patch.object(novelty, "novelty_share", return_value=share):
-                return None, posterior.novelty(x, likelihood="classification")
-
-        return score
-
-    return row
 
 
 def mixture(case: Case) -> ba.Mixture:
@@ -414,12 +390,11 @@ class Row:
 ROWS: Mapping[str, Row] = {
     "network alone": Row(alone, "none"),
     "temperature": Row(temperature, "held-out"),
-    "ours, diagonal": Row(ours(diagonal), "none"),
-    "ours, Kronecker": Row(ours(kronecker), "none"),
-    "ours, Kronecker from batches": Row(ours(kronecker_from_batches), "training"),
-    "ours, mixture": Row(ours(mixture), "none", joint=True),
-    "V = 1": Row(ours(constant), "none"),
-    "V = the mean of Adam's": Row(ours(levelled), "none"),
+    "ours, held-out inputs": Row(ours(diagonal), "held-out"),
+    "ours, Adam's state": Row(by_state(diagonal), "ten inputs"),
+    "ours, recorded gradients": Row(by_state(kronecker), "ten inputs"),
+    "ours, gradients of 50 batches": Row(by_state(kronecker_from_batches), "training"),
+    "ours, mixture": Row(ours(mixture), "held-out", joint=True),
     "laplace-torch, last layer": Row(laplace("last_layer"), "training", peer="laplace-torch"),
     "laplace-torch, all layers": Row(laplace("all"), "training", peer="laplace-torch"),
     "MC dropout": Row(mc_dropout, "none"),
@@ -433,17 +408,5 @@ ROWS: Mapping[str, Row] = {
     "KNN": Row(of_features("KNN"), "training", peer="pytorch-ood"),
     "Mahalanobis": Row(of_features("Mahalanobis"), "training", peer="pytorch-ood"),
     "ViM": Row(of_features("ViM"), "training", peer="pytorch-ood"),
-}
-# Novelty at other settings, by structure: whether its own were a lucky choice.
-SHARES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-# Each with our own share.
-STRUCTURES: Mapping[str, tuple[Callable[[Case], ba.Posterior], float]] = {
-    "diagonal": (diagonal, novelty.EPSILON),
-    "Kronecker": (kronecker, novelty.ROTATED_EPSILON),
-    "Kronecker from batches": (kronecker_from_batches, novelty.ROTATED_EPSILON),
-}
-AT_SHARES: Mapping[str, Mapping[float, Row]] = {
-    structure: {share: Row(at_share(share, posterior_of), "none") for share in SHARES}
-    for structure, (posterior_of, _) in STRUCTURES.items()
 }
 OURS = tuple(name for name in ROWS if name.startswith("ours"))

@@ -16,8 +16,8 @@ Rows: the network alone; at the temperature of the greatest likelihood of all ca
 AdamW's second moment with p = 1 and p = 1/2; the Kronecker one of the gradients of 50 training batches; and, of the
 networks of all seeds, the ensemble and the mixtures. Ours are calibrated by `ba.calibrate` on the last bytes of 512
 windows of 64 bytes. NLL and ECE are of the next byte, in nats, on the held-out blocks of `manual`. A document's doubt:
-"epistemic" is ½ Σ tr(H Cov f) over its places (`posterior.epistemic`), of the calibrated posterior, "novelty" the same
-under the settings of novelty, which calibration does not touch; beside them stand the mean NLL (the logarithm of the
+"epistemic" is ½ Σ tr(H Cov f) over its places (`posterior.epistemic`), of the calibrated posterior, "novelty"
+`posterior.novelty`, relative to the calibration windows; beside them stand the mean NLL (the logarithm of the
 perplexity), the mean entropy and the mean of 1 − max p under the row's own probabilities, and the sum over places of
 what several networks disagree on, the entropy of their mean less the mean of their entropies. AUROC is of documents of
 `manual` against those of another text. No setting was chosen on these networks or texts, but for the number of windows
@@ -32,7 +32,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -247,8 +246,8 @@ def scores(posterior: AnyPosterior, x: Tensor, sizes: Sizes, budget: int) -> Sco
             return at_temperature([one.model], one.temperature, x).probs
         return one.predict(x, positions="all", n_samples=sizes.draws, **options()).probs
 
-    settings = {"epistemic": posterior, "novelty": posterior.for_novelty}
-    doubt = {name: one.epistemic(x, probes=sizes.probes, **options()).value for name, one in settings.items()}
+    doubt = {"epistemic": posterior.epistemic(x, probes=sizes.probes, **options()).value}
+    doubt["novelty"] = posterior.novelty(x, likelihood="classification")
     members = posterior.members if isinstance(posterior, ba.Mixture) else (posterior,)
     return pooled([probabilities(one) for one in members], doubt)
 
@@ -340,12 +339,7 @@ def calibrated(posterior: AnyPosterior, case: Case) -> AnyPosterior:
     rows = documents[evenly(len(documents), sizes.places, documents.device)]
     parts = rows.split(case.chunk)
     batches = [(part[:, : sizes.window], part[:, sizes.window]) for part in parts]
-    # The report says it, and is kept.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ba.errors.UnusedPosteriorWarning)
-        return ba.calibrate(
-            posterior, batches, likelihood="classification", forward=last_place, memory_budget=case.budget, folds=2
-        )
+    return ba.calibrate(posterior, batches, likelihood="classification", forward=last_place, memory_budget=case.budget)
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def best_temperature(logits: Tensor, y: Tensor) -> float:
 
 
 def predicted(posterior: ba.Posterior, batch: Batch, options: dict[str, Any]) -> list[ba.Predictive]:
-    return [posterior.predict(inputs, novelty=False, **options) for inputs, _ in batches(batch, 100)]
+    return [posterior.predict(inputs, **options) for inputs, _ in batches(batch, 100)]
 
 
 def averaged(posterior: ba.Posterior, held_out: Batch, test: Batch, options: dict[str, Any]) -> Tensor:

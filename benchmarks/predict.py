@@ -5,9 +5,9 @@
 
 The peer computes Jacobians with whichever of its backends is the fastest that works; --alone measures ours without it.
 Every comparison first checks both sides against a float64 Jacobian written out row by row. Memory is the growth of the
-resident set, each side in a process of its own. "novelty" is what novelty costs a prediction, ours alone, on a CPU or
-on CUDA; there ours alone is timed at large batches, too. The last lines say which targets were met; predict.json and
-growth.png go to --out.
+resident set, each side in a process of its own. "doubt" is what probabilities, novelty and p-values of a calibrated
+classifier cost over a forward pass, on a CPU or on CUDA; there ours alone is timed at large batches, too. The last
+lines say which targets were met; predict.json and growth.png go to --out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.predict.call import output_tensor
 from harness import (
     Target,
     arguments,
@@ -47,7 +48,7 @@ from harness import (
     setting,
     write_results,
 )
-from networks import ResNet18, Transformer, lenet, mlp, settle
+from networks import ResNet18, Transformer, lenet, mlp, settle, vit
 
 N, DELTA, CLASSES = 60_000, 10_000.0, 10
 MIB = 2**20
@@ -102,7 +103,7 @@ def peer_of(posterior: ba.Posterior, backend: str) -> Any:
 
 
 def covariance(posterior: ba.Posterior, inputs: Tensor, **options: Any) -> Tensor:
-    return posterior.predict(inputs, likelihood="classification", covariance=True, novelty=False, **options).covariance
+    return posterior.predict(inputs, likelihood="classification", covariance=True, **options).covariance
 
 
 def reference(posterior: ba.Posterior, inputs: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ def _sweep_point(
     how: dict[str, Any] = {"predictive": "sampled", "n_samples": draws} if draws else {}
 
     def call() -> object:
-        return posterior.predict(inputs, likelihood="classification", novelty=False, **how)
+        return posterior.predict(inputs, likelihood="classification", **how)
 
     return {"weights": posterior.n_weights, "batch": batch, "outputs": classes, "draws": draws or 0, "call": call}
 
@@ -354,37 +355,80 @@ def picture(result: dict[str, Any], path: Path) -> None:
     print(f"picture: {path}")
 
 
-# --- novelty --------------------------------------------------------------------------------------------------------
+# --- doubt ----------------------------------------------------------------------------------------------------------
 
 
-def bench_novelty(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
-    """A prediction with novelty over one with covariances and without it, batch 500, in turns."""
+def gpt2() -> nn.Module:
+    """GPT-2 of random weights, where transformers is installed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config())
+
+
+def tokens(batch: int, device: str, *, most: int, length: int) -> Tensor:
+    return torch.randint(most, (batch, length), device=device)
+
+
+def bench_doubt(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """Probabilities, novelty and p-values of a calibrated classifier over a forward pass, batch 1 and 64, in turns."""
     result: dict[str, Any] = {}
     targets: list[Target] = []
-    batch, rounds = (20, 1) if options.quick else (500, 15)
-    for name, build, shape in (("MLP", mlp, (784,)), ("LeNet", lenet, (1, 28, 28))):
+    rounds, device = 3 if options.quick else 40, options.device
+
+    def images(*shape: int) -> Callable[[int], Tensor]:
+        return lambda batch: torch.randn(batch, *shape, device=device)
+
+    networks: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int]] = {
+        "MLP": (mlp, images(784), CLASSES),
+        "LeNet": (lenet, images(1, 28, 28), CLASSES),
+        "transformer": (Transformer, partial(tokens, device=device, most=1000, length=64), CLASSES),
+    }
+    if device == "cuda":
+        networks |= {
+            "ResNet-18": (ResNet18, images(3, 32, 32), CLASSES),
+            "ViT": (vit, images(3, 32, 32), CLASSES),
+            "GPT-2": (gpt2, partial(tokens, device=device, most=50_257, length=64), 50_257),
+        }
+    for name, (build, inputs_of, classes) in networks.items():
         torch.manual_seed(0)
-        inputs, model = torch.randn(batch, *shape, device=options.device), build().to(options.device)
-        diagonal = posterior_of(model, inputs)
-        batches = [(inputs, torch.randint(CLASSES, (batch,))) for _ in range(20)]
-        recorder = ba.Recorder.from_batches(model, batches, F.cross_entropy, keep=len(batches))
-        kronecker = ba.Posterior.from_recorder(model, recorder, N, prior_precision=DELTA)
-        for structure, posterior in {"diagonal": diagonal, "Kronecker": kronecker}.items():
+        model, held = build().to(device), inputs_of(64)
+        y = torch.randint(classes, (64,) if name != "GPT-2" else held.shape, device=device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = output_tensor(model(held))
+            F.cross_entropy(outputs.flatten(0, -2), y.flatten()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        posterior = ba.Posterior.from_optimizer(model, optimizer, N, likelihood="classification")
+        began = time.perf_counter()
+        posterior = ba.calibrate(posterior, (held, y), forward=lambda model, x: output_tensor(model(x)))
+        calibrating = time.perf_counter() - began
+        for batch, most in ((1, 1.5), (64, 1.3)):
+            inputs = inputs_of(batch)
 
-            def call(posterior: ba.Posterior = posterior, inputs: Tensor = inputs, **how: bool) -> object:
-                found = posterior.predict(inputs, likelihood="classification", **how)
-                used = found.probs, found.novelty if how["novelty"] else found.covariance
-                if options.device == "cuda":
-                    torch.cuda.synchronize()
-                return used
+            @torch.no_grad()
+            def forward(model: nn.Module = model, inputs: Tensor = inputs) -> object:
+                found = output_tensor(model(inputs)).softmax(dim=-1)
+                return found if device == "cpu" else torch.cuda.synchronize()
 
-            calls = {"with": partial(call, novelty=True), "without": partial(call, covariance=True, novelty=False)}
-            seconds = interleaved(calls, rounds=rounds)
-            over, what = ratio(seconds, "with", "without"), f"{name}, {structure}"
+            def doubt(posterior: ba.Posterior = posterior, inputs: Tensor = inputs) -> object:
+                p = posterior.predict(inputs)
+                found = p.probs, p.novelty, p.novelty_pvalue
+                return found if device == "cpu" else torch.cuda.synchronize()
+
+            seconds = interleaved({"doubt": doubt, "forward": forward}, rounds=rounds)
+            over, what = ratio(seconds, "doubt", "forward"), f"{name}, batch {batch}"
             ms = {f"{key}_ms": statistics.median(taken) * 1e3 for key, taken in seconds.items()}
-            result[what] = {**ms, "ratio": over, "range": ratio_range(seconds, "with", "without"), "batch": batch}
-            print(f"{what}: with novelty {ms['with_ms']:.2f} ms, covariances alone {ms['without_ms']:.2f} ms")
-            targets += at_most(f"novelty, {what}: time, with / without", 1.3, over)
+            result[what] = {**ms, "ratio": over, "range": ratio_range(seconds, "doubt", "forward")}
+            passes = calibrating / (statistics.median(seconds["forward"]) * 64 / batch)
+            result[what]["calibrate_passes"] = passes
+            told = f"calibrate {passes:.1f} passes over its data" if batch == 64 else ""
+            print(f"{what}: doubt {ms['doubt_ms']:.2f} ms, forward {ms['forward_ms']:.2f} ms, {over:.2f} {told}")
+            targets += at_most(f"doubt, {what}: time over a forward pass", most, over)
+            if batch == 64:
+                targets += at_most(f"calibrate, {name}: passes over the held-out data", 5, passes)
     return result, targets
 
 
@@ -408,9 +452,7 @@ def bench_large(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
 
             def call(posterior=posterior, inputs=inputs, whole=what == "covariances") -> float:
                 began = time.perf_counter()
-                posterior.predict(
-                    inputs, likelihood="classification", covariance=whole, memory_budget=budget, novelty=False
-                )
+                posterior.predict(inputs, likelihood="classification", covariance=whole, memory_budget=budget)
                 torch.cuda.synchronize()
                 return time.perf_counter() - began
 
@@ -433,7 +475,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Tar
     "transformer": bench_transformer,
     "draws": bench_draws,
     "growth": bench_growth,
-    "novelty": bench_novelty,
+    "doubt": bench_doubt,
     "large": bench_large,
 }
 
@@ -455,7 +497,7 @@ def main() -> None:
     print(f"{options.device}, torch {torch.__version__}, {options.threads} threads")
     if options.device == "cpu":
         import_peer("laplace.curvature", "laplace-torch", alone=options.alone)
-    on_cuda = ["novelty", "large"]
+    on_cuda = ["doubt", "large"]
     chosen = options.only or (on_cuda if options.device == "cuda" else [name for name in BENCHES if name != "large"])
     results: dict[str, Any] = {**setting(), "device": options.device}
     targets: list[Target] = []
