@@ -5,6 +5,7 @@
 
 - resnet, vit: 1,000 classes, 64 images of 32 × 32. gpt2: 50,257 tokens, 8 sequences of 256, at the last place and at
   all.
+- novelty: `posterior.novelty` once it has its reference.
 - score: ½ tr(H Cov f) by one random direction of the outputs, `posterior.epistemic(..., probes=1)`; two give its error.
 - top: variances of the ten largest outputs and of the rest of the softmax, no probes. At all places of GPT-2 by three
   draws.
@@ -13,8 +14,8 @@
 - sharded: the same model over two processes on the CPU (FSDP2).
 
 Times are medians of calls that come again; forward is the model's own, in float32 without gradients. Memory is the peak
-beyond what lay there before the call, not captured, beside that of a training step (gradients and activations; weights
-and optimiser lie there before); what a captured graph keeps is beside it.
+beyond what lay there before the call beside that of a training step (gradients and activations; weights and optimiser
+lie there before).
 """
 
 from __future__ import annotations
@@ -88,14 +89,6 @@ def peak(call: Callable[[], object], device: str) -> float | None:
     return float(torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def reserved(device: str) -> float:
-    """MiB that torch holds, free blocks given back."""
-    if device != "cuda":
-        return 0.0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved() / 2**20
-
-
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -154,13 +147,14 @@ def gpt2(sizes: Sizes, device: str) -> Subject:
     return subject(model, {"input_ids": ids}, lambda: model(input_ids=ids, labels=ids).loss, 100_000)
 
 
-def calls(one: Subject, positions: Any, *, captured: bool = True) -> dict[str, Callable[[], object]]:
+def calls(one: Subject, positions: Any) -> dict[str, Callable[[], object]]:
     """What is timed beside the forward pass."""
-    asked: Any = {"likelihood": "classification", "positions": positions, "captured": captured}
-    many = positions == "all"
+    asked: Any = {"likelihood": "classification", "positions": positions}
+    many, familiar = positions == "all", one.posterior.relative_to([one.batch])
     top: Any = {**asked, "outputs": "top", "probes": 0, "n_samples": 3}
     top |= {"predictive": "linearised-sampled"} if many else {}
     return {
+        "novelty": lambda: familiar.novelty(one.batch, likelihood="classification"),
         "score": lambda: one.posterior.epistemic(one.batch, probes=1, **asked),
         "score, 2 probes": lambda: one.posterior.epistemic(one.batch, probes=2, **asked),
         "top 10": lambda: one.posterior.predict(one.batch, **top),
@@ -172,17 +166,11 @@ def costs(one: Subject, device: str, repeats: int, positions: Any = None) -> dic
     forward, step = seconds(one.forward, device, repeats), peak(one.step, device)
     one.model.eval()
     found: dict[str, Any] = {"forward ms": 1e3 * forward, "training step MiB": step}
-    plain = calls(one, positions, captured=False)
     for name, call in calls(one, positions).items():
-        once, memory = seconds(plain[name], device, repeats), peak(plain[name], device)
-        before = reserved(device)
-        took = seconds(call, device, repeats)
+        took, memory = seconds(call, device, repeats), peak(call, device)
         found[name] = {
             "ms": 1e3 * took,
             "forwards": took / forward,
-            "not captured, ms": 1e3 * once,
-            "not captured, forwards": once / forward,
-            "held by the graph, MiB": reserved(device) - before,
             "MiB": memory,
             "of a training step": None if memory is None or step is None else memory / step,
         }
@@ -291,6 +279,7 @@ def judged(results: dict[str, Any]) -> list[Target]:
     for name in ("resnet", "vit", "gpt2 last", "gpt2 all"):
         if name in results:
             one = results[name]
+            found += at_most(f"{name}: novelty, forward passes", 1.5, one["novelty"]["forwards"])
             found += at_most(f"{name}: score, forward passes", 4, one["score"]["forwards"])
             found += at_most(f"{name}: ten largest, forward passes", 8, one["top 10"]["forwards"])
             for what in ("score", "top 10"):

@@ -81,7 +81,6 @@ class Distribution(ABC):
         outputs: Outputs | None = None,
         positions: Positions | None = None,
         probes: int | None = None,
-        captured: bool = True,
         shift: bool = True,
         method: PredictiveKind | None = None,
     ) -> Any:
@@ -134,8 +133,6 @@ class Distribution(ABC):
                 `"linearised"` takes several one after the other; `"linearised-sampled"` draws all at once.
             probes: random directions of the outputs, from which `epistemic` is estimated; None for 2 where outputs are
                 chosen, else none.
-            captured: on CUDA, the linearised work of a batch whose shapes have come twice before is captured as a CUDA
-                graph, which keeps its memory, and replayed; each replay is checked on the first example.
             shift: whether probabilities at a temperature grow humble with an example's leverage, T(x) = T √((1 + r)/2);
                 False is plain temperature scaling.
             method: the old name of `predictive`.
@@ -144,7 +141,7 @@ class Distribution(ABC):
             warn(f"predict(method={method!r}) is now called predict(predictive={method!r})", DeprecationWarning)
         kind, name = predictive if method is None else method, self._likelihood(likelihood)
         how = covariance, link, forward, generator, memory_budget
-        options = Options(name, kind, n_samples, *how, outputs, positions, probes, captured, shift)
+        options = Options(name, kind, n_samples, *how, outputs, positions, probes, shift)
         if not is_loader(inputs):
             return predictive_of(self, for_model(inputs, self.members[0].model), options)
         return OfBatches("predict", (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict")))
@@ -188,7 +185,6 @@ class Distribution(ABC):
         forward: Forward | None = None,
         generator: torch.Generator | None = None,
         memory_budget: int = DEFAULT_BUDGET,
-        captured: bool = True,
     ) -> Score:
         """½ tr(H Cov[f]) of each example, summed over positions: `value` and its standard `error`, (batch,).
 
@@ -196,7 +192,7 @@ class Distribution(ABC):
         loader, as `predict` takes it, the scores of all its examples, one after the other. Of a mixture it is
         Σ π_m of the members', and of classes what members disagree on, which is exact.
         """
-        how: Any = {"forward": forward, "generator": generator, "memory_budget": memory_budget, "captured": captured}
+        how: Any = {"forward": forward, "generator": generator, "memory_budget": memory_budget}
         options = Options(self._likelihood(likelihood), outputs=[], positions=positions, probes=probes, **how)
         each = [_score(self, batch, options) for batch in self._batches(inputs, "epistemic")]
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from bayesadam.gaussian.structure import Directions, Named
 from bayesadam.likelihoods import Likelihood
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, is_batched, output_tensor
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, SumUse, Use, contracted, gram, squared
-from bayesadam.predict.plan import Plan, agree, dense, fitted, plan_for, recorded, weakly
+from bayesadam.predict.plan import Plan, agree, dense, fitted, plan_for, recorded
 from bayesadam.readers.rotated import Rotation
 
 # A parameter's name → its variances S.
@@ -163,14 +163,12 @@ class Moments:
     """f(x; μ), (b, ...), and for each of k Σ the variances, (k, b, ...), and covariances, (k, b, c, c).
 
     Of d rows over the outputs these are (k, b, d) and (k, b, d, d); `indices`, (b, ·), are those of the outputs chosen.
-    `replayed` says whether they came out of a captured CUDA graph.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None
     indices: Tensor
-    replayed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +212,6 @@ def moments(
     bases: Mapping[str, Rotation] | None = None,
     directions: Sequence[Directions | None] = (),
     plan: Plan | None = None,
-    captured: bool = False,
 ) -> Moments:
     """Mean and U J Σ Jᵀ Uᵀ for several Σ of one mean, in one pass over the inputs, in parts that fit the budget.
 
@@ -233,7 +230,6 @@ def moments(
         directions: for each Σ the directions over all weights together in which it is narrower than S, of low-rank
             structures: they need the rows of the Jacobian, a few examples at a time.
         plan: that of `plan_for` on these inputs, where it is at hand.
-        captured: whether work that comes again with the same shapes on CUDA may be captured and replayed.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     own = directions or [None] * len(variances)
@@ -245,22 +241,21 @@ def moments(
             mean = call.flat(leaves, inputs)
         basis = task.basis(mean, batch[1])
         why = "a low-rank posterior needs the gradients of every output"
-        found, replayed = [(mean, *_by_autograd(task, tuple(leaves), inputs, basis, why), basis.indices)], False
+        found = [(mean, *_by_autograd(task, tuple(leaves), inputs, basis, why), basis.indices)]
     else:
         at_a_time, at_once = _chunking(task, plan, size)
-        work = partial(_chunk, task, plan, at_once)
-        whole = _replay(task, plan, at_once, work, batch) if captured and at_a_time >= size else None
-        found, replayed = [whole] if whole else [], whole is not None
-        for start in range(0, 0 if replayed else size, at_a_time):
+        found = []
+        for start in range(0, size, at_a_time):
             cut = slice(start, start + at_a_time)
-            found.append(work((examples(inputs, cut.start, cut.stop), {name: t[cut] for name, t in batch[1].items()})))
+            part = examples(inputs, cut.start, cut.stop), {name: t[cut] for name, t in batch[1].items()}
+            found.append(_chunk(task, plan, at_once, part))
     mean, variance, block, indices = (
         torch.cat(parts, dim=d) for parts, d in zip(zip(*found, strict=True), (0, 1, 1, 0), strict=True)
     )
     shape = (size, *plan.shape)
     if rows is None:
         variance = variance.reshape(-1, *shape)
-    return Moments(mean.reshape(shape).to(variance.dtype), variance, block if covariance else None, indices, replayed)
+    return Moments(mean.reshape(shape).to(variance.dtype), variance, block if covariance else None, indices)
 
 
 # Mean, variances, blocks, which are empty where they are not asked for, and indices of some examples.
@@ -288,30 +283,6 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
                 f"or use {cheaper}, which needs less"
             )
         at_once = max(1, at_once // 2)
-
-
-def _replay(task: _Task, plan: Plan, at_once: int, work: Callable[[_Batch], _Found], batch: _Batch) -> _Found | None:
-    """All examples out of a captured graph; None without one, or where the first example contradicts it."""
-    like, first = next(iter(task.params.values())), plan.first
-    if not like.is_cuda or first is None or plan.generic or plan.silent:
-        return None
-    from bayesadam.predict import _cuda
-
-    fixed = [*task.params.values(), *task.call.model.buffers()]
-    fixed += [variance(name) for variance in task.variances for name in task.params]
-    fixed += [side for base in task.bases.values() for side in (base.left, base.right) if side is not None]
-    if task.rows is not None and task.rows.noise_variance is not None:
-        fixed.append(task.rows.noise_variance)
-    model, key = task.call.model, (weakly(task.call.forward), task.call.at, plan.uses, plan.layouts, task.rows, at_once)
-    found: _Found | None = _cuda.replayed(
-        model,
-        (*key, task.covariance, len(task.variances)),
-        work,
-        batch,
-        fixed=fixed,
-        holds=lambda found: agree(found[0][:1], first.reshape(1, -1).to(found[0].dtype)),
-    )
-    return found
 
 
 def _chunk(task: _Task, plan: Plan, at_once: int, batch: _Batch) -> _Found:

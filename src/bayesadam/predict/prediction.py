@@ -53,7 +53,6 @@ class Options:
     outputs: Outputs | None = None
     positions: Positions | None = None
     probes: int | None = None
-    captured: bool = True
     shift: bool = True
     chosen: Top | Tensor | None = field(init=False, default=None)
 
@@ -253,7 +252,6 @@ class _Network:
             bases=self.gaussian.structure.bases,
             directions=[each.directions for each in gaussians],
             plan=self.plan,
-            captured=self.options.captured,
             **options,
         )
 
@@ -324,7 +322,7 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
         **settings,
     )
     how = f"linearised, exact: {rows.count} backward directions of {net.plan.outputs} outputs"
-    return component, how + (", replayed from a CUDA graph" if found.replayed else "")
+    return component, how
 
 
 def _chosen(
