@@ -17,7 +17,8 @@ and 500 on CIFAR-10. A CPU takes 10,000 training images, a GPU all.
 A row gives probabilities and doubt. Ours: `ba.calibrate` on the held-out images for both, or `novelty` by the state of
 the optimiser alone with ten held-out images as reference: of Adam's second moment, of 50 gradients recorded in
 training, or of those of 50 training batches. "data" is what doubt needs beside the checkpoint. Detectors with features
-see those of 10,000 training images at most; their settings are the package's defaults, ViM's space half of the features. The
+see those of 10,000 training images at most; their settings are the package's defaults, ViM's space half of the
+features. The
 ensemble and the mixture are of the networks of all seeds. AUROC is of test images against an out-of-distribution set;
 FPR95 the share of test images flagged where 95 % of the others are. "cost" is the time of scoring 500 images over that
 of a forward pass. Our settings were chosen on other networks of MNIST and Fashion-MNIST, none on CIFAR-10.

@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamWarning, MatchError
 from bayesadam.gaussian.structure import Directions
-from bayesadam.leverage import Leverage, Ratios, from_inputs
-from bayesadam.leverage.forward import observed
+from bayesadam.leverage import Leverage, Ratios, from_inputs, observed
 from bayesadam.likelihoods import Component, Likelihood, agreed
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import IGNORED

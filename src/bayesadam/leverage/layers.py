@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from bayesadam.predict.call import Call, Forward, batch_size, evaluating, plain
+from bayesadam.predict.moments import parameters_at_mean
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -113,3 +116,16 @@ def layer_inputs(
             module = model.get_submodule(layer.module)
             hooks.callback(module.register_forward_pre_hook(partial(see, layer), with_kwargs=True).remove)
         yield found
+
+
+def observed(
+    gaussian: Any, layers: Sequence[Layer], inputs: Any, forward: Forward | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """f(x; μ), (batch, ...), in float32 or wider, and the pooled input of each layer, (batch, width) by its module."""
+    inputs, call = plain(inputs), Call(gaussian.model, forward)
+    mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
+    params = parameters_at_mean(gaussian)
+    taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask)
+    with evaluating(gaussian.model), torch.no_grad(), taps as seen:
+        outputs = call(params, inputs)
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen

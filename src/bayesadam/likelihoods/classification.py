@@ -64,26 +64,6 @@ class LogitPredictive(Predictive):
         """The probability of every class, in the last dimension."""
         return self.likelihood.of_classes(self.probs)
 
-    @property
-    def rest_error(self) -> Tensor:
-        """A bound on Σ_class |Δp| /2, (batch, ...), Δp the effect of the rest's variance on the exact average.
-
-        p_rest = σ(R − log Σ_asked exp f) with R = log Σ_rest exp f. σ(x + h) differs from σ(x) by at most |h|/4 and by
-        at most σ(x) (exp|h| − 1); with h ~ N(0, Var R) the expectation is at most the lesser of √(Var R/8π) and, by
-        Cauchy and Schwarz, √(p_rest E(exp|h| − 1)²).
-        """
-        found = []
-        for c, probs in zip(self.components, self._each, strict=True):
-            if c.rest_variance is None or c.outputs is None:
-                raise SettingError("there is no rest: the prediction is of all outputs")
-            s = (c.rest_variance.clamp(min=0).sqrt() / c.temperature).double()
-            below = torch.special.ndtr
-            growth = 2 * (2 * s.square()).exp() * below(2 * s) - 4 * (s.square() / 2).exp() * below(s) + 1
-            rest = 1 - probs.gather(-1, c.outputs).sum(dim=-1).double().clamp(max=1)
-            steep = s / math.sqrt(8 * math.pi)
-            found.append(torch.minimum(steep, (rest * growth.clamp(min=0)).sqrt()).to(c.mean))
-        return average(self.weights, found)
-
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of class indices, one number each; of zeros and ones, summed over the outputs of an example."""
         return pooled(self.weights, [self.likelihood.log_prob(probs, y) for probs in self._each])

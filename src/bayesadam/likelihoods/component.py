@@ -43,7 +43,6 @@ class Component:
         score: the estimate behind `epistemic`, where outputs are too many for an exact one.
         outputs: indices of the outputs asked for, (batch, ..., k); None for all.
         logits: E[f] of all classes, (batch, ..., classes), where some of them were asked for.
-        rest_variance: Var[log Σ_rest exp f] of the linearised network, (batch, ...), where some classes were asked for.
     """
 
     mean: Tensor
@@ -59,4 +58,3 @@ class Component:
     score: Score | None = None
     outputs: Tensor | None = None
     logits: Tensor | None = None
-    rest_variance: Tensor | None = None

@@ -14,8 +14,7 @@ from bayesadam._progress import progress
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
-from bayesadam.leverage import Ratios
-from bayesadam.leverage.forward import observed
+from bayesadam.leverage import Ratios, observed
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
@@ -33,22 +32,6 @@ from bayesadam.predict.prediction import (
     score_of,
     with_common_outputs,
 )
-
-
-class OfBatches(Iterator[Any]):
-    """The results of the batches of a loader, one after the other as they are iterated over."""
-
-    def __init__(self, what: str, found: Iterator[Any]) -> None:
-        self._what, self._found = what, found
-
-    def __next__(self) -> Any:
-        return next(self._found)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{self._what}(loader) has no {name!r}: it gives one result for each batch. For all of them: "
-            f"torch.cat([p.{name} for p in posterior.{self._what}(loader, ...)])"
-        )
 
 
 class Distribution(ABC):
@@ -144,7 +127,7 @@ class Distribution(ABC):
         options = Options(name, kind, n_samples, *how, outputs, positions, probes, shift)
         if not is_loader(inputs):
             return predictive_of(self, for_model(inputs, self.members[0].model), options)
-        return OfBatches("predict", (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict")))
+        return (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict"))
 
     def novelty(
         self,

@@ -24,8 +24,7 @@ from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, with_prior
-from bayesadam.leverage import Layer, Leverage, from_structure, layers_of
-from bayesadam.leverage.forward import observed
+from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table

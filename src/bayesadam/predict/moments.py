@@ -86,9 +86,8 @@ class Basis:
 class Rows:
     """Rows u of a matrix over an example's outputs: the moments are those of u · f.
 
-    In this order: the outputs chosen, or combinations of them; the rest of the softmax, Σ_rest softmax(f) f, whose
-    variance is that of log Σ_rest exp f; probes u = A r, A Aᵀ the Hessian H of −log p and r random signs, so that
-    E (u · f)² = tr(H Cov f). Tensors with a row per example are not held here: equal rows are equal work.
+    In this order: the outputs chosen, or combinations of them; probes u = A r, A Aᵀ the Hessian H of −log p and r
+    random signs, so that E (u · f)² = tr(H Cov f).
 
     Attributes:
         k: how many outputs or combinations are chosen.
@@ -101,7 +100,6 @@ class Rows:
     record: Likelihood[Any]
     k: int = 0
     top: bool = False
-    rest: bool = False
     probes: int = 0
     temperature: float = 1.0
     shape: torch.Size | None = None
@@ -110,7 +108,7 @@ class Rows:
     @property
     def count(self) -> int:
         """d, how many rows."""
-        return self.k + self.rest + self.probes
+        return self.k + self.probes
 
     def choosing(self, chosen: Top | Tensor, size: int, outputs: int) -> tuple[Rows, dict[str, Tensor]]:
         """With some of the outputs of `size` examples, which have `outputs` each, and the tensors that say which."""
@@ -143,8 +141,6 @@ class Rows:
                 indices = given["indices"].to(outputs.device)
             # A target of several outputs is chosen with all of them.
             indices = torch.cat([indices + i * (c // per) for i in range(per)], dim=1) if per > 1 else indices
-        if self.rest:
-            dense.append(outputs.scatter(1, indices, -torch.inf).softmax(dim=1).nan_to_num(0.0)[None])
         if self.probes:
             at = outputs.reshape(b, *([c] if self.shape is None else self.shape)) / self.temperature
             signs = given["signs"].to(outputs).transpose(0, 1).reshape(self.probes, *at.shape)

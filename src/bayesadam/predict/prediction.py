@@ -100,6 +100,11 @@ class Options:
         """Whether linear combinations of outputs are asked for."""
         return isinstance(self.chosen, Tensor) and self.chosen.is_floating_point()
 
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether probabilities of chosen classes need the logits of all."""
+        return self.record.coupled and not self.is_combination
+
     def choice(self, shape: torch.Size) -> Top | Tensor | None:
         """The outputs asked for where an example's have that shape; the largest of many classes; None for all."""
         if (self.chosen is not None or self.positions is not None) and not shape:
@@ -299,7 +304,6 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
     given: dict[str, Tensor] = {}
     if chosen is not None:
         rows, signs = net.probes()
-        rows = replace(rows, rest=options.record.coupled and not options.is_combination)
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
         given = {name: tensor.to(net.device) for name, tensor in given.items()} | signs
     found = net.moments(rows=rows, given=given, covariance=options.covariance)
@@ -315,10 +319,9 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
         variance[:, :k],
         None if block is None else block[:, :k, :k],
         noise_variance=noise,
-        score=Score.of(variance[:, k + rows.rest :].T / 2) if rows.probes else None,
+        score=Score.of(variance[:, k:].T / 2) if rows.probes else None,
         outputs=None if options.is_combination else found.indices,
-        logits=found.mean if rows.rest else None,
-        rest_variance=variance[:, k] if rows.rest else None,
+        logits=found.mean if options.keeps_logits else None,
         **settings,
     )
     how = f"linearised, exact: {rows.count} backward directions of {net.plan.outputs} outputs"
@@ -371,19 +374,17 @@ def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     if isinstance(chosen, Tensor) and chosen.dim() > 1 + options.is_combination:
         by_position = chosen.dim() == 3 and not options.is_combination
         chosen = chosen.flatten(0, 1) if by_position else chosen.repeat_interleave(len(logits) // size, dim=0)
-    rows = Rows(record, rest=record.coupled and not options.is_combination)
-    rows, given = rows.choosing(chosen, len(logits), shape[-1])
+    rows, given = Rows(record).choosing(chosen, len(logits), shape[-1])
     basis, t = rows(logits, given), gaussian.temperature
     probs, total = (logits / t).softmax(dim=-1), torch.zeros_like(logits)
-    kept, rest, scores = [], [], []
+    kept, scores = [], []
     for done in range(0, n, at_once):
         drawn = draw(min(at_once, n - done))[0] if done else drawn
         away = drawn.reshape(len(drawn), *logits.shape) - logits
         total += away.sum(dim=0)
         along = torch.einsum("mbc,nbc->nbm", basis.dense.to(away), away)
         by_index = away.gather(-1, basis.indices.expand(len(away), -1, -1))
-        kept.append(torch.cat([by_index, along[..., : rows.k - by_index.shape[-1]]], dim=-1))
-        rest.append(along[..., -1])
+        kept.append(torch.cat([by_index, along], dim=-1))
         # ½ awayᵀ H away, H the Hessian of −log p at the logits.
         if record.coupled:
             curved = ((probs * away.square()).sum(dim=2) - (probs * away).sum(dim=2).square()) / t**2
@@ -411,8 +412,7 @@ def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
         noise_variance=there(noise),
         score=Score.of(there(torch.cat(scores), 1)),
         outputs=None if options.is_combination else there(basis.indices),
-        logits=there(logits + total / n if sampled else logits) if rows.rest else None,
-        rest_variance=there(torch.cat(rest).square().mean(dim=0)) if rows.rest else None,
+        logits=there(logits + total / n if sampled else logits) if options.keeps_logits else None,
         **settings,
     )
     return found, f"{options.predictive}: {n} draws of all outputs"
