@@ -354,7 +354,7 @@ def test_vadam_may_start_from_the_prior():
 def test_what_is_the_optimisers_cannot_differ_between_groups(kind, key, value):
     model = network()
     cls, settings = kind
-    with pytest.raises(SettingError, match=f"{key} is one for all parameter groups: .*, got {value} for a group"):
+    with pytest.raises(SettingError, match=f"{key} is one for all parameter groups"):
         cls([{"params": model[0].parameters()}, {"params": model[2].parameters(), key: value}], **settings)
 
 
@@ -519,7 +519,7 @@ def test_weights_come_back_after_any_exception_and_the_pass_does_not_count(kind,
     with pytest.raises(error):
         interrupted()
     assert_untouched(model, before)
-    with pytest.raises(StateError, match="has none since the last step"):
+    with pytest.raises(StateError, match="has none"):
         optimizer.step()
     assert_untouched(model, before)
     train(model, optimizer, [x])
@@ -567,7 +567,7 @@ def test_a_step_without_a_sampled_pass_is_refused(kind):
     with pytest.raises(StateError, match=r"inside `with optimizer.sampled_parameters\(\):`"):
         optimizer.step()
     train(model, optimizer, [x])
-    with pytest.raises(StateError, match="has none since the last step"):
+    with pytest.raises(StateError, match="has none"):
         optimizer.step()
 
 
@@ -591,7 +591,7 @@ def test_another_number_of_samples_than_was_said_is_refused(kind, passes, sample
     optimizer = build(kind, model, samples=samples)
     for x in batches(passes, model[0].weight):
         one_pass(model, optimizer, x)
-    with pytest.raises(StateError, match=rf"samples={samples} passes and has {passes} since"):
+    with pytest.raises(StateError, match=rf"samples={samples} passes and has {passes}"):
         optimizer.step()
 
 
@@ -603,7 +603,7 @@ def test_zero_grad_drops_the_samples_before_it_but_not_from_inside_a_block(kind)
     for _ in range(2):
         optimizer.zero_grad()
         one_pass(model, optimizer, x)
-    with pytest.raises(StateError, match="has 1 since the last step"):
+    with pytest.raises(StateError, match="has 1"):
         optimizer.step()
     optimizer.zero_grad()
     for _ in range(2):
@@ -888,7 +888,7 @@ def test_loading_drops_samples_without_a_step(kind):
     saved = copy.deepcopy(optimizer.state_dict())
     one_pass(model, optimizer, x)
     optimizer.load_state_dict(saved)
-    with pytest.raises(StateError, match="has none since the last step"):
+    with pytest.raises(StateError, match="has none"):
         optimizer.step()
 
 
@@ -898,7 +898,7 @@ def test_another_optimisers_state_is_refused(kind):
     optimizer = build(kind, model)
     other = build((IVON, IVON_) if kind[0] is Vadam else (Vadam, VADAM), network())
     for foreign in (torch.optim.Adam(network().parameters()), other):
-        with pytest.raises(MatchError, match=f"not the state dict of a {kind[0].__name__}: a parameter group has no '"):
+        with pytest.raises(MatchError, match=f"not the state dict of a {kind[0].__name__}: a group has no '"):
             optimizer.load_state_dict(foreign.state_dict())
     train(model, optimizer, batches(1, model[0].weight))
 

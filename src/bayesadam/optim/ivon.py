@@ -54,9 +54,7 @@ class IVON(PerturbedOptimizer):
         weight_decay: d.
         betas: (β₁, β₂).
         samples: S, how often `sampled_parameters()` is opened for one step.
-        generator: a seed, or a generator that gives one; None takes torch's default one. The seed and the count of
-            passes are in `state_dict()`, so a resumed run draws the same noise. Replicas need the same seed, or their
-            mean gradient would not belong to anyone's noise.
+        generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 
     reader = StateReader(
@@ -82,7 +80,7 @@ class IVON(PerturbedOptimizer):
         generator: torch.Generator | int | None = None,
     ) -> None:
         own = {"lr": lr, "betas": betas, "initial_hessian": initial_hessian, "weight_decay": weight_decay}
-        super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
+        super().__init__(params, generator, n_data=n_data, samples=samples, **own)
 
     def _check(self, settings: Group) -> None:
         super()._check(settings)

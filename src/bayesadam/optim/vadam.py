@@ -31,9 +31,8 @@ class Vadam(PerturbedOptimizer):
 
     :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior.
 
-    The posterior takes v as it stands, without the correction by :math:`1 - \beta_2^t`: v does not start from zero, and
-    :math:`N v + \lambda` is what the samples are drawn with. The step divides all the same, as published. The result is
-    sensitive to :math:`\rho_0`, since too wide a start drowns the gradients in noise: try several.
+    The posterior takes v as it stands, without the correction by :math:`1 - \beta_2^t`: v does not start from zero. The
+    step divides all the same, as published. Too small a :math:`\rho_0` drowns the gradients in noise: try several.
 
     v averages squares of mini-batch *means*. Of M examples these are near 1/M of the per-example ones, so q is about M
     times wider than a Laplace posterior; `posterior(model).replace(batch_size=M)` has the precision N M v + λ instead.
@@ -54,8 +53,7 @@ class Vadam(PerturbedOptimizer):
         initial_precision: ρ₀, what q's precision starts from; at least λ.
         betas: (β₁, β₂).
         samples: S, how often `sampled_parameters()` is opened for one step.
-        generator: a seed, or a generator that gives one; None takes torch's default one. The seed and the count of
-            passes are in `state_dict()`, so a resumed run draws the same noise. Replicas need the same seed.
+        generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 
     reader = StateReader(
@@ -79,7 +77,7 @@ class Vadam(PerturbedOptimizer):
         generator: torch.Generator | int | None = None,
     ) -> None:
         own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
-        super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
+        super().__init__(params, generator, n_data=n_data, samples=samples, **own)
 
     def _check(self, settings: Group) -> None:
         super()._check(settings)
