@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.adam import adam as torch_adam
 
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.streams import Streams
@@ -48,11 +47,11 @@ class Rule(ABC):
     """One way to learn; it holds settings only.
 
     All functions work on flat weights (s, weights), one row per network, and write into the memory that `start` made,
-    so that a step can be captured as a CUDA graph. There, tensors of two dimensions or more have one row per network.
+    so that a step can be captured as a CUDA graph. Its tensors of two dimensions or more have one row per network.
     """
 
-    # Whether the gradient is that of the mean negative log-likelihood, with the observation noise, at weights that `at`
-    # writes; whether the rule starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
+    # Whether the gradient is that of the mean negative log-likelihood at weights that `at` writes; whether the rule
+    # starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
     needs_noise: ClassVar[bool] = False
     starts_trained: ClassVar[bool] = False
     lr: ClassVar[float | None] = None
@@ -107,10 +106,8 @@ class Rule(ABC):
 class Adam(Rule):
     """m ← β₁ m + (1−β₁) g, v ← β₂ v + (1−β₂) g², θ ← θ − α m̂/(√v̂ + ε), by torch's fused kernel.
 
-    A Laplace prior exp(−λ|θ|) is a proximal step in Adam's metric after that: |θ| loses α λ/(√v̂ + ε), not below 0.
-
-    `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`; `sparsity` is λ of the Laplace
-    prior, which v never sees.
+    `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`. `sparsity` is λ of a Laplace
+    prior exp(−λ|θ|), a proximal step in Adam's metric that v never sees: |θ| loses α λ/(√v̂ + ε), not below 0.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -127,8 +124,7 @@ class Adam(Rule):
         adam_update(weights, gradient, state, step.lr, self.betas, self.weight_decay, decoupled=self.decoupled)
         if self.sparsity:
             metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
-            loss = metric.reciprocal_().mul_(step.lr * self.sparsity)
-            weights.copy_(weights.sign() * (weights.abs() - loss).clamp_(min=0))
+            weights.copy_(weights.sign() * (weights.abs() - step.lr * self.sparsity / metric).clamp_(min=0))
 
 
 def adam_state(weights: Tensor) -> State:
@@ -148,24 +144,11 @@ def adam_update(
     decoupled: bool = False,
 ) -> None:
     """One step of Adam, in place."""
-    torch_adam(
-        _pieces(weights),
-        _pieces(gradient),
-        _pieces(state["exp_avg"]),
-        _pieces(state["exp_avg_sq"]),
-        max_exp_avg_sqs=[],
-        state_steps=list(state["step"].unbind()),
-        fused=True,
-        capturable=weights.device.type == "cuda",
-        decoupled_weight_decay=decoupled,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=EPS,
-        maximize=False,
-    )
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    given = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
+    settings = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": EPS}
+    state["step"].add_(1)
+    kernel(*given, [], list(state["step"].unbind()), **settings, amsgrad=False, maximize=False)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
@@ -192,10 +175,7 @@ def optimizer_state_dict(network: Network, state: State, index: int, rule: Adam)
 
 @dataclass(frozen=True)
 class Dropout(Adam):
-    """Adam under the network's dropout, in prediction as in training (MC dropout).
-
-    Each unit is 0 with probability r, otherwise multiplied by 1/(1 − r).
-    """
+    """Adam under the network's dropout, in prediction as in training (MC dropout)."""
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """One uniform number for each unit of each example."""
@@ -223,6 +203,7 @@ def _dropped(network: Network) -> list[tuple[int, float]]:
 
 
 def _mask(uniform: Tensor, rate: float) -> Tensor:
+    """0 with probability r, otherwise 1/(1 − r)."""
     return (uniform >= rate).float().div_(1 - rate)
 
 
@@ -323,10 +304,8 @@ class Vadam(Perturbed):
 class IVON(Perturbed):
     """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation.
 
-    Attributes:
-        averages: (β₁, β₂), which are not Adam's.
-        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4: a flat loss has no other curvature.
-        initial_hessian: h₀; None takes the one with the standard deviation `initial_std`.
+    `averages` are (β₁, β₂), which are not Adam's. δ = N d is `prior_precision`; None takes d = `weight_decay`, at least
+    1e-4, since a flat loss has no other curvature. h₀ is `initial_hessian`; None takes that of `initial_std`.
     """
 
     lr = 0.02
