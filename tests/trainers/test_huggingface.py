@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -17,7 +17,6 @@ pytest.importorskip("accelerate")
 import bayesadam as ba  # noqa: E402
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
-from bayesadam.trainers.keeper import fixed_batch_size  # noqa: E402
 from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
@@ -129,28 +128,6 @@ def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path)
     (logged,) = [line for line in run.state.log_history if "posterior/nll" in line]
     assert logged["posterior/nll"] == approx(min(expected.calibration.nll.values()), rel=1e-4)
     assert logged["posterior/network_nll"] == approx(run.evaluate()["eval_loss"], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("callback_options", "options", "expected"),
-    [
-        ({}, {}, 8),
-        ({}, {"gradient_accumulation_steps": 2}, 16),
-        ({"n_data": 10 * N}, {}, None),
-        ({}, {"gradient_accumulation_steps": 1000}, None),
-    ],
-)
-def test_the_batch_size_is_what_is_behind_one_step(tmp_path, callback_options, options, expected):
-    _, callback = trained(tmp_path, callback_options, max_steps=2, **options)
-    assert callback.batch_size == callback.posterior.batch_size == expected
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_the_batch_size_is_that_of_all_processes(split):
-    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
-    loader = prepare(DataLoader(range(N), batch_size=8), num_processes=2, process_index=1, split_batches=split)
-    assert fixed_batch_size(loader) == 8
-    assert loader.total_batch_size == (8 if split else 16)
 
 
 def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):

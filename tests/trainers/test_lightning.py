@@ -17,7 +17,7 @@ pl = pytest.importorskip("lightning.pytorch")
 import bayesadam as ba  # noqa: E402
 from bayesadam.errors import BayesAdamError, FileError, NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.readers import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
-from bayesadam.trainers.keeper import count_examples, fixed_batch_size  # noqa: E402
+from bayesadam.trainers.keeper import count_examples  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
 from floats import approx  # noqa: E402
@@ -273,7 +273,7 @@ def test_two_ranks_have_one_posterior_and_one_file(tmp_path):
         use_distributed_sampler=True,
     )
     first, second = (ba.Posterior.load(tmp_path / f"rank{rank}.safetensors", module) for rank in (0, 1))
-    assert (first.n_data, first.batch_size) == (N, 16)
+    assert first.n_data == N
     assert first.settings.scale not in (1.0, None)
     assert equal(first, second)
     (path,) = tmp_path.glob("lightning_logs/**/posterior.safetensors")
@@ -355,47 +355,6 @@ def test_counting_examples():
     assert count_examples(DataLoader(dataset, sampler=SubsetRandomSampler(range(3)))) == 3
     for unknown in (None, [loader, loader], DataLoader(Endless()), [torch.zeros(3)], DataLoader(data(0, 0))):
         assert count_examples(unknown) is None
-
-
-def test_the_size_of_fixed_batches():
-    dataset = data(10, 0)
-    loader = DataLoader(dataset, batch_size=4, shuffle=True)
-    assert fixed_batch_size(loader) == 4
-    own = DataLoader(dataset, batch_sampler=[[0, 1], [2]])
-    for unknown in (None, [loader, loader], own, DataLoader(dataset, batch_size=None), [torch.zeros(3)]):
-        assert fixed_batch_size(unknown) is None
-
-
-class Manual(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "module", "trainer_options", "expected"),
-    [
-        ({}, Classifier, {}, 8),
-        ({"n_data": N, "power": 1}, Classifier, {}, 8),
-        ({}, Classifier, {"accumulate_grad_batches": 3}, 24),
-        ({"batch_size": 5}, Classifier, {}, 5),
-        ({"n_data": 10 * N}, Classifier, {}, None),
-        ({}, Classifier, {"accumulate_grad_batches": 1000}, None),
-        ({}, Manual, {}, None),
-        ({}, Classifier, {"callbacks": pl.callbacks.GradientAccumulationScheduler({1: 2})}, None),
-    ],
-)
-def test_the_batch_size_is_what_is_behind_one_step(tmp_path, options, module, trainer_options, expected):
-    callback = PosteriorCallback(**options)
-    more = [trainer_options.pop("callbacks")] if "callbacks" in trainer_options else []
-    fitted(tmp_path, callback, *more, module=module(), max_epochs=1, **trainer_options)
-    assert callback.batch_size == callback.posterior.batch_size == expected
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from bayesadam.errors import SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.readers import reader_of
 from bayesadam.readers.formats.torch_files import load_tree
-from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 
 transformers: Any = require("transformers")
 
@@ -38,15 +38,11 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
     trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find N and B before the first step."""
+        """Find N before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError("load_best_model_at_end needs the best model's optimiser: set save_only_model=False")
         self.trainer = _calling_trainer()
-        loader = kwargs["train_dataloader"]
-        # Of all processes together, as Accelerate's loaders know it.
-        total = getattr(loader, "total_batch_size", None) if fixed_batch_size(loader) is not None else None
-        size = None if total is None else total * args.gradient_accumulation_steps
-        self._begin(loader, has_validation=self.trainer.eval_dataset is not None, batch_size=size)
+        self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
         state.stateful_callbacks["bayesadam"] = {"n_data": self.n_data}
         # Before the reporting callbacks, which close their files when training ends.
         callbacks = self.trainer.callback_handler.callbacks
@@ -78,8 +74,7 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
         listed = [names[id(parameter)] for group in live.param_groups for parameter in group["params"]]
         options: Any = {**self._settings(), "param_names": listed}
         options["optimizer"] = options.pop("reader", None) or reader_of(live)
-        state = load_tree(checkpoint / "optimizer.pt")
-        return Posterior.from_state_dict(model, state, **options)
+        return Posterior.from_state_dict(model, load_tree(checkpoint / "optimizer.pt"), **options)
 
 
 def _calling_trainer() -> Any:

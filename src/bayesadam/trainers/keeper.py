@@ -1,4 +1,4 @@
-"""What the callbacks share: settings, how N and B are found, and the posterior read, calibrated, logged and saved."""
+"""What the callbacks share: settings, how N is found, and the posterior read, calibrated, logged and saved."""
 
 import inspect
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import SubsetRandomSampler
 
 from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
@@ -39,9 +39,8 @@ class PosteriorKeeper:
         likelihood: of the calibration.
         held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
         forward: as in `predict`, where the model's call is unusual.
-        **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `batch_size`, B, is set to what the
-            trainer takes for one step, over all processes and accumulated batches, where that is certain; elsewhere it
-            is None.
+        **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `power=1` needs `batch_size`: the
+            examples behind one step, over all processes and accumulated batches.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class PosteriorKeeper:
         self.n_data = self._given_n_data = n_data
         self.path = None if path is None else Path(path)
         self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
-        self.options, self.batch_size = options, options.get("batch_size")
+        self.options = options
         self._posterior: Posterior | Exception | None = None
 
     @property
@@ -76,23 +75,19 @@ class PosteriorKeeper:
             raise self._posterior
         return self._posterior
 
-    def _begin(self, loader: Any, *, has_validation: bool, batch_size: int | None) -> None:
-        """Find N and B, and refuse what would fail at the end; `batch_size` is B as the trainer knows it."""
+    def _begin(self, loader: Any, *, has_validation: bool) -> None:
+        """Find N, and refuse what would fail at the end."""
         self._posterior = None
-        counted = count_examples(loader)
-        self.n_data = self._given_n_data if self._given_n_data is not None else counted
+        self.n_data = count_examples(loader) if self._given_n_data is None else self._given_n_data
         if self.n_data is None:
             raise SettingError("the training data have no one length: pass PosteriorCallback(n_data=...)")
         if self.calibrate and self.held_out is None and not has_validation:
             raise SettingError("calibrate=True needs held-out data: the trainer's validation data, or held_out=")
-        # An N that was given may count something else than the loader's examples, such as tokens.
-        found = batch_size if self.n_data == counted and (batch_size or 0) <= self.n_data else None
-        self.batch_size = self.options.get("batch_size", found)
-        known = {key: self.options[key] for key in ("power", "form") if key in self.options}
-        Settings(self.n_data, {}, batch_size=self.batch_size, **known)
+        known = {key: self.options[key] for key in ("power", "form", "batch_size") if key in self.options}
+        Settings(self.n_data, {}, **known)
 
     def _settings(self) -> Any:
-        return {**self.options, "batch_size": self.batch_size, "n_data": self.n_data}
+        return {**self.options, "n_data": self.n_data}
 
     def _finish(
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
@@ -144,14 +139,6 @@ def count_examples(loader: Any) -> int | None:
         return len(source) or None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
-
-
-def fixed_batch_size(loader: Any) -> int | None:
-    """The examples in each batch of a loader; None for batches of the user's own sampler, or several loaders."""
-    sampler = getattr(loader, "batch_sampler", None)
-    # Accelerate's has the loader's own inside.
-    sampler = getattr(sampler, "batch_sampler", sampler)
-    return sampler.batch_size if type(sampler) is BatchSampler else None
 
 
 def _save(posterior: Posterior, path: Path | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from bayesadam._extras import require
 from bayesadam.errors import MissingExtraError
 from bayesadam.posterior import Posterior
-from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 
 try:
     Callback: Any = require("lightning.pytorch").Callback
@@ -30,11 +30,10 @@ class PosteriorCallback(PosteriorKeeper, Callback):  # type: ignore[misc]
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find N and B before the first step."""
+        """Find N before the first step."""
         # A few batches over and over are not the data set.
         loader = None if trainer.overfit_batches else trainer.train_dataloader
-        size = _batch_size(trainer, pl_module, loader)
-        self._begin(loader, has_validation=bool(trainer.val_dataloaders), batch_size=size)
+        self._begin(loader, has_validation=bool(trainer.val_dataloaders))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read, calibrate, log, save."""
@@ -60,13 +59,3 @@ class PosteriorCallback(PosteriorKeeper, Callback):  # type: ignore[misc]
         """Save N with the weights."""
         if self.n_data is not None:
             checkpoint["n_data"] = self.n_data
-
-
-def _batch_size(trainer: Any, module: Any, loader: Any) -> int | None:
-    """The examples behind one step, over all processes; None where the user steps, or a callback changes how often."""
-    size = fixed_batch_size(loader)
-    changes = any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks)
-    if size is None or changes or not module.automatic_optimization:
-        return None
-    processes = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-    return int(size * processes * trainer.accumulate_grad_batches)
