@@ -40,7 +40,7 @@ class Gaussian(NamedTuple):
 
 
 # Networks drawn from what a rule has learnt: stacked weights by name, and dropout masks where it has them.
-Functions = tuple[dict[str, Tensor], list[Tensor] | None]
+Drawn = tuple[dict[str, Tensor], list[Tensor] | None]
 
 
 class Rule(ABC):
@@ -90,16 +90,12 @@ class Rule(ABC):
         """The Gaussian over the weights that the rule ends with; None where it ends with a point."""
         return None
 
-    def sample(
-        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
-    ) -> Functions:
+    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
-        found = self.gaussian(weights, state, n_data)
-        repeated = (weights if found is None else found.mean).repeat_interleave(n, dim=0)
+        found, drawn = self.gaussian(mean, state, n_data), mean.unsqueeze(1).expand(-1, n, -1)
         if found is not None:
-            drawn = streams.normal(n, weights.shape[1]).flatten(0, 1)
-            repeated = torch.addcmul(repeated, found.variance.sqrt().repeat_interleave(n, dim=0), drawn)
-        return unflatten(network, repeated), None
+            drawn = found.mean.unsqueeze(1) + found.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
+        return unflatten(network, drawn.flatten(0, 1)), None
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ class Adam(Rule):
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """torch's Adam, then the proximal step."""
-        adam_update(weights, gradient, state, step.lr, self.betas, self.weight_decay, decoupled=self.decoupled)
+        adam_update(weights, gradient, state, step.lr, self)
         if self.sparsity:
             metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
             weights.copy_(weights.sign() * (weights.abs() - step.lr * self.sparsity / metric).clamp_(min=0))
@@ -133,20 +129,15 @@ def adam_state(weights: Tensor) -> State:
     return {"exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights), "step": step}
 
 
-def adam_update(
-    weights: Tensor,
-    gradient: Tensor,
-    state: Mapping[str, Tensor],
-    lr: Number,
-    betas: tuple[float, float],
-    weight_decay: float = 0.0,
-    *,
-    decoupled: bool = False,
-) -> None:
-    """One step of Adam, in place."""
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+_ADAM = Adam()
+
+
+def adam_update(weights: Tensor, gradient: Tensor, state: State, lr: Number, rule: Adam = _ADAM) -> None:
+    """One step of Adam with a rule's settings, in place."""
+    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     given = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
-    settings = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": EPS}
+    (beta1, beta2), decay = rule.betas, rule.weight_decay
+    settings: Any = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": EPS}
     state["step"].add_(1)
     kernel(*given, [], list(state["step"].unbind()), **settings, amsgrad=False, maximize=False)
 
@@ -188,13 +179,11 @@ class Dropout(Adam):
         parts = torch.split(noise, [b * width for width, _ in dropped], dim=1)
         return [_mask(part.view(-1, b, width), r) for part, (width, r) in zip(parts, dropped, strict=True)]
 
-    def sample(
-        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
-    ) -> Functions:
+    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """One mask per draw, the same at every input, makes each draw a function."""
         drawn = _mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
         masks = list(torch.split(drawn, list(network.hidden), dim=-1))
-        return unflatten(network, weights.repeat_interleave(n, dim=0)), masks
+        return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
 
 
 def _dropped(network: Network) -> list[tuple[int, float]]:
@@ -262,8 +251,8 @@ class BayesByBackprop(Perturbed):
         by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).add_(product.div_(std))
         gradient.add_(mean * (self.prior_precision / step.n_data))
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(mean, gradient, state, step.lr, self.betas)
-        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, self.betas)
+        adam_update(mean, gradient, state, step.lr, Adam(self.betas))
+        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(μ, softplus(ρ)²)."""
@@ -401,11 +390,9 @@ class SWAG(Rule):
         count = int(state["count"])
         return state["deviations"][:, [number % self.rank for number in range(max(0, count - self.rank), count)]]
 
-    def sample(
-        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
-    ) -> Functions:
+    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
-        mean, variance = self.gaussian(weights, state, n_data)
+        mean, variance = self.gaussian(mean, state, n_data)
         columns = self.deviations(state)
         low_rank = torch.bmm(streams.normal(n, columns.shape[1]), columns) / math.sqrt(columns.shape[1] - 1)
         drawn = streams.normal(n, mean.shape[1]) * variance.sqrt().unsqueeze(1) + low_rank

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, flatten, initial, member, unflatten
-from bayesadam.engine.rules import Adam, Functions, Gaussian, Rule, State, Step, optimizer_state_dict
+from bayesadam.engine.rules import Adam, Drawn, Gaussian, Rule, State, Step, optimizer_state_dict
 from bayesadam.engine.streams import Streams
 
 # The most steps in one CUDA graph.
@@ -171,7 +171,7 @@ class Stack:
         """Mean and variance of one network's weights by name, on the CPU; empty where the rule has no Gaussian."""
         return [member(unflatten(self.network, part.cpu()), index) for part in self.gaussian() or ()]
 
-    def functions(self, index: int, n: int, streams: Streams) -> Functions:
+    def functions(self, index: int, n: int, streams: Streams) -> Drawn:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
         own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
         return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
