@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._checks import count, not_negative, positive
+from bayesadam._checks import not_negative, positive
 from bayesadam.engine.rules import Perturbed, Step
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
@@ -20,7 +20,7 @@ from bayesadam.readers import StateReader, match_optimizers, working_dtype
 Group = Mapping[str, Any]
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
 # saves those: the seed and the number of passes so far are the whole state of the noise.
-_SHARED = ("n_data", "samples", "seed", "passes")
+_SHARED = ("n_data", "seed", "passes")
 
 
 class PerturbedOptimizer(Optimizer, ABC):
@@ -81,7 +81,7 @@ class PerturbedOptimizer(Optimizer, ABC):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Average over the samples since the last step, and move; parameters without a gradient stay as they are.
+        """Average over the blocks since the last step, and move; parameters without a gradient stay as they are.
 
         A `closure`, which is not needed, opens `sampled_parameters()`, calls `backward()` and returns the loss.
         """
@@ -92,12 +92,8 @@ class PerturbedOptimizer(Optimizer, ABC):
                 loss = closure()
         with torch.no_grad():
             self._gather()
-            expected = self.param_groups[0]["samples"]
-            if self._passes != expected:
-                raise StateError(
-                    f"{type(self).__name__}.step() needs gradients at sampled weights of samples={expected} passes and "
-                    f"has {self._passes or 'none'}: call backward() inside `with optimizer.sampled_parameters():`"
-                )
+            if not self._passes:
+                raise StateError("there is no gradient: call backward() inside `with optimizer.sampled_parameters():`")
             for parameter, group in self._grouped():
                 if parameter in self._sums:
                     self._move(parameter, group)
@@ -128,10 +124,8 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict()` was taken."""
-        for group in state_dict["param_groups"]:
-            if missing := self.defaults.keys() - group.keys():
-                raise MatchError(f"not the state dict of a {type(self).__name__}: a group has no {min(missing)!r}")
-            self._check(group)
+        if missing := self.defaults.keys() - state_dict["param_groups"][0].keys():
+            raise MatchError(f"not the state dict of a {type(self).__name__}: a group has no {min(missing)!r}")
         super().load_state_dict(state_dict)
         # torch casts what it loads to the parameters' type, and rounds it: the state of 16-bit ones is float32.
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -147,7 +141,6 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _check(self, settings: Group) -> None:
         positive("n_data", settings["n_data"], "the number of training examples")
-        count("samples", settings["samples"], "draws a step")
         not_negative("lr", settings["lr"])
         if len(betas := settings["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")

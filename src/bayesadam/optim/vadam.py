@@ -19,7 +19,7 @@ class Vadam(PerturbedOptimizer):
 
     .. math::
         &\textbf{input}: \mu, \alpha\ (\text{lr}), \beta_1, \beta_2, N, \lambda\ (\text{prior precision}),
-            \rho_0\ (\text{initial precision}), S\ (\text{samples}); \quad m = 0,\ v = (\rho_0 - \lambda)/N \\
+            \rho_0\ (\text{initial precision}), S\ (\text{blocks}); \quad m = 0,\ v = (\rho_0 - \lambda)/N \\
         &\textbf{for}\ t = 1, 2, \ldots \\
         &\quad \textbf{for}\ s = 1, \ldots, S: \quad
             \theta_s = \mu + \epsilon_s / \sqrt{N v + \lambda}, \quad \epsilon_s \sim \mathcal N(0, 1) \\
@@ -52,7 +52,6 @@ class Vadam(PerturbedOptimizer):
         prior_precision: λ of the prior N(0, 1/λ).
         initial_precision: ρ₀, what q's precision starts from; at least λ.
         betas: (β₁, β₂).
-        samples: S, how often `sampled_parameters()` is opened for one step.
         generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 
@@ -73,11 +72,10 @@ class Vadam(PerturbedOptimizer):
         prior_precision: float,
         initial_precision: float,
         betas: tuple[float, float] = (0.9, 0.999),
-        samples: int = 1,
         generator: torch.Generator | int | None = None,
     ) -> None:
         own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
-        super().__init__(params, generator, n_data=n_data, samples=samples, **own)
+        super().__init__(params, generator, n_data=n_data, **own)
 
     def _check(self, settings: Group) -> None:
         super()._check(settings)
