@@ -92,12 +92,11 @@ class Stack:
             noise = self.rule.noise(self.streams, self.network, rows.shape[2], len(rows))
             block += [noise.transpose(0, 1)] if noise.numel() else []
         self._next.zero_()
-        pairs = list(zip(self._block, block, strict=False))
-        if pairs and all(old.shape[1:] == new.shape[1:] and len(old) >= len(new) for old, new in pairs):
-            for old, new in pairs:
-                old[: len(new)].copy_(new)
+        # A graph reads the memory that it was captured with.
+        if [tensor.shape for tensor in block] == [tensor.shape for tensor in self._block]:
+            for old, new in zip(self._block, block, strict=True):
+                old.copy_(new)
         else:
-            # A graph reads the memory that it was captured with.
             self._block, self._replay = [tensor.contiguous().clone() for tensor in block], None
 
     @torch.no_grad()
