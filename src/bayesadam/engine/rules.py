@@ -134,10 +134,10 @@ _ADAM = Adam()
 
 def adam_update(weights: Tensor, gradient: Tensor, state: State, lr: Number, rule: Adam = _ADAM) -> None:
     """One step of Adam with a rule's settings, in place."""
-    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    kernel: Any = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     given = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
     (beta1, beta2), decay = rule.betas, rule.weight_decay
-    settings: Any = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": EPS}
+    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": EPS}
     state["step"].add_(1)
     kernel(*given, [], list(state["step"].unbind()), **settings, amsgrad=False, maximize=False)
 
