@@ -161,6 +161,8 @@ def test_extras_agree_with_the_packaging():
     }
     library = {"torch", "numpy", "safetensors"}
     declared |= dict.fromkeys(names(project["dependencies"]) - library)
+    # Lightning under its older name.
+    declared["pytorch_lightning"] = "lightning"
     assert declared == EXTRA_OF
 
 

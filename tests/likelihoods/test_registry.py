@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
-from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
 from floats import approx, assert_close
 
@@ -264,16 +263,6 @@ def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, method):
         assert tuned.settings.scale == default.settings.scale
     both = calibrate(ba.Mixture([wide, wide]), (x, y), likelihood=name, method=method)
     assert all(member.settings.scale == tuned.settings.scale for member in both)
-
-
-def test_trainers_log_scores_of_every_likelihood(fitted):
-    name, posterior, x, y = fitted
-    batches = [(x[:30], y[:30]), (x[30:], y[30:])]
-    numbers = held_out_numbers(posterior, batches, likelihood=name)
-    predicted = posterior.predict(x, likelihood=name)
-    assert numbers["nll"] == approx(ba.scores.nll(predicted, y), rel=1e-6)
-    assert all(math.isfinite(value) for value in numbers.values())
-    assert ("coverage95" in numbers) == isinstance(predicted, NumericPredictive)
 
 
 def test_calibrate_for_draws(fitted):

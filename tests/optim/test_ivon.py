@@ -64,9 +64,9 @@ def test_ivon_follows_its_equations(injected: InjectedNoise, samples, device):  
         {"params": model[0].parameters(), "weight_decay": 0.05, "initial_hessian": 0.7},
         {"params": model[2].parameters(), "lr": 0.2},
     ]
-    optimizer = IVON(groups, **{**IVON_, "samples": samples, "betas": (0.8, 0.95)})
+    optimizer = IVON(groups, **{**IVON_, "betas": (0.8, 0.95)})
     data = list(batches(10, torch.empty((), dtype=torch.float64, device=device)))
-    train(model, optimizer, data)
+    train(model, optimizer, data, samples)
     settings = {
         "n_data": 200,
         "betas": (0.8, 0.95),

@@ -56,10 +56,10 @@ def one_pass(model: nn.Module, optimizer: Vadam | IVON, x: Tensor) -> None:
         loss_of(model(x), x).backward()
 
 
-def train(model: nn.Module, optimizer: Vadam | IVON, data: Any) -> None:
+def train(model: nn.Module, optimizer: Vadam | IVON, data: Any, samples: int = 1) -> None:
     for x in data:
         optimizer.zero_grad()
-        for _ in range(optimizer.param_groups[0]["samples"]):
+        for _ in range(samples):
             one_pass(model, optimizer, x)
         optimizer.step()
 
@@ -128,9 +128,9 @@ def test_vadam_follows_its_equations(injected, samples, device):
         {"params": model[0].parameters(), "prior_precision": 3.0, "initial_precision": 40.0},
         {"params": model[2].parameters(), "lr": 0.05},
     ]
-    optimizer = Vadam(groups, **{**VADAM, "samples": samples, "betas": (0.8, 0.95)})
+    optimizer = Vadam(groups, **{**VADAM, "betas": (0.8, 0.95)})
     data = list(batches(10, torch.empty((), dtype=torch.float64, device=device)))
-    train(model, optimizer, data)
+    train(model, optimizer, data, samples)
     settings = {
         "n_data": 200,
         "betas": (0.8, 0.95),
@@ -314,9 +314,6 @@ def test_vadam_before_its_first_step_draws_from_the_initial_precision():
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers of at least 0 and below 1, got \(0.9, 1.0\)"),
         ({"betas": (-0.1, 0.9)}, r"betas .* got \(-0.1, 0.9\)"),
         ({"betas": (0.9,)}, r"betas .* got \(0.9,\)"),
-        ({"samples": 0}, "samples must be a whole number of at least 1 .draws a step., got 0"),
-        ({"samples": 1.5}, "samples .* got 1.5"),
-        ({"samples": True}, "samples .* got True"),
         ({"generator": "seed"}, "generator must be a torch.Generator, a seed or None, got 'seed'"),
         ({"generator": True}, "generator .* got True"),
     ],
@@ -350,11 +347,11 @@ def test_vadam_may_start_from_the_prior():
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize(("key", "value"), [("n_data", 100), ("samples", 2), ("seed", 5)])
+@pytest.mark.parametrize(("key", "value"), [("n_data", 100), ("seed", 5)])
 def test_what_is_the_optimisers_cannot_differ_between_groups(kind, key, value):
     model = network()
     cls, settings = kind
-    with pytest.raises(SettingError, match=f"{key} is one for all parameter groups: .*, got {value} for a group"):
+    with pytest.raises(SettingError, match=f"{key} is one for all parameter groups"):
         cls([{"params": model[0].parameters()}, {"params": model[2].parameters(), key: value}], **settings)
 
 
@@ -519,7 +516,7 @@ def test_weights_come_back_after_any_exception_and_the_pass_does_not_count(kind,
     with pytest.raises(error):
         interrupted()
     assert_untouched(model, before)
-    with pytest.raises(StateError, match="has none since the last step"):
+    with pytest.raises(StateError, match="there is no gradient"):
         optimizer.step()
     assert_untouched(model, before)
     train(model, optimizer, [x])
@@ -567,7 +564,7 @@ def test_a_step_without_a_sampled_pass_is_refused(kind):
     with pytest.raises(StateError, match=r"inside `with optimizer.sampled_parameters\(\):`"):
         optimizer.step()
     train(model, optimizer, [x])
-    with pytest.raises(StateError, match="has none since the last step"):
+    with pytest.raises(StateError, match="there is no gradient"):
         optimizer.step()
 
 
@@ -584,28 +581,15 @@ def test_a_block_without_a_gradient_is_no_sample(kind):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("passes", "samples"), [(1, 2), (3, 2), (2, 1)])
-@pytest.mark.parametrize("kind", BOTH)
-def test_another_number_of_samples_than_was_said_is_refused(kind, passes, samples):
-    model = network()
-    optimizer = build(kind, model, samples=samples)
-    for x in batches(passes, model[0].weight):
-        one_pass(model, optimizer, x)
-    with pytest.raises(StateError, match=rf"samples={samples} passes and has {passes} since"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("kind", BOTH)
 def test_zero_grad_drops_the_samples_before_it_but_not_from_inside_a_block(kind):
     model = network()
-    optimizer = build(kind, model, samples=2)
+    optimizer = build(kind, model)
     x = next(batches(1, model[0].weight))
-    for _ in range(2):
-        optimizer.zero_grad()
-        one_pass(model, optimizer, x)
-    with pytest.raises(StateError, match="has 1 since the last step"):
-        optimizer.step()
+    one_pass(model, optimizer, x)
     optimizer.zero_grad()
+    with pytest.raises(StateError, match="there is no gradient"):
+        optimizer.step()
     for _ in range(2):
         with optimizer.sampled_parameters():
             optimizer.zero_grad()
@@ -630,7 +614,7 @@ def test_gradients_from_outside_a_block_have_no_part_in_the_step(kind):
 @pytest.mark.parametrize("kind", BOTH)
 def test_gradients_may_be_clipped_after_each_block(kind):
     model, twin = network(), network()
-    optimizer, other = build(kind, model, samples=2), build(kind, twin, samples=2)
+    optimizer, other = build(kind, model), build(kind, twin)
     x = next(batches(1, model[0].weight))
     for network_, opt, clip_inside in ((model, optimizer, False), (twin, other, True)):
         for _ in range(2):
@@ -649,7 +633,7 @@ def test_gradients_may_be_clipped_after_each_block(kind):
 def test_gradients_are_left_as_they_were_and_their_memory_may_be_reused(kind):
     """Data-parallel training keeps a parameter's gradient in one place for good."""
     model, twin = network(), network()
-    optimizer, other = build(kind, model, samples=2), build(kind, twin, samples=2)
+    optimizer, other = build(kind, model), build(kind, twin)
     memory = {p: torch.zeros_like(p) for p in model.parameters()}
 
     def move(parameter: Tensor) -> None:
@@ -658,8 +642,8 @@ def test_gradients_are_left_as_they_were_and_their_memory_may_be_reused(kind):
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(move)
     data = list(batches(3, model[0].weight))
-    train(model, optimizer, data)
-    train(twin, other, data)
+    train(model, optimizer, data, samples=2)
+    train(twin, other, data, samples=2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     for _ in range(2):
         one_pass(model, optimizer, data[0])
@@ -744,7 +728,7 @@ def test_parameters_without_a_gradient_stay_and_are_left_out_of_the_posterior(ki
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_sample_without_a_gradient_for_a_parameter_counts_as_zero(kind):
     model, twin = network(), network()
-    optimizer, other = build(kind, model, samples=2), build(kind, twin, samples=2)
+    optimizer, other = build(kind, model), build(kind, twin)
     x = next(batches(1, model[0].weight))
     for number in range(2):
         for net, opt, factor in ((model, optimizer, None), (twin, other, 0.0)):
@@ -845,19 +829,19 @@ def test_forty_steps_are_twenty_and_twenty_to_the_bit(kind, dtype, device, route
         model = network(dtype, device)
         cls, settings = kind
         groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
-        return model, cls(groups, **{**settings, "samples": 2, **changes})
+        return model, cls(groups, **{**settings, **changes})
 
     whole, optimizer = fresh()
     data = list(batches(40, whole[0].weight))
-    train(whole, optimizer, data)
+    train(whole, optimizer, data, samples=2)
     half, before = fresh()
-    train(half, before, data[:20])
+    train(half, before, data[:20], samples=2)
     # The fresh optimiser is set up otherwise, down to its seed: the state dict decides.
     resumed, after = fresh(generator=12345, betas=(0.5, 0.5))
     resumed.load_state_dict(route(half.state_dict()))
     after.load_state_dict(route(before.state_dict()))
     assert_same_state(after.state_dict(), before.state_dict())
-    train(resumed, after, data[20:])
+    train(resumed, after, data[20:], samples=2)
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
     assert_same_state(after.state_dict(), optimizer.state_dict())
     assert {float(state["step"]) for state in after.state.values()} == {40}
@@ -888,7 +872,7 @@ def test_loading_drops_samples_without_a_step(kind):
     saved = copy.deepcopy(optimizer.state_dict())
     one_pass(model, optimizer, x)
     optimizer.load_state_dict(saved)
-    with pytest.raises(StateError, match="has none since the last step"):
+    with pytest.raises(StateError, match="there is no gradient"):
         optimizer.step()
 
 
@@ -898,7 +882,7 @@ def test_another_optimisers_state_is_refused(kind):
     optimizer = build(kind, model)
     other = build((IVON, IVON_) if kind[0] is Vadam else (Vadam, VADAM), network())
     for foreign in (torch.optim.Adam(network().parameters()), other):
-        with pytest.raises(MatchError, match=f"not the state dict of a {kind[0].__name__}: a parameter group has no '"):
+        with pytest.raises(MatchError, match=f"not the state dict of a {kind[0].__name__}: a group has no '"):
             optimizer.load_state_dict(foreign.state_dict())
     train(model, optimizer, batches(1, model[0].weight))
 

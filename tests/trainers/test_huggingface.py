@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import bayesadam as ba  # noqa: E402
-from bayesadam import scores  # noqa: E402
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
-from bayesadam.trainers.keeper import fixed_batch_size  # noqa: E402
 from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
@@ -127,42 +125,8 @@ def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path)
         assert equal(found, expected)
         assert (found.temperature, found.averaged) == (expected.temperature, expected.averaged)
     (logged,) = [line for line in run.state.log_history if "posterior/nll" in line]
-    batch = {key: torch.stack([example[key] for example in run.eval_dataset]) for key in run.eval_dataset[0]}
-    y = batch.pop("labels")
-    predicted = callback.posterior.predict(batch, likelihood="classification")
-    assert logged["posterior/nll"] == approx(scores.nll(predicted, y), rel=1e-4)
-    assert logged["posterior/ece"] == approx(scores.ece(predicted.probs, y), rel=1e-4)
+    assert logged["posterior/nll"] == approx(min(expected.calibration.nll.values()), rel=1e-4)
     assert logged["posterior/network_nll"] == approx(run.evaluate()["eval_loss"], rel=1e-4)
-    assert logged["posterior/nll"] <= logged["posterior/network_nll"] + 1e-6
-    assert logged["posterior/calibrate_seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("callback_options", "options", "expected"),
-    [
-        ({}, {}, 8),
-        ({}, {"gradient_accumulation_steps": 2}, 16),
-        ({"n_data": 10 * N}, {}, None),
-        ({}, {"gradient_accumulation_steps": 1000}, None),
-    ],
-)
-def test_the_batch_size_is_what_is_behind_one_step(tmp_path, callback_options, options, expected):
-    _, callback = trained(tmp_path, callback_options, max_steps=2, **options)
-    assert callback.batch_size == callback.posterior.batch_size == expected
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_the_batch_size_is_that_of_all_processes(split):
-    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
-    loader = prepare(DataLoader(range(N), batch_size=8), num_processes=2, process_index=1, split_batches=split)
-    assert fixed_batch_size(loader) == 8
-    assert loader.total_batch_size == (8 if split else 16)
-
-
-def test_signal_to_noise_every_few_epochs(tmp_path):
-    # Five steps to an epoch, of which the last is cut short.
-    trained(tmp_path, {"every_n_epochs": 2}, report_to="tensorboard", max_steps=23, eval_strategy="epoch")
-    assert [step for step, _ in scalars(tmp_path)["train/posterior/snr_median"]] == [10, 20, 23]
 
 
 def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):
@@ -220,8 +184,6 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path):
     run = trainer(tmp_path)
     with pytest.raises(SettingError, match="needs likelihood="):
         PosteriorCallback(calibrate=True)
-    with pytest.raises(SettingError, match="every_n_epochs must be at least 1, got 0"):
-        PosteriorCallback(every_n_epochs=0)
     run.eval_dataset = None
     run.add_callback(PosteriorCallback(calibrate=True, likelihood="classification"))
     with pytest.raises(SettingError, match="held_out="):

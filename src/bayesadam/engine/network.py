@@ -76,14 +76,11 @@ class Network:
 
 def initial(network: Network, seeds: Sequence[int], *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Stacked initial weights (s, *shape), U(±1/√fan-in) as torch's own; a seed's are the same in any stack."""
-    found = {}
-    for name, shape in network.shapes().items():
-        fan_in = network.shapes()[name.replace("bias", "weight")][1]
-        rows = []
-        for seed in seeds:
-            source = torch.Generator().manual_seed(stream_seed(seed, "initial", *map(ord, name)))
-            rows.append((2 * torch.rand(shape, generator=source) - 1) / math.sqrt(fan_in))
-        found[name] = torch.stack(rows).to(device)
+    found, shapes = {}, network.shapes()
+    for name, shape in shapes.items():
+        sources = [torch.Generator().manual_seed(stream_seed(seed, "initial", *map(ord, name))) for seed in seeds]
+        uniform = torch.stack([torch.rand(shape, generator=source) for source in sources])
+        found[name] = ((2 * uniform - 1) / math.sqrt(shapes[name.replace("bias", "weight")][1])).to(device)
     return found
 
 
@@ -113,13 +110,10 @@ def forward(
     seen: tuple[list[Tensor], list[Tensor]] | None = None,
     n_layers: int | None = None,
 ) -> Tensor:
-    """The outputs (s, b, outputs) of a stack of networks, or what comes out of the first `n_layers`.
+    """The outputs (s, b, outputs) of a stack of networks at x, (b, inputs) for all of them or (s, b, inputs).
 
-    Args:
-        x: inputs, (b, inputs) for all networks or (s, b, inputs).
-        masks: the factors of every hidden layer's units, for dropout.
-        seen: two lists to which every layer's input and pre-activation are added.
-        n_layers: None for all; the hidden layers alone are the features of the last.
+    `masks` are the factors of every hidden layer's units, for dropout. Every layer's input and pre-activation are added
+    to the two lists `seen`. `n_layers` stops earlier: the hidden layers alone are the features of the last.
     """
     h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
     activation, last = ACTIVATIONS[network.activation](), len(network.hidden)

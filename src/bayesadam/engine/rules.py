@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.adam import adam as torch_adam
 
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.streams import Streams
@@ -41,18 +40,18 @@ class Gaussian(NamedTuple):
 
 
 # Networks drawn from what a rule has learnt: stacked weights by name, and dropout masks where it has them.
-Functions = tuple[dict[str, Tensor], list[Tensor] | None]
+Drawn = tuple[dict[str, Tensor], list[Tensor] | None]
 
 
 class Rule(ABC):
     """One way to learn; it holds settings only.
 
     All functions work on flat weights (s, weights), one row per network, and write into the memory that `start` made,
-    so that a step can be captured as a CUDA graph. There, tensors of two dimensions or more have one row per network.
+    so that a step can be captured as a CUDA graph. Its tensors of two dimensions or more have one row per network.
     """
 
-    # Whether the gradient is that of the mean negative log-likelihood, with the observation noise, at weights that `at`
-    # writes; whether the rule starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
+    # Whether the gradient is that of the mean negative log-likelihood at weights that `at` writes; whether the rule
+    # starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
     needs_noise: ClassVar[bool] = False
     starts_trained: ClassVar[bool] = False
     lr: ClassVar[float | None] = None
@@ -91,26 +90,20 @@ class Rule(ABC):
         """The Gaussian over the weights that the rule ends with; None where it ends with a point."""
         return None
 
-    def sample(
-        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
-    ) -> Functions:
+    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
-        found = self.gaussian(weights, state, n_data)
-        repeated = (weights if found is None else found.mean).repeat_interleave(n, dim=0)
+        found, drawn = self.gaussian(mean, state, n_data), mean.unsqueeze(1).expand(-1, n, -1)
         if found is not None:
-            drawn = streams.normal(n, weights.shape[1]).flatten(0, 1)
-            repeated = torch.addcmul(repeated, found.variance.sqrt().repeat_interleave(n, dim=0), drawn)
-        return unflatten(network, repeated), None
+            drawn = found.mean.unsqueeze(1) + found.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
+        return unflatten(network, drawn.flatten(0, 1)), None
 
 
 @dataclass(frozen=True)
 class Adam(Rule):
     """m ← β₁ m + (1−β₁) g, v ← β₂ v + (1−β₂) g², θ ← θ − α m̂/(√v̂ + ε), by torch's fused kernel.
 
-    A Laplace prior exp(−λ|θ|) is a proximal step in Adam's metric after that: |θ| loses α λ/(√v̂ + ε), not below 0.
-
-    `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`; `sparsity` is λ of the Laplace
-    prior, which v never sees.
+    `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`. `sparsity` is λ of a Laplace
+    prior exp(−λ|θ|), a proximal step in Adam's metric that v never sees: |θ| loses α λ/(√v̂ + ε), not below 0.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -124,11 +117,10 @@ class Adam(Rule):
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """torch's Adam, then the proximal step."""
-        adam_update(weights, gradient, state, step.lr, self.betas, self.weight_decay, decoupled=self.decoupled)
+        adam_update(weights, gradient, state, step.lr, self)
         if self.sparsity:
             metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
-            loss = metric.reciprocal_().mul_(step.lr * self.sparsity)
-            weights.copy_(weights.sign() * (weights.abs() - loss).clamp_(min=0))
+            weights.copy_(weights.sign() * (weights.abs() - step.lr * self.sparsity / metric).clamp_(min=0))
 
 
 def adam_state(weights: Tensor) -> State:
@@ -137,35 +129,17 @@ def adam_state(weights: Tensor) -> State:
     return {"exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights), "step": step}
 
 
-def adam_update(
-    weights: Tensor,
-    gradient: Tensor,
-    state: Mapping[str, Tensor],
-    lr: Number,
-    betas: tuple[float, float],
-    weight_decay: float = 0.0,
-    *,
-    decoupled: bool = False,
-) -> None:
-    """One step of Adam, in place."""
-    torch_adam(
-        _pieces(weights),
-        _pieces(gradient),
-        _pieces(state["exp_avg"]),
-        _pieces(state["exp_avg_sq"]),
-        max_exp_avg_sqs=[],
-        state_steps=list(state["step"].unbind()),
-        fused=True,
-        capturable=weights.device.type == "cuda",
-        decoupled_weight_decay=decoupled,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=EPS,
-        maximize=False,
-    )
+_ADAM = Adam()
+
+
+def adam_update(weights: Tensor, gradient: Tensor, state: State, lr: Number, rule: Adam = _ADAM) -> None:
+    """One step of Adam with a rule's settings, in place."""
+    kernel: Any = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    given = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
+    (beta1, beta2), decay = rule.betas, rule.weight_decay
+    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": EPS}
+    state["step"].add_(1)
+    kernel(*given, [], list(state["step"].unbind()), **settings, amsgrad=False, maximize=False)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
@@ -192,10 +166,7 @@ def optimizer_state_dict(network: Network, state: State, index: int, rule: Adam)
 
 @dataclass(frozen=True)
 class Dropout(Adam):
-    """Adam under the network's dropout, in prediction as in training (MC dropout).
-
-    Each unit is 0 with probability r, otherwise multiplied by 1/(1 − r).
-    """
+    """Adam under the network's dropout, in prediction as in training (MC dropout)."""
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """One uniform number for each unit of each example."""
@@ -208,13 +179,11 @@ class Dropout(Adam):
         parts = torch.split(noise, [b * width for width, _ in dropped], dim=1)
         return [_mask(part.view(-1, b, width), r) for part, (width, r) in zip(parts, dropped, strict=True)]
 
-    def sample(
-        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
-    ) -> Functions:
+    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """One mask per draw, the same at every input, makes each draw a function."""
         drawn = _mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
         masks = list(torch.split(drawn, list(network.hidden), dim=-1))
-        return unflatten(network, weights.repeat_interleave(n, dim=0)), masks
+        return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
 
 
 def _dropped(network: Network) -> list[tuple[int, float]]:
@@ -223,6 +192,7 @@ def _dropped(network: Network) -> list[tuple[int, float]]:
 
 
 def _mask(uniform: Tensor, rate: float) -> Tensor:
+    """0 with probability r, otherwise 1/(1 − r)."""
     return (uniform >= rate).float().div_(1 - rate)
 
 
@@ -281,8 +251,8 @@ class BayesByBackprop(Perturbed):
         by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).add_(product.div_(std))
         gradient.add_(mean * (self.prior_precision / step.n_data))
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(mean, gradient, state, step.lr, self.betas)
-        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, self.betas)
+        adam_update(mean, gradient, state, step.lr, Adam(self.betas))
+        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(μ, softplus(ρ)²)."""
@@ -323,10 +293,8 @@ class Vadam(Perturbed):
 class IVON(Perturbed):
     """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation.
 
-    Attributes:
-        averages: (β₁, β₂), which are not Adam's.
-        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4: a flat loss has no other curvature.
-        initial_hessian: h₀; None takes the one with the standard deviation `initial_std`.
+    `averages` are (β₁, β₂), which are not Adam's. δ = N d is `prior_precision`; None takes d = `weight_decay`, at least
+    1e-4, since a flat loss has no other curvature. h₀ is `initial_hessian`; None takes that of `initial_std`.
     """
 
     lr = 0.02
@@ -422,11 +390,9 @@ class SWAG(Rule):
         count = int(state["count"])
         return state["deviations"][:, [number % self.rank for number in range(max(0, count - self.rank), count)]]
 
-    def sample(
-        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
-    ) -> Functions:
+    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
-        mean, variance = self.gaussian(weights, state, n_data)
+        mean, variance = self.gaussian(mean, state, n_data)
         columns = self.deviations(state)
         low_rank = torch.bmm(streams.normal(n, columns.shape[1]), columns) / math.sqrt(columns.shape[1] - 1)
         drawn = streams.normal(n, mean.shape[1]) * variance.sqrt().unsqueeze(1) + low_rank

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, flatten, initial, member, unflatten
-from bayesadam.engine.rules import Adam, Functions, Gaussian, Rule, State, Step, optimizer_state_dict
+from bayesadam.engine.rules import Adam, Drawn, Gaussian, Rule, State, Step, optimizer_state_dict
 from bayesadam.engine.streams import Streams
 
+# The most steps in one CUDA graph.
+_STEPS_PER_GRAPH = 20
 Batch = Callable[[Tensor], tuple[Tensor, Slope]]
 Schedule = Callable[[Tensor], Tensor]
 
@@ -67,7 +69,9 @@ class Stack:
         # Rates, rows and random numbers of the prepared block.
         self._block: list[Tensor] = []
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
+        # The captured graph, and how many steps it holds.
         self._replay: Callable[[], None] | None = None
+        self._held = 1
         # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
         self._warm_up = 3
 
@@ -88,25 +92,28 @@ class Stack:
             noise = self.rule.noise(self.streams, self.network, rows.shape[2], len(rows))
             block += [noise.transpose(0, 1)] if noise.numel() else []
         self._next.zero_()
-        pairs = list(zip(self._block, block, strict=False))
-        if pairs and all(old.shape[1:] == new.shape[1:] and len(old) >= len(new) for old, new in pairs):
-            for old, new in pairs:
-                old[: len(new)].copy_(new)
+        # A graph reads the memory that it was captured with.
+        if [tensor.shape for tensor in block] == [tensor.shape for tensor in self._block]:
+            for old, new in zip(self._block, block, strict=True):
+                old.copy_(new)
         else:
-            # A graph reads the memory that it was captured with.
             self._block, self._replay = [tensor.contiguous().clone() for tensor in block], None
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
         """Take the next steps of the prepared block; on CUDA, all but the first ones by replaying a graph."""
-        for _ in range(steps):
-            if self.device.type != "cuda" or self._warm_up:
+        left = steps
+        while left:
+            if self.device.type == "cuda" and self._replay is None and not self._warm_up:
+                self._held = math.gcd(steps, _STEPS_PER_GRAPH)
+                self._replay = self._captured(self._held)
+            if self._replay is not None and left >= self._held:
+                self._replay()
+                left -= self._held
+            else:
                 self._step()
+                left -= 1
                 self._warm_up = max(0, self._warm_up - 1)
-                continue
-            if self._replay is None:
-                self._replay = _captured(self._step, [] if self._predraw else self.streams.generators)
-            self._replay()
         self.done += steps
 
     def _step(self) -> None:
@@ -132,6 +139,24 @@ class Stack:
             self.mean.lerp_(self.weights, newest)
         self._next += 1
 
+    def _captured(self, steps: int) -> Callable[[], None]:
+        """Steps as a CUDA graph; returns its replay."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in [] if self._predraw else self.streams.generators:
+            graph.register_generator_state(generator)
+        torch.cuda.synchronize()
+        # An object that the garbage collector frees during the capture, an older graph for one, would end it.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(steps):
+                    self._step()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay
+
     @property
     def params(self) -> dict[str, Tensor]:
         """The weights, or their moving average, (s, *shape) by name."""
@@ -145,7 +170,7 @@ class Stack:
         """Mean and variance of one network's weights by name, on the CPU; empty where the rule has no Gaussian."""
         return [member(unflatten(self.network, part.cpu()), index) for part in self.gaussian() or ()]
 
-    def functions(self, index: int, n: int, streams: Streams) -> Functions:
+    def functions(self, index: int, n: int, streams: Streams) -> Drawn:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
         own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
         return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
@@ -166,24 +191,6 @@ def train(stack: Stack, blocks: Iterable[Tensor], schedule: Schedule) -> None:
     for rows in blocks:
         stack.prepare(rows, schedule)
         stack.run(len(rows))
-
-
-def _captured(step: Callable[[], None], generators: Sequence[torch.Generator]) -> Callable[[], None]:
-    """A step as a CUDA graph; returns its replay. `generators` are those that the step draws from."""
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    torch.cuda.synchronize()
-    # An object that the garbage collector frees during the capture, an older graph for one, would end it.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    finally:
-        if collects:
-            gc.enable()
-    return graph.replay
 
 
 def constant(lr: float) -> Schedule:

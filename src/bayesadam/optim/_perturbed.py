@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._checks import count, not_negative, positive
+from bayesadam._checks import not_negative, positive
 from bayesadam.engine.rules import Perturbed, Step
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
@@ -20,7 +20,7 @@ from bayesadam.readers import StateReader, match_optimizers, working_dtype
 Group = Mapping[str, Any]
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
 # saves those: the seed and the number of passes so far are the whole state of the noise.
-_SHARED = ("n_data", "samples", "seed", "passes")
+_SHARED = ("n_data", "seed", "passes")
 
 
 class PerturbedOptimizer(Optimizer, ABC):
@@ -34,19 +34,11 @@ class PerturbedOptimizer(Optimizer, ABC):
     _open: list[tuple[Tensor, Tensor, Tensor]]
     _sums: dict[Tensor, tuple[Tensor, Tensor]]
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        n_data: float,
-        samples: int,
-        generator: torch.Generator | int | None,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], generator: torch.Generator | int | None, **defaults: Any) -> None:
         if isinstance(generator, bool) or not isinstance(generator, torch.Generator | int | None):
             raise SettingError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
         seed = generator if isinstance(generator, int) else fresh_seed(generator)
-        super().__init__(params, {**defaults, "n_data": n_data, "samples": samples, "seed": seed, "passes": 0})
+        super().__init__(params, {**defaults, "seed": seed, "passes": 0})
         self._start_over()
         self._inside = False
 
@@ -60,13 +52,10 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     @contextmanager
     def sampled_parameters(self) -> Iterator[None]:
-        """The parameters at one draw θ = μ + σ ε; call `backward()` inside. On leaving, by whatever way, they are μ
-        again.
+        """The parameters at one draw θ = μ + σ ε, for `backward()` inside; afterwards they are μ again, to the bit.
 
-        The parameters' own memory is set aside, not written to, so what comes back is the very same bits. The gradients
-        on entry are let go: those of this block are the sample's, summed over its `backward()` calls. They stay in
-        `.grad`, where they may be clipped in place until the next block or `step()`. A block that ends in an exception,
-        or without a gradient, does not count as a sample.
+        The gradients are those of this block, summed over its `backward()` calls. They may be clipped in place until
+        the next block or `step()`. A block that ends in an exception, or without a gradient, is no sample.
         """
         self._require_outside("sampled_parameters()")
         with torch.no_grad():
@@ -92,13 +81,9 @@ class PerturbedOptimizer(Optimizer, ABC):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Average over the samples since the last step, and move.
+        """Average over the blocks since the last step, and move; parameters without a gradient stay as they are.
 
-        Parameters that had no gradient in any of them stay as they are; one without a gradient in some of them had a
-        gradient of zero there.
-
-        Args:
-            closure: opens `sampled_parameters()`, calls `backward()` and returns the loss; not needed.
+        A `closure`, which is not needed, opens `sampled_parameters()`, calls `backward()` and returns the loss.
         """
         self._require_outside("step()")
         loss = None
@@ -107,13 +92,8 @@ class PerturbedOptimizer(Optimizer, ABC):
                 loss = closure()
         with torch.no_grad():
             self._gather()
-            expected = self.param_groups[0]["samples"]
-            if self._passes != expected:
-                raise StateError(
-                    f"{type(self).__name__}.step() needs gradients at sampled weights of samples={expected} passes and "
-                    f"has {self._passes or 'none'} since the last step: call loss.backward() inside `with "
-                    "optimizer.sampled_parameters():`, so many times a step, and zero_grad() before them"
-                )
+            if not self._passes:
+                raise StateError("there is no gradient: call backward() inside `with optimizer.sampled_parameters():`")
             for parameter, group in self._grouped():
                 if parameter in self._sums:
                     self._move(parameter, group)
@@ -138,20 +118,14 @@ class PerturbedOptimizer(Optimizer, ABC):
         """Add a group with settings of its own; N, the samples and the noise are the optimiser's."""
         self._check({**self.defaults, **param_group})
         shared = {key: (self.param_groups[0] if self.param_groups else self.defaults)[key] for key in _SHARED}
-        for key, value in shared.items():
-            if (given := param_group.get(key, value)) != value:
-                raise SettingError(f"{key} is one for all parameter groups: {value!r}, got {given!r} for a group")
+        if other := [key for key, value in shared.items() if param_group.get(key, value) != value]:
+            raise SettingError(f"{other[0]} is one for all parameter groups: {shared[other[0]]!r}")
         super().add_param_group({**param_group, **shared})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict()` was taken."""
-        for group in state_dict["param_groups"]:
-            try:
-                self._check(group)
-            except KeyError as missing:
-                raise MatchError(
-                    f"not the state dict of a {type(self).__name__}: a parameter group has no {missing}"
-                ) from None
+        if missing := self.defaults.keys() - state_dict["param_groups"][0].keys():
+            raise MatchError(f"not the state dict of a {type(self).__name__}: a group has no {min(missing)!r}")
         super().load_state_dict(state_dict)
         # torch casts what it loads to the parameters' type, and rounds it: the state of 16-bit ones is float32.
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -167,7 +141,6 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _check(self, settings: Group) -> None:
         positive("n_data", settings["n_data"], "the number of training examples")
-        count("samples", settings["samples"], "draws a step")
         not_negative("lr", settings["lr"])
         if len(betas := settings["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
@@ -183,9 +156,7 @@ class PerturbedOptimizer(Optimizer, ABC):
             if not parameter.requires_grad:
                 continue
             if parameter.is_complex():
-                raise SettingError(
-                    f"a parameter of shape {tuple(parameter.shape)} is complex: store it as two real ones"
-                )
+                raise SettingError(f"a parameter of shape {tuple(parameter.shape)} is complex: make it two real ones")
             rule, state = self._rule(group), self.state[parameter]
             if not state:
                 weights = parameter.to(working_dtype(parameter.dtype))
@@ -213,7 +184,10 @@ class PerturbedOptimizer(Optimizer, ABC):
         self._open = []
 
     def _move(self, parameter: Tensor, group: Group) -> None:
-        gradient, product = (total.div_(self._passes) for total in self._sums[parameter])
+        gradient, product = self._sums[parameter]
+        if self._passes > 1:
+            gradient.div_(self._passes)
+            product.div_(self._passes)
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1
         taken = float(state["step"])

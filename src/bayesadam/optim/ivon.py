@@ -18,7 +18,7 @@ class IVON(PerturbedOptimizer):
 
     .. math::
         &\textbf{input}: m, \alpha\ (\text{lr}), \beta_1, \beta_2, \kappa\ (\text{n\_data}), d\ (\text{weight decay}),
-            h_0\ (\text{initial Hessian}), S\ (\text{samples}); \quad g = 0,\ h = h_0 \\
+            h_0\ (\text{initial Hessian}), S\ (\text{blocks}); \quad g = 0,\ h = h_0 \\
         &\textbf{for}\ t = 1, 2, \ldots \\
         &\quad \textbf{for}\ s = 1, \ldots, S: \quad
             n_s = \epsilon_s / \sqrt{\kappa (h + d)}, \quad \epsilon_s \sim \mathcal N(0, 1) \\
@@ -53,10 +53,7 @@ class IVON(PerturbedOptimizer):
         initial_hessian: h₀.
         weight_decay: d.
         betas: (β₁, β₂).
-        samples: S, how often `sampled_parameters()` is opened for one step.
-        generator: a seed, or a generator that gives one; None takes torch's default one. The seed and the count of
-            passes are in `state_dict()`, so a resumed run draws the same noise. Replicas need the same seed, or their
-            mean gradient would not belong to anyone's noise.
+        generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 
     reader = StateReader(
@@ -78,11 +75,10 @@ class IVON(PerturbedOptimizer):
         initial_hessian: float = 1.0,
         weight_decay: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99999),
-        samples: int = 1,
         generator: torch.Generator | int | None = None,
     ) -> None:
         own = {"lr": lr, "betas": betas, "initial_hessian": initial_hessian, "weight_decay": weight_decay}
-        super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
+        super().__init__(params, generator, n_data=n_data, **own)
 
     def _check(self, settings: Group) -> None:
         super()._check(settings)

@@ -19,7 +19,7 @@ class Vadam(PerturbedOptimizer):
 
     .. math::
         &\textbf{input}: \mu, \alpha\ (\text{lr}), \beta_1, \beta_2, N, \lambda\ (\text{prior precision}),
-            \rho_0\ (\text{initial precision}), S\ (\text{samples}); \quad m = 0,\ v = (\rho_0 - \lambda)/N \\
+            \rho_0\ (\text{initial precision}), S\ (\text{blocks}); \quad m = 0,\ v = (\rho_0 - \lambda)/N \\
         &\textbf{for}\ t = 1, 2, \ldots \\
         &\quad \textbf{for}\ s = 1, \ldots, S: \quad
             \theta_s = \mu + \epsilon_s / \sqrt{N v + \lambda}, \quad \epsilon_s \sim \mathcal N(0, 1) \\
@@ -31,9 +31,8 @@ class Vadam(PerturbedOptimizer):
 
     :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior.
 
-    The posterior takes v as it stands, without the correction by :math:`1 - \beta_2^t`: v does not start from zero, and
-    :math:`N v + \lambda` is what the samples are drawn with. The step divides all the same, as published. The result is
-    sensitive to :math:`\rho_0`, since too wide a start drowns the gradients in noise: try several.
+    The posterior takes v as it stands, without the correction by :math:`1 - \beta_2^t`: v does not start from zero. The
+    step divides all the same, as published. Too small a :math:`\rho_0` drowns the gradients in noise: try several.
 
     v averages squares of mini-batch *means*. Of M examples these are near 1/M of the per-example ones, so q is about M
     times wider than a Laplace posterior; `posterior(model).replace(batch_size=M)` has the precision N M v + λ instead.
@@ -53,9 +52,7 @@ class Vadam(PerturbedOptimizer):
         prior_precision: λ of the prior N(0, 1/λ).
         initial_precision: ρ₀, what q's precision starts from; at least λ.
         betas: (β₁, β₂).
-        samples: S, how often `sampled_parameters()` is opened for one step.
-        generator: a seed, or a generator that gives one; None takes torch's default one. The seed and the count of
-            passes are in `state_dict()`, so a resumed run draws the same noise. Replicas need the same seed.
+        generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 
     reader = StateReader(
@@ -75,11 +72,10 @@ class Vadam(PerturbedOptimizer):
         prior_precision: float,
         initial_precision: float,
         betas: tuple[float, float] = (0.9, 0.999),
-        samples: int = 1,
         generator: torch.Generator | int | None = None,
     ) -> None:
         own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
-        super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
+        super().__init__(params, generator, n_data=n_data, **own)
 
     def _check(self, settings: Group) -> None:
         super()._check(settings)

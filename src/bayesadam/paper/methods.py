@@ -180,7 +180,7 @@ def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **ow
             losses, found = loss_and_slope(lambda f: data.kind.loss(f, y), outputs)
             if learns_noise:
                 precision = torch.exp(-2 * log_noise)
-                adam_update(log_noise, 1 - losses * precision, noise_state, lr=noise_lr, betas=(0.9, 0.999))
+                adam_update(log_noise, 1 - losses * precision, noise_state, noise_lr)
                 stack.scale.copy_(0.5 * precision.unsqueeze(1))
             return found
 

@@ -27,14 +27,13 @@ from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, NumericPredictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.readers import Recorder
-from bayesadam.sklearn.training import Schedule, fit_networks, split
+from bayesadam.sklearn.training import fit_networks, split
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
 Structure = Literal["diagonal", "kronecker", "low-rank"]
 _RECORDED = 100
 _DTYPES = (np.float64, np.float32)
-_LARGEST_SEED = 2**31 - 1
 _REGRESSIONS = tuple(name for name, each in LIKELIHOODS.items() if issubclass(each.kind, NumericPredictive))
 
 
@@ -47,7 +46,6 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     _: KW_ONLY
     activation: str = "relu"
     lr: float = 1e-2
-    schedule: Schedule = "cosine"
     weight_decay: float | Literal["auto"] = "auto"
     batch_size: int | Literal["auto"] = "auto"
     max_epochs: int = 300
@@ -56,10 +54,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     n_ensemble: int = 5
     calibration: Calibration | None = "auto"
     structure: Structure = "diagonal"
-    power: float = 0.5
     random_state: Any = None
     device: str | torch.device = "cpu"
-    verbose: int = 0
 
     def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
         """Scale, split, train, read the posteriors and calibrate them."""
@@ -81,7 +77,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             parts,
             batch_size=min(max(32, n // 32), 256) if own["batch_size"] == "auto" else own["batch_size"],
             centre=centre,
-            **{key: own[key] for key in ("lr", "schedule", "max_epochs", "patience", "device", "verbose")},
+            **{key: own[key] for key in ("lr", "max_epochs", "patience", "device")},
         )
         self.posteriors_ = []
         for one, part in zip(trained, parts, strict=True):
@@ -89,8 +85,9 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             # Without weight decay δ would be 0, and dead units of infinite variance.
             prior = None if decay else 1.0
             if self.structure == "diagonal":
-                read: Any = {"prior_precision": prior, "power": own["power"], "batch_size": one.batch_size}
-                posterior = Posterior.from_state_dict(model, one.state, n, optimizer="adamw", **read)
+                posterior = Posterior.from_state_dict(
+                    model, one.state, n, optimizer="adamw", prior_precision=prior, batch_size=one.batch_size
+                )
                 model.double()
                 posterior = posterior.to(dtype=torch.float64)
             else:
@@ -119,8 +116,13 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             not_negative("weight_decay", own["weight_decay"])
         if not 0 <= own["validation_fraction"] < 1:
             raise SettingError(f"validation_fraction must be from 0 and below 1, got {own['validation_fraction']!r}")
-        if own["schedule"] not in get_args(Schedule):
-            raise SettingError(f"schedule must be one of {get_args(Schedule)}, got {own['schedule']!r}")
+        for name, allowed in (("structure", get_args(Structure)), ("calibration", (None, *get_args(Calibration)))):
+            if own[name] not in allowed:
+                raise SettingError(f"{name} must be one of {allowed}, got {own[name]!r}")
+        try:
+            torch.empty(0, device=own["device"])
+        except (AssertionError, RuntimeError) as error:
+            raise SettingError(f"device={own['device']!r} cannot be used: {error}") from None
         return own
 
     def _scaled(self, X: Array) -> Tensor:
@@ -132,9 +134,10 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
 
-    def _predictive(self, inputs: Tensor, *, seed: int = 0, **options: Any) -> Any:
+    def _predictive(self, inputs: Tensor, name: LikelihoodName) -> Any:
         """The mixture's; with a generator of its own, for torch's global one is the user's."""
-        return self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(seed), **options)
+        source = torch.Generator().manual_seed(0)
+        return self.posterior_.predict(inputs, likelihood=name, generator=source)
 
 
 @dataclass(eq=False, repr=False)
@@ -157,8 +160,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
             that depends on the input; `"poisson"`, counts, which are not standardised.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
-        lr: AdamW's learning rate at the start.
-        schedule: `"cosine"`, down to 0 at `max_epochs`, or `"constant"`.
+        lr: AdamW's learning rate at the start; it falls to 0 at `max_epochs`, along a cosine.
         weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
         batch_size: the most examples behind one gradient; `"auto"`: 32, or a 32nd of the training data, up to 256.
         max_epochs: passes over the training data at most.
@@ -171,10 +173,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             its prior precision (1 if λ is 0) and the noise from held-out residuals.
         structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the
             trained weights, which widen where there are no data.
-        power: p of the diagonal's curvature v̂ᵖ; the paper's is 1/2.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
-        verbose: whether a bar shows the epochs on a terminal, from two seconds on.
 
     Attributes:
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
@@ -208,12 +208,12 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
         """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
-        if return_std or not likelihood(self.likelihood).standardised:
-            found = self._predictive(self._inputs(X), likelihood=self.likelihood)
+        inputs, kind = self._inputs(X), likelihood(self.likelihood)
+        if return_std or not kind.standardised:
+            found = self._predictive(inputs, self.likelihood)
             mean = self._in_units(found.predicted_mean)
             return (mean, self._in_units(found.stddev, shift=False)) if return_std else mean
         # E[y] is the average of what the networks say: no derivative is needed.
-        inputs, kind = self._inputs(X), likelihood(self.likelihood)
         outputs = []
         for network in self.networks_:
             with alone_with(network), torch.no_grad():
@@ -225,7 +225,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found = self._predictive(inputs, likelihood=self.likelihood).log_prob(scaled).numpy()
+        found = self._predictive(inputs, self.likelihood).log_prob(scaled).numpy()
         return np.asarray(found - np.log(self.target_scaler_.scale_).sum())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
@@ -234,13 +234,11 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         Each draw is one function over all rows, of a network chosen at random, plus noise.
         """
         inputs = self._inputs(X)
-        count("n_samples", n_samples, "draws")
-        function, noise = check_random_state(random_state).randint(_LARGEST_SEED, size=2).tolist()
+        function, noise = check_random_state(random_state).randint(2**31 - 1, size=2).tolist()
         # Moments, which are not used here, need two draws.
         how: Any = {"predictive": "linearised-sampled", "n_samples": max(2, n_samples), "likelihood": self.likelihood}
-        draws = self._predictive(inputs, seed=function, **how).sample(
-            n_samples, generator=torch.Generator().manual_seed(noise)
-        )
+        found = self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(function), **how)
+        draws = found.sample(n_samples, generator=torch.Generator().manual_seed(noise))
         return np.moveaxis(self._in_units(draws), 0, -1)
 
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
@@ -287,7 +285,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        return np.asarray(self._predictive(self._inputs(X), likelihood="classification").probs)
+        return np.asarray(self._predictive(self._inputs(X), "classification").probs)
 
 
 def calibrated(

@@ -3,22 +3,20 @@
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam._progress import Bar
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
 from bayesadam.engine.rules import Adam, optimizer_state_dict
-from bayesadam.engine.stack import Stack, constant, cosine, train
+from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.engine.streams import epochs
 from bayesadam.errors import DivergedError
 from bayesadam.likelihoods import Likelihood
 
-Schedule = Literal["cosine", "constant"]
 _LARGEST_SEED = 2**31 - 1
 
 
@@ -75,25 +73,16 @@ def fit_networks(
     parts: Sequence[Part],
     *,
     lr: float,
-    schedule: Schedule,
     batch_size: int,
     max_epochs: int,
     patience: int | None,
     device: str | torch.device,
     centre: Tensor | None = None,
-    verbose: bool = False,
 ) -> list[Trained]:
     """One network per part of the data, as it was at its best epoch: weights, v and step alike.
 
-    Args:
-        kind: the likelihood whose loss they are trained on.
-        data: inputs (n, features) in float32, and targets as the likelihood's `shaped` has them.
-        lr: the learning rate at the start.
-        batch_size: the most examples behind one gradient.
-        centre: what is added to the last layer's initial bias, (outputs,).
-
-    Raises:
-        DivergedError: a network's held-out loss was never finite.
+    `data` are inputs (n, features) in float32, and targets as the likelihood's `shaped` has them; `centre` is added to
+    the last layer's initial bias, (outputs,).
     """
     x, y = (tensor.to(device) for tensor in data)
     rows, held_out = (torch.stack([getattr(part, name) for part in parts]).to(device) for name in ("rows", "held_out"))
@@ -114,24 +103,20 @@ def fit_networks(
     best = {name: tensor.clone() for name, tensor in live.items()}
     lowest = torch.full((len(parts),), math.inf)
     best_epoch, trained = torch.zeros(2, len(parts), dtype=torch.long)
-    steps, falling = n // size, cosine(lr, max_epochs)
-    # The rate of an epoch stays the same from its first step to its last.
-    rate = constant(lr) if schedule == "constant" else lambda done: falling((done / steps).floor())
-    with Bar("fit", max_epochs) as bar:
-        for epoch, block in enumerate(islice(epochs(n, size, seeds), max_epochs), start=1):
-            train(stack, [block], rate)
-            if verbose:
-                bar.step()
-            with torch.no_grad():
-                scores = kind.loss(forward(network, stack.params, x[held_out]), y[held_out]).cpu()
-            # A network without patience stays as it was, though it is trained on with the others.
-            running = epoch - 1 - best_epoch < (patience or math.inf)
-            better = running & (scores < lowest)
-            trained[running], best_epoch[better], lowest[better] = epoch, epoch, scores[better]
-            for name, tensor in live.items():
-                best[name][better.to(device)] = tensor[better.to(device)]
-            if (epoch - best_epoch >= (patience or math.inf)).all():
-                break
+    steps, falling, patient = n // size, cosine(lr, max_epochs), patience or math.inf
+    for epoch, block in enumerate(islice(epochs(n, size, seeds), max_epochs), start=1):
+        # The rate of an epoch stays the same from its first step to its last.
+        train(stack, [block], lambda done: falling((done / steps).floor()))
+        with torch.no_grad():
+            scores = kind.loss(forward(network, stack.params, x[held_out]), y[held_out]).cpu()
+        # A network without patience stays as it was, though it is trained on with the others.
+        running = epoch - 1 - best_epoch < patient
+        better = running & (scores < lowest)
+        trained[running], best_epoch[better], lowest[better] = epoch, epoch, scores[better]
+        for name, tensor in live.items():
+            best[name][better.to(device)] = tensor[better.to(device)]
+        if (epoch - best_epoch >= patient).all():
+            break
     if not best_epoch.all():
         raise DivergedError(f"the held-out loss was not finite after any of {epoch} epochs: lower lr={lr:g}")
     found = []

@@ -5,20 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bayesadam._alone import unwrap
 from bayesadam._extras import require
-from bayesadam._files import replacing
-from bayesadam._shards import is_first_rank
 from bayesadam.errors import SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.readers import reader_of
 from bayesadam.readers.formats.torch_files import load_tree
-from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 
 transformers: Any = require("transformers")
-ANCHOR_FILE = "anchor.pt"
 
 
 class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type: ignore[misc]
@@ -30,10 +25,10 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
         callback.posterior.predict({"input_ids": …, "attention_mask": …}, likelihood="classification")
 
     The numbers go through `trainer.log`, and so to the log history, TensorBoard and whatever else `report_to` names,
-    under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … and what it
-    took, `calibrate_seconds`. The file is `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N
-    goes into the `trainer_state.json` of every checkpoint. Where `load_best_model_at_end` restored the weights of an
-    earlier step, the optimiser's state is read from that checkpoint.
+    under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `network_nll`, `scale`.
+    The file is `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N goes into the
+    `trainer_state.json` of every checkpoint. Where `load_best_model_at_end` restored the weights of an earlier step,
+    the optimiser's state is read from that checkpoint.
 
     The labels of a language model are aligned as in its own loss: shifted to the next token where the loss does so, and
     without those of −100. Pass `n_data` there, for the loss averages over tokens. The arguments are those of
@@ -43,45 +38,28 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
     trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find N and B, and attach the anchor, before the first step."""
+        """Find N before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError("load_best_model_at_end needs the best model's optimiser: set save_only_model=False")
         self.trainer = _calling_trainer()
-        loader = kwargs["train_dataloader"]
-        # Of all processes together, as Accelerate's loaders know it.
-        total = getattr(loader, "total_batch_size", None) if fixed_batch_size(loader) is not None else None
-        size = None if total is None else total * args.gradient_accumulation_steps
-        self._begin(loader, has_validation=self.trainer.eval_dataset is not None, batch_size=size)
+        self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
         state.stateful_callbacks["bayesadam"] = {"n_data": self.n_data}
         # Before the reporting callbacks, which close their files when training ends.
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))
-        saved = _anchor_file(args, state)
-        is_resumed = self.anchor is not None and state.global_step > 0 and saved.is_file()
-        self._hold(kwargs["model"], kwargs["optimizer"], load_tree(saved) if is_resumed else None)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the anchor's state in the checkpoint that was just written."""
-        if self._held is not None and is_first_rank():
-            with replacing(_anchor_file(args, state)) as temporary:
-                torch.save(self._held.state_dict(), temporary)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the signal-to-noise ratio every few epochs."""
-        self._end_epoch(round(state.epoch), kwargs["model"], kwargs["optimizer"], self.trainer.log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the anchor; read, calibrate, log, save."""
-        self._let_go()
+        """Read, calibrate, log, save."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         best = Path((args.load_best_model_at_end and state.best_model_checkpoint) or "")
         is_live = best.name in ("", f"checkpoint-{state.global_step}")
-        self._finish(
-            lambda: self._read(model, optimizer) if is_live else self._read_saved(model, optimizer, best),
-            self._validation,
-            self.path or Path(args.output_dir) / FILE_NAME,
-            self.trainer.log,
-        )
+
+        def read() -> Posterior:
+            if is_live:
+                return Posterior.from_optimizer(model, optimizer, **self._settings())
+            return self._read_saved(model, optimizer, best)
+
+        self._finish(read, self._validation, self.path or Path(args.output_dir) / FILE_NAME, self.trainer.log)
 
     def _validation(self) -> Any:
         sets = self.trainer.eval_dataset
@@ -96,8 +74,7 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
         listed = [names[id(parameter)] for group in live.param_groups for parameter in group["params"]]
         options: Any = {**self._settings(), "param_names": listed}
         options["optimizer"] = options.pop("reader", None) or reader_of(live)
-        state = load_tree(checkpoint / "optimizer.pt")
-        return Posterior.from_state_dict(model, state, **options)
+        return Posterior.from_state_dict(model, load_tree(checkpoint / "optimizer.pt"), **options)
 
 
 def _calling_trainer() -> Any:
@@ -108,8 +85,3 @@ def _calling_trainer() -> Any:
         if isinstance(caller := frame.f_locals.get("self"), transformers.Trainer):
             return caller
     raise SettingError("PosteriorCallback is for the Trainer of transformers, and none has called it")
-
-
-def _anchor_file(args: Any, state: Any) -> Path:
-    """Where the checkpoint of the present step has the anchor's state."""
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / ANCHOR_FILE
