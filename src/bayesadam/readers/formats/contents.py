@@ -55,8 +55,8 @@ class Rules:
     Attributes:
         model: builds the model, without values, from what is saved with the weights; None where that does not say.
         names: (model) → the model's name for each name in the file, where they differ.
-        orders: (model) → the parameter names in the order in which the trainer gives them to its optimiser, group by
-            group; several answers where versions of the trainer differ.
+        orders: (model) → the parameter names in the order of the trainer's optimiser, group by group; several answers
+            where versions of the trainer differ.
         partial: whether the file holds a part of the model's weights by intent, as an adapter's does.
     """
 
@@ -135,18 +135,13 @@ def with_choice(contents: Contents, choice: Choice) -> Contents:
 
 def describe(tree: Mapping[Any, Any]) -> str:
     """A dictionary's first keys and what is under them."""
-    described = [f"{said(key)} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
-    return ", ".join(described) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
+    return ", ".join(f"{said(key)} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)) or "nothing"
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, StandIn):
         return value.name
-    if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)}"
-    if isinstance(value, Mapping | list | tuple):
-        return f"{'dict' if isinstance(value, Mapping) else 'list'} of {len(value)}"
-    return type(value).__name__
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, Mapping | list) else type(value).__name__
 
 
 def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:

@@ -18,7 +18,6 @@ from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Rules
 from bayesadam.readers.formats.pickles import said
-from bayesadam.readers.formats.registry import refuse_keys
 from bayesadam.readers.formats.torch_files import shortened
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -54,8 +53,7 @@ def _adapters_in(path: Path) -> list[Path]:
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
-def _read_adapter(path: Path, weights_key: str | None) -> Contents:
-    refuse_keys(path, "it has one set of weights", weights_key=weights_key)
+def _read_adapter(path: Path) -> Contents:
     folders = _adapters_in(path)
     # An adapter of another name than PEFT's first has a folder of that name.
     names = ["default" if folder == path else folder.name for folder in folders]
