@@ -18,6 +18,7 @@ import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers import read_checkpoint
 from cases import trained
+from floats import assert_close
 
 
 @pytest.fixture
@@ -178,3 +179,20 @@ def test_a_target_in_the_same_weights_is_not_trained(tmp_path: Path) -> None:
     live.step()
     members = {"policy.pth": content(policy.state_dict()), "policy.optimizer.pth": content(live.state_dict())}
     check(write_zip(tmp_path / "dqn.zip", members), (policy, live), "zip archive")
+
+
+def test_the_class_that_stable_baselines_wrote_down_decides(pair: Any, tmp_path: Path) -> None:
+    # Its average starts at one, and its entries are those of torch's RMSprop.
+    live = torch.optim.RMSprop(pair[0].parameters(), alpha=0.9)
+    pair[0](torch.ones(2, 3)).sum().backward()
+    live.step()
+    for state in live.state.values():
+        state["square_avg"] += 0.9
+    name = "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike"
+    told = f"""{{"policy_kwargs": {{"optimizer_class": "<class '{name}'>"}}}}""".encode()
+    members = {**stable_baselines((pair[0], live)), "data": told}
+    read = read_checkpoint(write_zip(tmp_path / "a2c.zip", members))
+    assert read.recorded.optimizer == name
+    found = ba.readers.read_curvature(read)
+    held = live.state[pair[0][0].weight]["square_avg"]
+    assert_close(found.second_moment["0.weight"], (held - 0.9) / 0.1, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -42,6 +44,14 @@ def _tree(path: Path, members: Mapping[str, memoryview]) -> dict[str, Any]:
         for name, tensor in policy.items():
             parts.setdefault(name.partition(".")[0], {})[name] = tensor
         tree["policy"] = parts
+    if "data" in members and policy is not None:
+        # Its settings are JSON, with the optimiser's class in words.
+        try:
+            settings = json.loads(bytes(members["data"]).decode("utf-8"))
+            named = re.search(r"<class '([\w.]+)'>", str(settings["policy_kwargs"]["optimizer_class"]))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            named = None
+        tree |= {"optimizer_class": named[1]} if named else {}
     return tree
 
 
