@@ -440,7 +440,7 @@ def test_the_files_of_another_save(folder: Path) -> None:
         one.offset, one.length = other.offset, other.length
 
     edited(folder, change)
-    refused(folder, r"does not hold torch\.float32 of \(5, 3\) for 'model\.0\.weight'")
+    refused(folder, r"does not hold 'model\.0\.weight'")
 
 
 @pytest.mark.parametrize("name", ["../secret.distcp", "/etc/passwd", "a/../../secret", "c:secret", "..\\secret"])
