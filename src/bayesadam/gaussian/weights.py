@@ -18,7 +18,7 @@ from bayesadam import _storage as storage
 from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, whole
+from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.gaussian import files
@@ -32,7 +32,6 @@ from bayesadam.gaussian.structure import (
     Stored,
     Structure,
     StructureSpec,
-    keep_row,
     novelty_settings,
     outlined,
 )
@@ -474,7 +473,12 @@ class GaussianWeights(Marginals):
     def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights by name, which are written to, with θ in the rows that stand for padding."""
         for name, row in self.padding.items():
-            keep_row(named[name], self.mode[name], row)
+            theta = self.mode[name]
+            # Of shards, what this process has of it.
+            own, source = own_part(named[name]), own_part(theta)
+            at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
+            if 0 <= at < len(source):
+                own.select(own.dim() - source.dim(), at).copy_(source[at].detach())
         return named
 
     def require_proper(self) -> None:
