@@ -84,7 +84,8 @@ def _grown_basis(own: Rotation, like: Tensor) -> Rotation:
     longer = 0 if like.dim() > 1 else 1
     basis = sides[longer]
     if basis is not None and len(basis) != len(like):
-        sides[longer] = torch.block_diag(basis, torch.eye(len(like) - len(basis)).to(basis))
+        new = torch.eye(len(like) - len(basis)).to(basis)
+        sides[longer] = torch.block_diag(basis, new)  # type: ignore[no-untyped-call]
     return Rotation(*sides).to(like.device, like.dtype)
 
 
