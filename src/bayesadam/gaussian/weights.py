@@ -380,10 +380,7 @@ class GaussianWeights(Marginals):
         for each in (self, later):
             each.require_whole("a sum of posteriors")
         if not self.mode.keys() & later.mode.keys():
-            raise MatchError(
-                f"the posteriors have no parameter in common: one has {sorted(self.mode)[:4]}, the other "
-                f"{sorted(later.mode)[:4]}. Add posteriors of one model, the later one last"
-            )
+            raise MatchError("the posteriors have no parameter in common: add those of one model, the later one last")
         network = later.network_tensors()
         gone = [name for name in self.mode if network is not None and name not in network]
         mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
@@ -487,8 +484,7 @@ class GaussianWeights(Marginals):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.shapes[name].numel()}). Give them a prior, "
-                "prior_precision=1.0 or posterior.replace(prior_precision=1.0), or calibrate"
+                f"{name!r}: {count} of {self.shapes[name].numel()}): posterior.replace(prior_precision=1.0)"
             )
 
     def require_weights(self) -> None:
