@@ -7,7 +7,6 @@ import copy
 import io
 import os
 import pickle
-import struct
 import sys
 import tarfile
 import types
@@ -668,65 +667,6 @@ def saved_with(folder: Path, *, protocol: int, old: bool) -> Written:
     return told(path, network, optimizer)
 
 
-def before_0_1_10(folder: Path) -> Written:
-    """A tar of "sys_info", "storages", "tensors" and "pickle", as torch.serialization's legacy_load reads it.
-
-    It is loaded again by torch, so that what is read is what torch itself reads.
-    """
-    network, optimizer = net()
-    tree = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
-    tensors: dict[int, Tensor] = {}
-    storages: dict[int, Any] = {}
-
-    class Pickler(pickle.Pickler):
-        """Tensors by number."""
-
-        def persistent_id(self, obj: Any) -> str | None:
-            if not isinstance(obj, Tensor):
-                return None
-            tensors.setdefault(id(obj), obj)
-            return str(id(obj))
-
-    body = io.BytesIO()
-    Pickler(body, protocol=2).dump(tree)
-    described, raw = io.BytesIO(), io.BytesIO()
-    pickle.dump(len(tensors), described, protocol=2)
-    for key, tensor in tensors.items():
-        storage = tensor.storage()
-        storages.setdefault(storage._cdata, storage)
-        # A class of tensors such as torch.FloatTensor is pickled by its name.
-        name = tensor.type().rpartition(".")[2]
-        described.write(b"\x80\x02" + _pickled_key(key) + _pickled_key(storage._cdata) + f"ctorch\n{name}\n".encode())
-        described.write(b"\x87.")
-        described.write(struct.pack("<ii", tensor.dim(), 0))
-        described.write(struct.pack(f"<{tensor.dim()}q", *tensor.shape))
-        described.write(struct.pack(f"<{tensor.dim()}q", *tensor.stride()))
-        described.write(struct.pack("<q", tensor.storage_offset()))
-    pickle.dump(len(storages), raw, protocol=2)
-    for key, storage in storages.items():
-        name = type(storage).__name__ if type(storage).__name__ != "TypedStorage" else storage.pickle_storage_type()
-        raw.write(b"\x80\x02" + _pickled_key(key) + b"X\x03\x00\x00\x00cpu" + f"ctorch\n{name}\n".encode() + b"\x87.")
-        values = torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage)
-        raw.write(struct.pack("<q", values.numel()) + values.numpy().tobytes())
-    pickle.dump([], raw, protocol=2)
-    path = folder / "c.pt"
-    info = pickle.dumps({"protocol_version": 1000, "little_endian": sys.byteorder == "little", "type_sizes": {}}, 2)
-    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as archive:
-        members = {"sys_info": info, "pickle": body.getvalue()}
-        for name, content in {**members, "tensors": described.getvalue(), "storages": raw.getvalue()}.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    again = torch.load(path, weights_only=False)
-    assert all(torch.equal(again["model"][name], tensor) for name, tensor in tree["model"].items())
-    return told(path, network, optimizer)
-
-
-def _pickled_key(key: int) -> bytes:
-    """A number as pickle writes it, without frame."""
-    return pickle.dumps(key, protocol=2)[2:-1]
-
-
 # --- archives -------------------------------------------------------------------------------------------------------
 
 
@@ -787,7 +727,6 @@ def kinds() -> Iterable[Kind]:
         yield Kind(f"torch.save, pickle protocol {protocol}", partial(saved_with, protocol=protocol, old=False))
     for protocol in range(6):
         yield Kind(f"torch before 1.6, protocol {protocol}", partial(saved_with, protocol=protocol, old=True))
-    yield Kind("torch before 0.1.10, tar", before_0_1_10, note="by hand, torch reads it")
     for protocol in range(6):
         yield Kind(f"pickle, protocol {protocol}", partial(plain_pickle, protocol=protocol))
     yield Kind("NeMo archive", nemo, note="by hand")

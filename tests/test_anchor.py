@@ -481,19 +481,10 @@ def pair(first: str, second: str, sizes: tuple[int, ...] = (3, 4, 2)) -> tuple[b
     return a, posterior(second, model, seed=1, prior_precision=0.5)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "kind"),
-    [
-        ("diagonal", "diagonal", "diagonal"),
-        ("low-rank", "low-rank", "low-rank"),
-        ("low-rank", "diagonal", "low-rank+diagonal"),
-        ("low-rank+diagonal", "low-rank", "low-rank+diagonal"),
-    ],
-)
-def test_sums_are_exact(first, second, kind):
-    a, b = pair(first, second)
+def test_a_sum_of_diagonals_is_exact():
+    a, b = pair("diagonal", "diagonal")
     total = a + b
-    assert total.structure.kind == kind
+    assert total.structure.kind == "diagonal"
     assert (total.n_data, total.settings.power, total.settings.weight) == (2 * N, 1.0, 2 * N)
     assert_close(dense(total, prior=False), dense(a, prior=False) + dense(b, prior=False), rtol=1e-6, atol=1e-8)
     # The prior is the same one; the larger, since one of them may have had none.
@@ -533,7 +524,7 @@ def test_a_kronecker_posterior_added_to_one_of_the_same_bases_is_exact():
     assert_close(dense(a + a, prior=False), 2 * dense(a, prior=False), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
 def test_a_sum_with_a_head_that_grew(kind):
     model = network()
     a = posterior(kind, model)
@@ -560,7 +551,7 @@ def test_a_sum_with_a_head_that_grew(kind):
     total.sample()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
 def test_parameters_of_one_part_keep_theirs(kind):
     model = Heads(2)
     parts = []
@@ -587,7 +578,7 @@ def test_parameters_of_one_part_keep_theirs(kind):
 
 def test_what_has_no_sum_is_refused(tmp_path):
     a, b = pair("kronecker", "low-rank")
-    with pytest.raises(SettingError, match="read both with the same"):
+    with pytest.raises(SettingError, match="read both as"):
         a + b
     with pytest.raises(TypeError):
         a + 1

@@ -231,7 +231,7 @@ def test_half_a_checkpoint_says_what_was_found(pair: Any, tmp_path: Path) -> Non
     model, optimizer = pair
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "epoch": 3})
     with pytest.raises(
-        FileError, match=r"no optimiser state: found 'model' \(dict of 4\), 'epoch' \(int\).*optimizer_path="
+        FileError, match=r"no optimiser state: found 'model' \(OrderedDict of 4\), 'epoch' \(int\).*optimizer_path="
     ):
         read_checkpoint(path)
     with pytest.raises(FileError, match="no optimiser state"):

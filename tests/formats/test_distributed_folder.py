@@ -431,7 +431,7 @@ def test_a_hole(two_ranks: Path, tmp_path: Path) -> None:
         copy = tmp_path / str(number)
         shutil.copytree(two_ranks / "names", copy)
         edited(copy, change)
-        refused(copy, r"the whole of 'model\.0\.weight', of shape \(5, 3\): 1 pieces are there and leave a hole")
+        refused(copy, r"the whole of 'model\.0\.weight'")
 
 
 def test_the_files_of_another_save(folder: Path) -> None:
@@ -440,7 +440,7 @@ def test_the_files_of_another_save(folder: Path) -> None:
         one.offset, one.length = other.offset, other.length
 
     edited(folder, change)
-    refused(folder, r"does not hold torch\.float32 of \(5, 3\) for 'model\.0\.weight'")
+    refused(folder, r"does not hold 'model\.0\.weight'")
 
 
 @pytest.mark.parametrize("name", ["../secret.distcp", "/etc/passwd", "a/../../secret", "c:secret", "..\\secret"])

@@ -498,7 +498,7 @@ def test_accelerate_in_shards(tmp_path: Path) -> None:
     check_posterior(trained)
 
 
-def test_several_models_and_optimisers_are_refused_until_named(tmp_path: Path) -> None:
+def test_several_models_and_optimisers_are_read_from_their_files(tmp_path: Path) -> None:
     runner = accelerate.Accelerator(cpu=True)
     models = [nn.Linear(3, 2), nn.Linear(2, 4)]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
@@ -507,18 +507,12 @@ def test_several_models_and_optimisers_are_refused_until_named(tmp_path: Path) -
         model(torch.ones(1, model.in_features)).sum().backward()
         optimizer.step()
     runner.save_state(str(tmp_path))
-    with pytest.raises(FileError, match=r"model\.safetensors and model_1\.safetensors: say which with weights_key="):
+    with pytest.raises(FileError, match=r"optimizer\.bin and optimizer_1\.bin: pass .* optimizer_path="):
         read_checkpoint(tmp_path)
-    with pytest.raises(FileError, match=r"optimizer\.bin and optimizer_1\.bin: say which with optimizer_key="):
-        read_checkpoint(tmp_path, weights_key="model_1")
-    with pytest.raises(FileError, match=r"no file optimizer_key='optimizer_2'"):
-        read_checkpoint(tmp_path, weights_key="model_1", optimizer_key="optimizer_2")
+    with pytest.raises(SettingError, match=r"optimizer_key='optimizer_1' makes no sense"):
+        read_checkpoint(tmp_path, optimizer_key="optimizer_1")
     trained = Trained(tmp_path, lambda: nn.Linear(2, 4), prepared[1], prepared[3])
-    check_posterior(trained, weights_key="model_1", optimizer_key="optimizer_1")
-    with pytest.raises(BayesAdamError, match="another model's"):
-        ba.Posterior.from_checkpoint(
-            tmp_path, nn.Linear(2, 4), n_data=N, weights_key="model_1", optimizer_key="optimizer"
-        )
+    check_posterior(trained, tmp_path / "model_1.safetensors", optimizer_path=tmp_path / "optimizer_1.bin")
 
 
 # --- refused --------------------------------------------------------------------------------------------------------
@@ -535,12 +529,12 @@ def test_a_folder_of_checkpoints_names_the_newest(wrote: Any, tmp_path: Path) ->
         read_checkpoint(tmp_path)
     # Beside the final model there is no optimiser's state.
     wrote("gpt2").model.save_pretrained(tmp_path)
-    with pytest.raises(FileError, match=r"no optimiser state.*checkpoint-9, checkpoint-10, checkpoint-200"):
+    with pytest.raises(FileError, match=r"no optimiser state.*checkpoint-200', 'checkpoint-9"):
         read_checkpoint(tmp_path)
     check_posterior(wrote("gpt2"), tmp_path, optimizer_path=tmp_path / "checkpoint-9" / "optimizer.pt")
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "trainer_state.json").write_text("{}")
-    with pytest.raises(FileError, match=r"no weights.*Pass one of checkpoint-9"):
+    with pytest.raises(FileError, match=r"no weights.*'checkpoint-9'"):
         read_checkpoint(tmp_path)
 
 
@@ -565,7 +559,7 @@ def test_shards_that_are_refused(wrote: Any, tmp_path: Path) -> None:
     (tmp_path / shard).write_bytes(b"")
     refused(f"{shard} is empty")
     (tmp_path / shard).unlink()
-    refused(rf"lacks {shard}, 1 of the \d+ files")
+    refused(rf"lacks {shard}, one of \d+ files")
     (tmp_path / shard).write_bytes(content)
     outside = tmp_path.parent / "outside.safetensors"
     outside.write_bytes(content)
@@ -579,7 +573,7 @@ def test_shards_that_are_refused(wrote: Any, tmp_path: Path) -> None:
         index.write_text(broken)
         refused(r"model\.safetensors\.index\.json (is|holds|has)")
     index.unlink()
-    refused("no index of its shards")
+    refused("copy the whole folder")
 
 
 class Evil:
@@ -630,7 +624,7 @@ def test_damaged_folders(gpt2_copy: Path) -> None:
             ba.Posterior.from_checkpoint(gpt2_copy, gpt2(), n_data=N)
         (gpt2_copy / name).write_bytes(content)
     torch.save({"lr": 0.1}, gpt2_copy / "optimizer.pt")
-    with pytest.raises(FileError, match=r"optimizer\.pt holds no optimiser's state: found 'lr'"):
+    with pytest.raises(FileError, match=r"optimizer\.pt holds no optimiser's state"):
         read_checkpoint(gpt2_copy)
     (gpt2_copy / "optimizer.pt").unlink()
     with pytest.raises(FileError, match=r"no optimiser state.*optimizer_path="):
@@ -648,9 +642,7 @@ def test_a_damaged_state_is_not_opened_where_another_is_named(case: str, wrote: 
     pickled = pickle.dumps(Evil(tmp_path / "code was run"))
     for content in (other.read_bytes()[: other.stat().st_size // 2], b"", pickled):
         own.write_bytes(content)
-        with pytest.raises(
-            FileError, match=rf"{own.name} (is truncated, damaged|is empty|would call).*optimizer_path="
-        ):
+        with pytest.raises(FileError, match=rf"{own.name} (is truncated, damaged|is empty|would call)"):
             read_checkpoint(folder)
         read = read_checkpoint(folder, optimizer_path=other)
         assert equal_states(read.optimizer, trained.optimizer.state_dict())
@@ -667,7 +659,7 @@ def test_a_damaged_state_is_not_opened_where_another_is_named(case: str, wrote: 
 def test_two_states_in_a_folder_need_no_key_where_a_third_is_named(gpt2_copy: Path, wrote: Any, tmp_path: Path) -> None:
     other = shutil.copy(gpt2_copy / "optimizer.pt", tmp_path / "kept.pt")
     shutil.copy(gpt2_copy / "optimizer.pt", gpt2_copy / "optimizer.bin")
-    with pytest.raises(FileError, match="say which with optimizer_key="):
+    with pytest.raises(FileError, match="one as optimizer_path="):
         read_checkpoint(gpt2_copy)
     check_posterior(wrote("gpt2"), gpt2_copy, optimizer_path=other)
 

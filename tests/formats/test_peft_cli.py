@@ -26,20 +26,18 @@ from floats import approx
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-hub = pytest.importorskip("huggingface_hub")
 
 N = 12
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache of the Hub, and no network."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing is fetched")
 
     torch.set_num_threads(1)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
@@ -95,12 +93,6 @@ def vit(**changes: Any) -> Any:
     return transformers.ViTForImageClassification(config)
 
 
-def grown() -> Any:
-    model = llama()
-    model.resize_token_embeddings(13, mean_resizing=False)
-    return model
-
-
 @dataclass(frozen=True)
 class Case:
     """How the base model is made for training, the adapter, and what the base model's `config.json` is of."""
@@ -142,17 +134,8 @@ CASES = {
     "patterns": Case(llama, lora(targets=".*(q|o)_proj", rank_pattern={"o_proj": 3})),
     "layers": Case(llama, lora(layers_to_transform=0, init_lora_weights="pissa")),
     "biases": Case(llama, lora(lora_bias=True, exclude_modules=["layers.0.self_attn.v_proj"])),
-    "embeddings": Case(grown, lora(modules_to_save=["embed_tokens", "lm_head"]), llama),
     "embedded": Case(llama, lora(targets=("embed_tokens", "q_proj"))),
     "some tokens": Case(llama, lora(trainable_token_indices={"embed_tokens": [1, 2]})),
-    "loha": Case(llama, peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])),
-    "lokr": Case(llama, peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])),
-    "ia3": Case(
-        llama,
-        peft.IA3Config(
-            task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
-        ),
-    ),
 }
 
 
@@ -296,59 +279,12 @@ def test_an_optimiser_of_the_users_own_in_one_group(tmp_path: Path) -> None:
             read_curvature(read_checkpoint(folder))
 
 
-def in_cache(folder: Path) -> Path:
-    """The Hub's cache in `folder`, with a snapshot of org/tiny."""
-    repository = folder / "hub" / "models--org--tiny"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0123abcd")
-    return repository / "snapshots" / "0123abcd"
-
-
-@pytest.mark.parametrize(
-    ("base", "place"),
-    [
-        (None, "run/checkpoint-3"),
-        (None, "run"),
-        ("{tmp}/models/tiny", "models/tiny"),
-        ("models/tiny", "models/tiny"),
-        ("org/tiny", "run/tiny"),
-        ("org/tiny", "run/checkpoint-3/tiny"),
-        ("C:\\models\\tiny", "run/tiny"),
-        ("org/tiny", "hub/models--org--tiny/snapshots/0123abcd"),
-    ],
-)
-@pytest.mark.parametrize("case", ["causal", "named"])
-def test_places_where_the_config_is_found(
-    case: str, base: str | None, place: str, copied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    trained = copied(case)
-    name_base(trained.folder, base and base.replace("{tmp}", str(tmp_path)))
-    with pytest.raises(MatchError, match=r"neither beside it nor in the cache"):
-        read_curvature(read_checkpoint(trained.folder))
-    in_cache(tmp_path)
-    write_config(case, tmp_path / place)
-    check_live(trained)
-    monkeypatch.chdir(trained.folder)
-    if base != "models/tiny":
-        check_live(trained, Path())
-
-
-def test_a_config_beside_the_adapter_is_the_one_that_counts(copied: Any, tmp_path: Path) -> None:
+def test_another_config_in_the_folder(copied: Any) -> None:
     trained = copied("causal")
-    name_base(trained.folder, str(tmp_path / "base"))
-    wide = llama(hidden_size=16)
-    wide.config.architectures = ["LlamaForCausalLM"]
-    wide.config.save_pretrained(tmp_path / "base")
-    with pytest.raises(MatchError, match=r"base/config\.json is not the config\.json of this adapter's base model"):
-        read_curvature(read_checkpoint(trained.folder))
-    write_config("causal", trained.folder)
-    check_live(trained)
     # What else is called so says nothing of a model.
-    (trained.folder / "config.json").rename(trained.folder.parent / "config.json")
     (trained.folder / "config.json").write_text('{"learning_rate": 0.1}')
-    name_base(trained.folder, None)
-    check_live(trained)
+    with pytest.raises(MatchError, match=r"config\.json is not in the adapter's folder"):
+        read_curvature(read_checkpoint(trained.folder))
     (trained.folder / "config.json").write_text('{"model_type": ')
     with pytest.raises(FileError, match=r"config\.json is truncated"):
         read_curvature(read_checkpoint(trained.folder))
@@ -404,16 +340,13 @@ def test_no_config_at_hand(copied: Any, capsys: pytest.CaptureFixture[str]) -> N
     name_base(trained.folder, "org/tiny")
     assert run("inspect", trained.folder) == 2
     said = capsys.readouterr().err
-    assert f"copy it into {trained.folder}" in said
-    assert "`hf download org/tiny config.json`" in said
+    assert f"config.json --local-dir {trained.folder}" in said
     assert "Posterior.from_checkpoint" in said
-    # No command that a file makes up, no share on the network, no text without end.
-    for base in ("org/tiny; rm -rf x", "\\\\server\\share\\tiny", "//server/share", "a" * 5000, 3, ["x"], "", "a\0b"):
+    for base in ("a" * 5000, 3, ["x"], "", "a\0b"):
         name_base(trained.folder, base)
-        with pytest.raises(MatchError, match=r"neither beside it nor in the cache") as refused:
+        with pytest.raises(MatchError, match=r"is not in the adapter's folder") as refused:
             read_curvature(read_checkpoint(trained.folder))
         assert len(str(refused.value)) < 1200
-        assert "hf download" not in str(refused.value)
     # With the model, or the names, nothing of that matters.
     names = {id(parameter): name for name, parameter in trained.model.named_parameters()}
     order = [names[id(p)].replace(".default", "") for g in trained.optimizer.param_groups for p in g["params"]]
@@ -462,7 +395,7 @@ def test_another_base_models_config(case: str, changes: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "ADALORA"}, "of kind 'ADALORA', which is not built here"),
+        ({"peft_type": "IA3"}, "of kind 'IA3', which is not built here"),
         ({"peft_type": "XLORA", "adapters": {"0": "org/other"}}, "of kind 'XLORA'"),
         ({"task_type": "POETRY"}, r"PEFT cannot put this adapter on LlamaForCausalLM \(Invalid task type"),
         ({"task_type": ["CAUSAL_LM"]}, "PEFT cannot put this adapter on"),

@@ -4,11 +4,8 @@ weights.
 
 from __future__ import annotations
 
-import io
 import pickle
-import struct
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -82,66 +79,6 @@ def test_tensors_in_a_plain_pickle(protocol: int, pair: Any, tmp_path: Path) -> 
         ba.pruning.prune_checkpoint(path, tmp_path / "out.pkl", 0.5)
     assert not (tmp_path / "out.pkl").exists()
     ba.pruning.prune_checkpoint(path, tmp_path / "out.safetensors", 0.5)
-
-
-class Reference:
-    """A tensor's key in a tar archive, as torch before 0.1.10 referred to it."""
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-
-
-class Pickler(pickle.Pickler):
-    def persistent_id(self, found: Any) -> Any:
-        return found.key if isinstance(found, Reference) else None
-
-
-def old_archive(path: Path, saved: Any) -> None:
-    """What torch before 0.1.10 wrote: storages, tensors and a pickle that refers to them, in one tar archive."""
-    storages, tensors = [], []
-
-    def referred(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return Reference(1000 + len(tensors))
-        if isinstance(value, dict):
-            return {key: referred(item) for key, item in value.items()}
-        return [referred(item) for item in value] if isinstance(value, list) else value
-
-    kept = referred(saved)
-    buffer = io.BytesIO()
-    Pickler(buffer, 2).dump(kept)
-    members = {"sys_info": pickle.dumps({"little_endian": True}, 2), "pickle": buffer.getvalue()}
-    storages = [pickle.dumps(len(tensors), 2)]
-    listed = [pickle.dumps(len(tensors), 2)]
-    for number, held in enumerate(tensors, 1):
-        values = held.detach().clone().contiguous()
-        storages.append(pickle.dumps((number, "cpu", torch.FloatStorage), 2))
-        storages.append(struct.pack("<q", values.numel()) + values.float().numpy().tobytes())
-        listed.append(pickle.dumps((1000 + number, number, torch.FloatTensor), 2))
-        numbers = (*values.shape, *values.stride(), 0)
-        listed.append(struct.pack("<ii", values.dim(), 0) + struct.pack(f"<{len(numbers)}q", *numbers))
-    members["storages"] = b"".join([*storages, pickle.dumps([], 2)])
-    members["tensors"] = b"".join(listed)
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-
-
-def test_the_tar_archives_of_the_first_torch(pair: Any, tmp_path: Path) -> None:
-    saved = tree(pair)
-    for state in saved["optimizer"]["state"].values():
-        state["step"] = int(state["step"])
-    path = tmp_path / "c.pt"
-    old_archive(path, {**saved, "model": dict(saved["model"])})
-    read = read_checkpoint(path)
-    assert read.format == "torch before 1.6"
-    expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.read_curvature(read).second_moment
-    assert all(torch.equal(found[name], v) for name, v in expected.items())
-    assert all(torch.equal(read.weights[name], w) for name, w in pair[0].state_dict().items())
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -94,7 +94,7 @@ def test_draws_have_the_parameters_type(dtype):
 
 
 def test_the_path_without_triton_has_the_same_moments(monkeypatch):
-    monkeypatch.setattr(noise, "_triton_fill", lambda: None)
+    monkeypatch.setattr(noise, "_filler", lambda theta, rule: noise._fill_row_by_row)
     test_the_kernels_moments(1366, "likelihood", 0.5)
 
 

@@ -99,14 +99,14 @@ def packed(
         return encode(lazy[own][name], compress)[role.removeprefix(own)]
 
     numbers = {name: delta for name, delta in deltas.items() if not isinstance(delta, Tensor)}
-    others = {key: getattr(settings, key) for key in SETTING_NAMES if key not in ("prior_precision", *_FLAGS)}
-    flags = {key: True for key in _FLAGS if getattr(settings, key)}
+    others = {key: getattr(settings, key) for key in SETTING_NAMES if key != "prior_precision"}
+    others = {key: value for key, value in others.items() if value or key not in _FLAGS}
     header = {
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
         "structure": structure.kind,
         "parameters": list(mode),
-        "settings": {**others, **flags, "prior_precision": numbers},
+        "settings": {**others, "prior_precision": numbers},
         **origin.header(),
         "omitted": dict(omitted),
         **({} if weights else {"has_weights": False}),
@@ -124,10 +124,7 @@ def decoded(tensors: Named, source: str) -> Named:
         if own is None:
             keys[key] = meta(tuple(tensor.shape), torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype)
         elif f"{own}.{name}" not in keys:
-            try:
-                shape = moment_shape(tensors, f"{own}.{name}")
-            except KeyError:
-                raise FileError(f"{name!r} of {source} is damaged: a part of its second moment is missing") from None
+            shape = moment_shape(tensors, f"{own}.{name}")
             kind = tensor.dtype if role == own and tensor.is_floating_point() else torch.float32
             ends = tensors.get(f"{own}_range.{name}", tensors.get(f"{own}_rows.{name}"))
             keys[f"{own}.{name}"] = meta(tuple(shape), kind if ends is None else ends.dtype)

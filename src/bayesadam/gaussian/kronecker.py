@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.structure import Named, Reading, Stored, StructureSpec, outlined
+from bayesadam.gaussian.structure import Named, Stored, StructureSpec, outlined
 from bayesadam.readers import read_entry, read_rotated, working_dtype
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
@@ -63,10 +63,6 @@ def _of_gradients(gradients: Named) -> Diagonal:
     return Diagonal(moments, bases)
 
 
-def _build(reading: Reading) -> Diagonal:
-    return _of_state(reading.match) if reading.gradients is None else _of_gradients(reading.gradients)
-
-
 def _load(stored: Stored) -> Diagonal:
     """The second moments and their bases, each basis of the side of its parameter and orthogonal."""
     moments = stored.weights("second_moment")
@@ -87,4 +83,8 @@ def _load(stored: Stored) -> Diagonal:
     return Diagonal(moments, {name: read(name) for name in names})
 
 
-KRONECKER = StructureSpec("kronecker", _build, _load)
+KRONECKER = StructureSpec(
+    "kronecker",
+    build=lambda read: _of_state(read.match) if read.gradients is None else _of_gradients(read.gradients),
+    load=_load,
+)

@@ -149,15 +149,12 @@ class LowRank(Structure):
 
     def limits(self, settings: Settings) -> str | None:
         """Whether γ comes near K, so that directions which were only not recorded count as unknown."""
-        if self.kind != "low-rank":
-            return None
         gamma, rank = self.effective_dimension(settings), len(self.values)
-        if gamma <= _FULL * rank:
+        if self.kind != "low-rank" or gamma <= _FULL * rank:
             return None
         return (
             f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were recorded: "
-            "uncertainty is overstated in the directions that were not. Record more of them, "
-            f"ba.Recorder(optimizer, keep={2 * rank}), or use structure='kronecker'"
+            f"uncertainty is overstated elsewhere. ba.Recorder(optimizer, keep={2 * rank}), or structure='kronecker'"
         )
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:

@@ -55,8 +55,7 @@ class Settings:
         if self.batch_size is not None:
             positive("batch_size", self.batch_size, "the number of examples behind one gradient")
         elif self.power == 1:
-            why = "the number of examples behind one gradient: the Laplace-consistent precision is N B v"
-            raise SettingError(f"power=1 needs batch_size, {why}")
+            raise SettingError("power=1 needs batch_size, the examples behind one gradient: the precision is N B v")
         if self.form not in get_args(Form):
             raise SettingError(f"form must be one of {get_args(Form)}, got {self.form!r}")
         if self.covariant and self.power != 1:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from bayesadam._shards import box, is_sharded, own_part, placed_like, whole
+from bayesadam._shards import placed_like, whole
 from bayesadam._storage import check_owner
 from bayesadam.errors import FileError
 from bayesadam.gaussian.settings import Precision, Settings
@@ -228,12 +228,3 @@ def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -
     return replace(
         base, prior_precision=prior if isinstance(prior, dict) else dict.fromkeys(base.prior_precision, prior)
     )
-
-
-def keep_row(values: Tensor, theta: Tensor, row: int) -> None:
-    """Write a row of θ, (rows, ...), into values, (..., rows, ...); of shards, what this process has of it."""
-    own, source = own_part(values), own_part(theta)
-    at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
-    if 0 <= at < len(source):
-        with torch.no_grad():
-            own.select(own.dim() - source.dim(), at).copy_(source[at])

@@ -18,7 +18,7 @@ from bayesadam import _storage as storage
 from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, whole
+from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.gaussian import files
@@ -32,7 +32,6 @@ from bayesadam.gaussian.structure import (
     Stored,
     Structure,
     StructureSpec,
-    keep_row,
     novelty_settings,
     outlined,
 )
@@ -185,7 +184,6 @@ class GaussianWeights(Marginals):
             path: the file, see `read_checkpoint`, or what that returned.
             n_data: N, the number of training examples; None takes what the file says.
             prior_precision: δ; None takes N × the weight decay of each parameter's group, and 1 where that is 0.
-            power: p of the curvature v̂ᵖ.
             batch_size: examples behind one gradient, needed for power=1; None takes what the file says.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **options: how the file is read, see `CheckpointOptions`.
@@ -382,10 +380,7 @@ class GaussianWeights(Marginals):
         for each in (self, later):
             each.require_whole("a sum of posteriors")
         if not self.mode.keys() & later.mode.keys():
-            raise MatchError(
-                f"the posteriors have no parameter in common: one has {sorted(self.mode)[:4]}, the other "
-                f"{sorted(later.mode)[:4]}. Add posteriors of one model, the later one last"
-            )
+            raise MatchError("the posteriors have no parameter in common: add those of one model, the later one last")
         network = later.network_tensors()
         gone = [name for name in self.mode if network is not None and name not in network]
         mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
@@ -475,7 +470,12 @@ class GaussianWeights(Marginals):
     def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights by name, which are written to, with θ in the rows that stand for padding."""
         for name, row in self.padding.items():
-            keep_row(named[name], self.mode[name], row)
+            theta = self.mode[name]
+            # Of shards, what this process has of it.
+            own, source = own_part(named[name]), own_part(theta)
+            at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
+            if 0 <= at < len(source):
+                own.select(own.dim() - source.dim(), at).copy_(source[at].detach())
         return named
 
     def require_proper(self) -> None:
@@ -484,17 +484,13 @@ class GaussianWeights(Marginals):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.shapes[name].numel()}). Give them a prior, "
-                "prior_precision=1.0 or posterior.replace(prior_precision=1.0), or calibrate"
+                f"{name!r}: {count} of {self.shapes[name].numel()}): posterior.replace(prior_precision=1.0)"
             )
 
     def require_weights(self) -> None:
         """Raise where it was read from a file without weights."""
         if not self.has_weights:
-            raise FileError(
-                f"{self.source.path if self.source else 'the file'} has no weights: open the file that has them, with "
-                "this one as optimizer_path="
-            )
+            raise FileError("the file has no weights: open the one that has them, with this one as optimizer_path=")
 
     def warn_of_limits(self) -> None:
         """Warn where the structure cannot hold what the settings require of it."""
@@ -506,8 +502,7 @@ class GaussianWeights(Marginals):
         if self.is_sharded:
             raise SettingError(
                 f"{what} needs whole tensors, and this posterior is sharded over processes: use "
-                "posterior.gathered(model) with a plain model of the same architecture, on every process alike; "
-                "numbers found there go back with posterior.replace(...)"
+                "posterior.gathered(model) with a plain model of the same architecture, on every process alike"
             )
 
 
@@ -543,8 +538,7 @@ def unpacked(
     """The Gaussian in a file's tensors and header, placed as the parameters of a model; without one left on disk."""
     kind = str(header.get("structure"))
     if kind == "mixture":
-        remedy = "save one of them (mixture.members) by itself" if parameters is None else "read it with Mixture.load"
-        raise FileError(f"{path} holds a mixture of posteriors: {remedy}")
+        raise FileError(f"{path} holds a mixture of posteriors: read it with Mixture.load, or save a member by itself")
     if kind not in STRUCTURES:
         raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
     try:
@@ -575,13 +569,10 @@ def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) 
     return optimizer_path is None and format_of(Path(path)).name == "posterior"
 
 
-def _no_weights(structure: Structure, names: list[str]) -> Lazy:
-    """Zeros of the parameters' shapes, in the memory of one number."""
+def _no_weights(structure: Structure, names: list[str]) -> dict[str, Tensor]:
+    """Zeros of the parameters' shapes, each in the memory of one number."""
     like = outlined(structure.second_moment)
-    return Lazy(
-        {name: meta(tuple(like[name].shape), like[name].dtype) for name in names},
-        lambda name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape),
-    )
+    return {name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape) for name in names}
 
 
 def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights:
@@ -589,9 +580,9 @@ def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights
     found = unpacked(path, tensors, header, None)
     changes = {"n_data": n_data, "prior_precision": prior}
     found = found.replace(**{key: value for key, value in changes.items() if value is not None})
-    kind, version = found.structure.kind, header.get("version", "of an unknown version")
-    weights, kept = "with" if found.has_weights else "without", header.get("compress", "they are")
-    why = f"{path}: format posterior, {kind}, {weights} weights, by bayesadam {version}, moments kept as {kept}."
+    weights = "with" if found.has_weights else "without"
+    kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
+    why = f"{path}: a {found.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
     return replace(found, source=Source(path, "posterior", (why,), found.mode))
 
 

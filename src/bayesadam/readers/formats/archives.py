@@ -12,22 +12,11 @@ from typing import Any
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.registry import Format, format_of, is_state_file, state_beside
-from bayesadam.readers.formats.torch_files import (
-    damage_named,
-    is_old_archive,
-    load_view,
-    mapped,
-    tar_members,
-    zip_members,
-)
+from bayesadam.readers.formats.torch_files import damage_named, load_view, mapped, tar_members, zip_members
 
 _MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip", ".nemo")
 _OPTIMIZER = ".optimizer"
-
-
-def _is_tar(path: Path, head: bytes) -> bool:
-    return head.startswith(b"\x1f\x8b") or (head[257:262] == b"ustar" and not is_old_archive(mapped(path)))
 
 
 def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
@@ -87,5 +76,5 @@ def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None)
 
 
 ZIP = _archive("zip archive", lambda path, head: head.startswith(b"PK\x03\x04"), zip_members)
-TAR = _archive("tar archive", _is_tar, tar_members)
+TAR = _archive("tar archive", lambda path, head: head.startswith(b"\x1f\x8b") or head[257:262] == b"ustar", tar_members)
 FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder, folder=True)

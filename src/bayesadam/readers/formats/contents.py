@@ -23,7 +23,7 @@ from bayesadam.readers.formats.networks import (
     named,
     tensors_of,
 )
-from bayesadam.readers.formats.pickles import StandIn, classes_in, said
+from bayesadam.readers.formats.pickles import StandIn, said
 from bayesadam.readers.match import keeps_order
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
@@ -55,8 +55,8 @@ class Rules:
     Attributes:
         model: builds the model, without values, from what is saved with the weights; None where that does not say.
         names: (model) → the model's name for each name in the file, where they differ.
-        orders: (model) → the parameter names in the order in which the trainer gives them to its optimiser, group by
-            group; several answers where versions of the trainer differ.
+        orders: (model) → the parameter names in the order of the trainer's optimiser, group by group; several answers
+            where versions of the trainer differ.
         partial: whether the file holds a part of the model's weights by intent, as an adapter's does.
     """
 
@@ -78,7 +78,6 @@ class Contents:
         ordered: whether `weights` are in the order in which the model registered them.
         found: all the networks and states that the file holds.
         notes: which of them were taken and why, in words.
-        classes: the classes of what lies beside the tensors; they were not imported.
     """
 
     weights: Mapping[str, Tensor] | None
@@ -91,7 +90,6 @@ class Contents:
     rules: Rules = field(default_factory=Rules)
     found: Found = field(default_factory=Found)
     notes: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
 
 
 def contents_of(
@@ -112,7 +110,6 @@ def contents_of(
         summary=describe(tree),
         recorded=recorded_in(level for level in levels if not is_weights(level) and not is_optimizer(level)),
         found=found,
-        classes=classes_in(tree),
     )
     return with_choice(contents, choice)
 
@@ -135,18 +132,13 @@ def with_choice(contents: Contents, choice: Choice) -> Contents:
 
 def describe(tree: Mapping[Any, Any]) -> str:
     """A dictionary's first keys and what is under them."""
-    described = [f"{said(key)} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
-    return ", ".join(described) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
+    return ", ".join(f"{said(key)} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)) or "nothing"
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, StandIn):
         return value.name
-    if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)}"
-    if isinstance(value, Mapping | list | tuple):
-        return f"{'dict' if isinstance(value, Mapping) else 'list'} of {len(value)}"
-    return type(value).__name__
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, Mapping | list) else type(value).__name__
 
 
 def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:

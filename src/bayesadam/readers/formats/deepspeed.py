@@ -39,10 +39,8 @@ def _step_folder(path: Path) -> Path | None:
 def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     refuse_keys(path, "DeepSpeed saves one model and its state", weights_key=weights_key, optimizer_key=optimizer_key)
     folder = _step_folder(path) or path
-    if any(folder.glob(_STAGE_3)):
-        raise FileError(f"{folder} was saved by ZeRO stage 3, which is not read: train with stage 1 or 2")
-    if len(list(folder.glob(_MODELS))) > 1:
-        raise FileError(f"{folder} was saved from several model-parallel ranks, which is not read")
+    if any(folder.glob(_STAGE_3)) or len(list(folder.glob(_MODELS))) > 1:
+        raise FileError(f"{folder} was saved by ZeRO stage 3 or by model-parallel ranks: stages 1 and 2 are read")
     if not (folder / _MODEL).is_file():
         raise FileError(f"{folder} has no {_MODEL}, where the weights are: copy it from the first rank's machine")
     saved = load_tree(folder / _MODEL)

@@ -50,10 +50,7 @@ def stored_entries(folder: Path) -> list[Stored]:
     """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
     source = folder / _METADATA
     if not source.is_file():
-        raise FileError(
-            f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
-            "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
-        )
+        raise FileError(f"{folder} has no {_METADATA}, which is written last: the save did not finish, or it was lost")
     with damage_named(source, _WRITER):
         record = load_tree(source).state
         nesting, kinds = record["planner_data"], record["state_dict_metadata"]
@@ -81,10 +78,7 @@ def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: 
     filled = [box for box in boxes if math.prod(box[1])]
     there = [box for box in filled if (key, box[0]) in located]
     if there != filled or not covers(shape, there):
-        raise FileError(
-            f"{folder / _METADATA} does not have the whole of {key!r}, of shape {shape}: {len(there)} pieces are there "
-            "and leave a hole. A rank's part was not saved; save it again from all ranks"
-        )
+        raise FileError(f"{folder / _METADATA} does not have the whole of {key!r}: a rank's part was not saved")
     return Stored(key, parts, [_piece(folder, key, located[key, box[0]], *box) for box in there], shape, dtype)
 
 
@@ -129,10 +123,7 @@ def _load(entry: Stored, piece: Piece) -> Any:
     if entry.shape is None:
         return found
     if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes or found.dtype != entry.dtype:
-        raise FileError(
-            f"{piece.file} does not hold {entry.dtype} of {piece.sizes} for {entry.key!r}: the files are not of one "
-            "save. Copy the folder again"
-        )
+        raise FileError(f"{piece.file} does not hold {entry.key!r} as it should: the files are not of one save")
     return found.detach()
 
 
@@ -170,13 +161,9 @@ def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
         if key.startswith("param_groups."):
             name, _, entry = key.removeprefix("param_groups.").rpartition(".")
             groups.setdefault(name, {"params": [name]})[entry] = value
-    for key, value in flat.items():
-        if key.startswith("state."):
-            # The longest known name, as an entry may have levels of its own.
-            parts = key.split(".")[1:]
-            names = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-            name = next((name for name in names if name in groups), names[0])
-            states.setdefault(name, {})[".".join(parts).removeprefix(f"{name}.")] = value
+        else:
+            name, _, entry = key.removeprefix("state.").rpartition(".")
+            states.setdefault(name, {})[entry] = value
     return {"state": states, "param_groups": list(groups.values())}
 
 

@@ -27,8 +27,7 @@ from bayesadam.readers.match import clean_names
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 STATE = "trainer_state.json"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_ACCELERATE_MODEL = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
-_ACCELERATE_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
+_STATE_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 _SHARD = re.compile(r"(pytorch_)?model-\d+-of-\d+\.(safetensors|bin)")
 CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
 
@@ -65,12 +64,10 @@ def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[st
     chosen = next((name for name in names if name in there), None)
     if chosen is not None:
         return (_sharded(folder / chosen), False) if chosen.endswith(".json") else _tensors_in(folder / chosen)
-    shards = sorted(name for name in there if _SHARD.fullmatch(name))
-    if shards:
-        raise FileError(f"{folder} has {shards[0]} and no index of its shards ({names[1]}): copy the whole folder")
-    others = _checkpoints(folder)
-    remedy = f"Pass one of {others}" if others else "Pass the file with the weights, and optimizer_path="
-    raise FileError(f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}. {remedy}")
+    raise FileError(
+        f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}: copy the whole folder, "
+        "or pass the file with the weights"
+    )
 
 
 def _tensors_in(path: Path) -> tuple[dict[str, Tensor], bool]:
@@ -91,9 +88,8 @@ def _sharded(index: Path) -> dict[str, Tensor]:
         # Windows' rule knows both kinds of slashes.
         if not isinstance(shard, str) or shard in ("", "..") or PureWindowsPath(shard).name != shard:
             raise FileError(f"{index} has {shard!r}, which is not in its own folder: nothing outside is read")
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
-    if missing:
-        raise FileError(f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files")
+        if not (index.parent / shard).is_file():
+            raise FileError(f"{index.parent} lacks {shard}, one of {len(shards)} files: copy the whole folder")
     tensors = {shard: _tensors_in(index.parent / shard)[0] for shard in shards}
     for name, shard in shard_of.items():
         if name not in tensors[shard]:
@@ -101,43 +97,27 @@ def _sharded(index: Path) -> dict[str, Tensor]:
     return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
-def _choose(folder: Path, names: Collection[str], wanted: str | None, option: str, what: str) -> str | None:
-    """The one file among `names`, or the one that `wanted` names, with or without its ending."""
-    there = sorted(names)
-    if wanted is not None:
-        named = [name for name in there if wanted in (name, Path(name).stem)]
-        if len(named) != 1:
-            raise FileError(f"{folder} has no file {option}={wanted!r} with {what}; it has {there or 'none'}")
-        return named[0]
-    if len(there) > 1:
-        both = " and ".join(there)
-        raise FileError(f"{folder} has files each with {what}, {both}: say which with {option}={there[0]!r}")
-    return there[0] if there else None
-
-
 def folder_format(
-    name: str,
-    recognises: Callable[[Path, bytes], bool],
-    read_weights: Callable[[Path, str | None], Contents],
-    is_optimizer: Callable[[str], object] = OPTIMIZERS.__contains__,
+    name: str, recognises: Callable[[Path, bytes], bool], read_weights: Callable[[Path], Contents]
 ) -> Format:
-    """A folder with the optimiser's state in a file of its own, one of those whose name `is_optimizer` accepts."""
+    """A folder of one model, with the optimiser's state in a file of its own."""
 
     def read_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
-        return replace(read_weights(path, weights_key), optimizer=optimizer)
+        refuse_keys(path, "it has one set of weights", weights_key=weights_key)
+        return replace(read_weights(path), optimizer=optimizer)
 
     def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        contents = read_weights(path, weights_key)
-        names = [file for file in files_of(path) if is_optimizer(file)]
-        chosen = _choose(path, names, optimizer_key, "optimizer_key", "the state of an optimiser")
-        if chosen is None:
+        refuse_keys(path, "pass its files, the state as optimizer_path=", optimizer_key=optimizer_key)
+        contents = read_with(path, weights_key, None)
+        states = sorted(file for file in files_of(path) if _STATE_FILE.fullmatch(file))
+        if len(states) > 1:
+            listed = " and ".join(states)
+            raise FileError(f"{path} has several states, {listed}: pass the model's file, and one as optimizer_path=")
+        if not states:
             return contents
-        try:
-            found = format_of(path / chosen).read(path / chosen, None, None)
-            if found.optimizer is None:
-                raise FileError(f"{path / chosen} holds no optimiser's state: found {found.summary}")
-        except FileError as error:
-            raise FileError(f"{error}. Pass another file as optimizer_path= (--optimizer-file)") from error
+        found = format_of(path / states[0]).read(path / states[0], None, None)
+        if found.optimizer is None:
+            raise FileError(f"{path / states[0]} holds no optimiser's state: pass another file as optimizer_path=")
         return replace(contents, optimizer=found.optimizer)
 
     return Format(name, recognises, read, read_with=read_with, folder=True)
@@ -251,9 +231,7 @@ def trainer_record(folder: Path) -> Recorded:
 
 def summary_of(folder: Path, weights: Mapping[str, Tensor]) -> str:
     """What a folder holds, in words."""
-    others = _checkpoints(folder)
-    files = sorted(name for name in files_of(folder) if not _SHARD.fullmatch(name))
-    return f"{len(weights)} tensors, {files[:12]}" + (f"; checkpoints are in {others}" if others else "")
+    return f"{len(weights)} tensors, {sorted(files_of(folder))[:12]}"
 
 
 def _is_trainer(path: Path, head: bytes) -> bool:
@@ -262,8 +240,7 @@ def _is_trainer(path: Path, head: bytes) -> bool:
     return STATE in there or (weights and not there.isdisjoint({"config.json", *OPTIMIZERS}))
 
 
-def _read_trainer(path: Path, weights_key: str | None) -> Contents:
-    refuse_keys(path, "it has one set of weights", weights_key=weights_key)
+def _read_trainer(path: Path) -> Contents:
     weights, ordered = read_weights(path)
     return Contents(
         weights=weights,
@@ -288,16 +265,12 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
 
 
 def _is_accelerate(path: Path, head: bytes) -> bool:
-    there = files_of(path)
     # The Trainer of transformers may leave an optimizer.bin, too.
-    return STATE not in there and any(_ACCELERATE_OPTIMIZER.fullmatch(name) for name in there)
+    return STATE not in (there := files_of(path)) and "optimizer.bin" in there
 
 
-def _read_accelerate(path: Path, weights_key: str | None) -> Contents:
-    """One model of those that were prepared; the others are `model_1`, …, as their optimisers are `optimizer_1`, …"""
-    models = [name for name in files_of(path) if _ACCELERATE_MODEL.fullmatch(name)]
-    chosen = _choose(path, models, weights_key, "weights_key", "the weights of a model")
-    weights, ordered = read_weights(path) if chosen is None else _tensors_in(path / chosen)
+def _read_accelerate(path: Path) -> Contents:
+    weights, ordered = read_weights(path)
     # The user's script made the optimiser: its order follows no rule.
     rules = Rules(names=partial(own_names, list(weights)))
     return Contents(weights, None, summary_of(path, weights), ordered=ordered, rules=rules)
@@ -305,4 +278,4 @@ def _read_accelerate(path: Path, weights_key: str | None) -> Contents:
 
 PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
 TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _read_trainer)
-ACCELERATE = folder_format("Accelerate", _is_accelerate, _read_accelerate, _ACCELERATE_OPTIMIZER.fullmatch)
+ACCELERATE = folder_format("Accelerate", _is_accelerate, _read_accelerate)

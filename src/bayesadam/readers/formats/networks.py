@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from bayesadam.errors import FileError, MatchError, StateError
+from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.fastai import torch_layout
 from bayesadam.readers.match import (
     AmbiguousError,
@@ -22,7 +21,6 @@ from bayesadam.readers.match import (
     pair_weights,
     slots_of,
 )
-from bayesadam.readers.registry import identify_reader
 
 _DEEPEST = 3
 # In lower case. A key that is not among them is taken where it is the only one that fits.
@@ -154,37 +152,22 @@ def choose(found: Found, source: object, weights_key: str | None, optimizer_key:
         usual = ()
     if not states or not found.networks:
         return Choice(usual, next(iter(usual_states), None), notes)
-    clear = (given or len(usual) == 1) and len(usual_states) == 1
-    both_given = len(given) == 1 and optimizer_key is not None
-    if clear and (both_given or _verdict(usual, states[usual_states[0]])):
-        choice = Choice(usual, usual_states[0])
-        why = (
-            "as given, or the usual keys" if len(found.networks) + len(found.optimizers) > 2 else "there are no others"
-        )
-        return choice._replace(notes=(*notes, f"{choice}: {why}"))
-    first = usual_states if len(usual_states) == 1 else list(states)
-    pairs = _pairs(sets, given, {path: states[path] for path in first})
-    if not pairs and len(first) < len(states):
-        pairs = _pairs(sets, given, states)
+    first = {path: states[path] for path in usual_states if len(usual_states) == 1} or states
+    clear = len(first) == 1 and (given or len(usual) == 1)
+    if clear and ((len(given) == 1 and optimizer_key is not None) or _verdict(usual, states[usual_states[0]])):
+        return Choice(usual, usual_states[0], notes)
+    pairs = _pairs(sets, given, first) or _pairs(sets, given, states)
     if len(pairs) == 1 and pairs[0].networks == (given or tuple(n for n in sets if n in pairs[0].networks)):
         reason = f"{pairs[0]}: the only pair, and the only order, that no shape contradicts"
         return pairs[0]._replace(notes=(*notes, reason))
     if not pairs and clear:
         # The error comes where the states are matched.
         return Choice(usual, usual_states[0], notes)
-    for state in states.values():
-        # An optimiser that is not read is named before anything else is said.
-        with suppress(StateError):
-            identify_reader(state)
-            break
-    else:
-        identify_reader(next(iter(states.values())))
-    shown = pairs or [Choice((network,), path, ("its shapes do not fit",)) for network in sets for path in states]
-    rows = "".join(f"\n  {pair} ({pair.notes[0]})" for pair in shown[:_MOST_ROWS])
+    rows = "".join(f"\n  {pair} ({pair.notes[0]})" for pair in pairs[:_MOST_ROWS])
     raise FileError(
         f"{source} holds weights under {_listed([network.path for network in sets])} and states under "
         f"{_listed(list(states))}{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, "
-        f"with{rows}"
+        f"with {rows or 'weights_key= and optimizer_key='}"
     )
 
 

@@ -1,16 +1,13 @@
-"""Folders of PEFT's adapters, and the model behind one: built without values from its base model's `config.json`.
+"""Folders of PEFT's adapters, and the model behind a LoRA: built without values from its base model's `config.json`.
 
 The optimiser numbers the tensors in the model's order, which an adapter's file does not keep. Nothing is fetched, no
 code is run that a file names, and a model is used only if it has exactly the tensors of the file.
 """
 
-import os
-import re
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,22 +18,16 @@ from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Rules
 from bayesadam.readers.formats.pickles import said
-from bayesadam.readers.formats.registry import refuse_keys
 from bayesadam.readers.formats.torch_files import shortened
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
-# The Hub's own rule, as far as it matters.
-_REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
-# The kinds that are built, and what in their configuration decides which parameters there are. All else is left out:
-# some of it names modules to import (megatron_core) or files to load.
-_KINDS = ("LORA", "LOHA", "LOKR", "IA3")
+# What in LoRA's configuration decides which parameters there are. All else is left out: some of it names modules to
+# import (megatron_core) or files to load.
 _DECIDING = (
-    *("target_modules", "exclude_modules", "target_parameters", "feedforward_modules", "modules_to_save"),
-    *("layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "ensure_weight_tying"),
-    *("task_type", "r", "rank_pattern", "bias", "lora_bias", "use_dora", "fan_in_fan_out"),
-    *("decompose_both", "decompose_factor", "use_effective_conv2d"),
+    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("trainable_token_indices", "task_type", "r", "rank_pattern", "bias", "lora_bias", "use_dora", "fan_in_fan_out"),
 )
 # transformers' tables of classes, by the adapter's task.
 _TABLES = {
@@ -47,8 +38,8 @@ _TABLES = {
     "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
-# What is often set for training, and so differs from the base model's configuration: the adapter's shapes tell it.
-_RESIZED = ("num_labels", "vocab_size")
+# Heads with a row for each class, whose number is set for training: the base model's configuration has another.
+_HEADS = ("classifier.weight", "score.weight", "classifier.out_proj.weight")
 _PASS_IT = "pass the model (Posterior.from_checkpoint), or param_names=[...]"
 
 
@@ -62,8 +53,7 @@ def _adapters_in(path: Path) -> list[Path]:
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
-def _read_adapter(path: Path, weights_key: str | None) -> Contents:
-    refuse_keys(path, "it has one set of weights", weights_key=weights_key)
+def _read_adapter(path: Path) -> Contents:
     folders = _adapters_in(path)
     # An adapter of another name than PEFT's first has a folder of that name.
     names = ["default" if folder == path else folder.name for folder in folders]
@@ -116,26 +106,6 @@ class _Adapter:
         trained = [name for name in stored if named[name].requires_grad]
         return [*hf.decay_orders(model, trained), *hf.decay_orders(model, stored), [list(named)]]
 
-    def model(self) -> nn.Module:
-        """The model that was trained, on the meta device; of the classes that may be meant, the first that fits."""
-        kind = self.config["peft_type"]
-        if kind not in _KINDS:
-            raise MatchError(f"{self.path} holds an adapter of kind {said(kind)}, which is not built here: {_PASS_IT}")
-        for package in ("transformers", "peft"):
-            require(package)
-        source = self._base_config()
-        config = hf.read_json(source)
-        if hf.names_more(config):
-            raise MatchError(f"{source} names code of its own or a backbone, and neither is loaded: {_PASS_IT}")
-        refusals = []
-        for name in _classes(self.config, config):
-            try:
-                return self._fitted(source, name, config)
-            except MatchError as error:
-                refusals.append(error)
-        unknown = f"neither {source} nor {_ADAPTER_CONFIG} says which class of transformers it is of: {_PASS_IT}"
-        raise refusals[0] if refusals else MatchError(unknown)
-
     def _compared(self, model: nn.Module, name: str) -> tuple[dict[str, str], dict[str, str]]:
         """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
         own, peft = hf.tensors_of(model), require("peft")
@@ -161,51 +131,39 @@ class _Adapter:
                 misfits[key] = f"{key!r} has shape {tuple(stored)} in the adapter and {tuple(built)} in the {kind}"
         return names, misfits
 
-    def _base_config(self) -> Path:
-        """The base model's `config.json`: beside the adapter, where that says, above it, or in the Hub's cache."""
-        named, revision = self.config.get("base_model_name_or_path"), self.config.get("revision")
-        # A share would be looked for on the network.
-        base = named if isinstance(named, str) and not PureWindowsPath(named).drive.startswith("\\") else ""
-        above = Path(os.path.abspath(self.path)).parent
-        last = PureWindowsPath(base).name
-        beside = [Path(base), self.path / last, above / last] if base else []
-        candidates = [folder / _CONFIG for folder in (self.folder, self.path, *beside, above)]
-        in_hub = _REPOSITORY.fullmatch(base) is not None
-        if in_hub:
-            look = require("huggingface_hub").try_to_load_from_cache
-            # What is no name of a repository is a ValueError.
-            with suppress(ValueError):
-                cached = look(base, _CONFIG, revision=revision if isinstance(revision, str) else None)
-                candidates += [Path(cached)] if isinstance(cached, str) else []
-        for path in candidates:
-            # Other things are called config.json, too.
-            if os.path.isfile(path) and isinstance(hf.read_json(path).get("model_type"), str):
-                return path
-        fetch = f", or fetch it into the cache with `hf download {base} {_CONFIG}`" if in_hub else ""
-        raise MatchError(
-            f"the {_CONFIG} of the base model of {self.path}, {said(named)}, which has the order of the parameters, is "
-            f"neither beside it nor in the cache of Hugging Face: copy it into {self.folder}{fetch}; or {_PASS_IT}"
-        )
-
-    def _fitted(self, source: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
-        """The model of this class with the adapter, if it has exactly the tensors that the file has."""
+    def model(self) -> nn.Module:
+        """The model that was trained, on the meta device, if it has exactly the tensors that the file has."""
+        if self.config["peft_type"] != "LORA":
+            kind = said(self.config["peft_type"])
+            raise MatchError(f"{self.path} holds an adapter of kind {kind}, which is not built here: {_PASS_IT}")
+        for package in ("transformers", "peft"):
+            require(package)
+        source = self.path / _CONFIG
+        config = hf.read_json(source) if source.is_file() else {}
+        # Other things are called config.json, too.
+        if not isinstance(config.get("model_type"), str):
+            base = said(self.config.get("base_model_name_or_path"))
+            raise MatchError(
+                f"the order of the parameters is that of the base model, {base}, whose {_CONFIG} is not in the "
+                f"adapter's folder: `hf download BASE {_CONFIG} --local-dir {self.path}`; or {_PASS_IT}"
+            )
+        if hf.names_more(config):
+            raise MatchError(f"{source} names code of its own or a backbone, and neither is loaded: {_PASS_IT}")
+        name = _class_of(self.config, config)
+        if name is None:
+            raise MatchError(
+                f"neither {source} nor {_ADAPTER_CONFIG} says which class of transformers it is: {_PASS_IT}"
+            )
+        heads = [shape for key, shape in self.shapes.items() if key.endswith(_HEADS)]
+        if heads:
+            config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
+            config["num_labels"] = heads[0][0]
         model = self._put_on(hf.build_model(source, name, config))
-        names, misfits = self._compared(model, self.name)
-        own, changes = hf.tensors_of(model), dict[str, int]()
-        for key in (key for key in misfits if key in self.shapes and key in names):
-            stored, built = self.shapes[key], own[names[key]].shape
-            if stored[1:] == built[1:]:
-                sizes = ((entry, getattr(getattr(model, "config", None), entry, None)) for entry in _RESIZED)
-                changes |= {entry: stored[0] for entry, size in sizes if size == built[0] and entry not in changes}
-        if changes:
-            replaced = {"id2label", "label2id"} if "num_labels" in changes else set()
-            changed = {key: value for key, value in config.items() if key not in replaced} | changes
-            model = self._put_on(hf.build_model(source, name, changed))
-            misfits = self._compared(model, self.name)[1]
+        misfits = self._compared(model, self.name)[1]
         if misfits:
             raise MatchError(
                 f"{source} is not the {_CONFIG} of this adapter's base model: {next(iter(misfits.values()))} that it "
-                f"describes. Copy the right one into {self.folder}; or {_PASS_IT}"
+                f"describes. Copy the right one there; or {_PASS_IT}"
             )
         return model
 
@@ -218,8 +176,7 @@ class _Adapter:
             with torch.device("meta"), warnings.catch_warnings():
                 # They are about training.
                 warnings.simplefilter("ignore")
-                config = peft.get_peft_config({"peft_type": given["peft_type"], **deciding})
-                made: nn.Module = peft.get_peft_model(model, config, adapter_name=self.name)
+                made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**deciding), adapter_name=self.name)
         except Exception as error:
             raise MatchError(
                 f"{self.folder / _ADAPTER_CONFIG}: PEFT cannot put this adapter on {type(model).__name__} "
@@ -228,15 +185,17 @@ class _Adapter:
         return made
 
 
-def _classes(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The classes of transformers that the base model may be of: as PEFT noted, by the task, as in `config.json`."""
+def _class_of(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """The base model's class in transformers: as PEFT noted, by the task, or as in `config.json`."""
     noted, task, own = adapter.get("auto_mapping"), adapter.get("task_type"), config.get("architectures")
-    if isinstance(noted, Mapping) and isinstance(noted.get("base_model_class"), str):
-        return [noted["base_model_class"]]
     tables = require("transformers.models.auto.modeling_auto")
     table = getattr(tables, _TABLES.get(task, "") if isinstance(task, str) else "", {})
-    found = [table.get(config["model_type"]), *(own if isinstance(own, list) and len(own) == 1 else [])]
-    return list(dict.fromkeys(name for name in found if isinstance(name, str)))
+    found = [
+        noted.get("base_model_class") if isinstance(noted, Mapping) else None,
+        table.get(config["model_type"]),
+        *(own if isinstance(own, list) and len(own) == 1 else []),
+    ]
+    return next((name for name in found if isinstance(name, str)), None)
 
 
 ADAPTER = hf.folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _read_adapter)

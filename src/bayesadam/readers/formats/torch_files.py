@@ -1,7 +1,7 @@
 """Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
 Since 1.6 torch writes a zip archive, a pickle and a member for every storage; before, five pickles and the storages
-with their lengths; before 0.1.10 a tar archive. `pickle.dump` of tensors has one of the second kind for every storage.
+with their lengths. `pickle.dump` of tensors has one of the second kind for every storage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from bayesadam.readers.formats.pickles import (
     Storage,
     Window,
     storage_type,
-    tensor,
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format
@@ -61,7 +60,6 @@ _ZIP = b"PK\x03\x04"
 _LEVELS = 3
 # Modules may be shared, and a hostile file can share them so often that no walk ends.
 _DEEPEST_MODULE, _MOST_MODULES = 200, 1_000_000
-_OLD_NAMES = {"sys_info", "pickle", "storages", "tensors"}
 
 
 def mapped(path: Path) -> memoryview:
@@ -151,7 +149,7 @@ def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
     if bytes(view[:4]) == _ZIP:
         return _load_zip(view, depth, {})
-    return _load_tar(tar_members(view)) if is_old_archive(view) else _load_pickles(view, depth)
+    return _load_pickles(view, depth)
 
 
 def load_view(view: memoryview, name: str) -> Any:
@@ -273,31 +271,6 @@ def _load_pickles(view: memoryview, depth: int) -> Any:
     return reader.pickled(persistent)
 
 
-def is_old_archive(view: memoryview) -> bool:
-    """Whether it is a tar archive with the four members that torch wrote before 0.1.10."""
-    try:
-        return bytes(view[257:262]) == b"ustar" and tar_members(view).keys() >= _OLD_NAMES
-    except _DAMAGED:
-        return False
-
-
-def _load_tar(members: Mapping[str, memoryview]) -> Any:
-    known: dict[int, Any] = {}
-    reader = _Reader(members["storages"])
-    for _ in range(int(reader.pickled())):
-        key, _, kind = reader.pickled()
-        known[int(key)] = reader.storage(storage_type(kind))
-    for key, root, offset, size in reader.pickled():
-        known[int(key)] = known[int(root)].part(offset, size)
-    reader = _Reader(members["tensors"])
-    for _ in range(int(reader.pickled())):
-        key, storage, _ = reader.pickled()
-        (dims,) = struct.unpack("<I4x", reader.read(8))
-        *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
-        known[int(key)] = tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
-    return _Reader(members["pickle"]).pickled(lambda found: known[int(found)])
-
-
 def as_weights(tree: Any) -> Any:
     """The tree with every module and optimiser in its upper levels exchanged for its state dict."""
     names: dict[tuple[Any, ...], str] = {}
@@ -408,26 +381,16 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
     return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
 
 
-def names_in_zip(path: Path, head: bytes) -> set[str]:
-    """The names of an archive's members; none where it is no archive."""
+def _is_torch(path: Path, head: bytes) -> bool:
     if not head.startswith(_ZIP):
-        return set()
+        return False
     try:
         with zipfile.ZipFile(path) as archive:
-            return set(archive.namelist())
+            return any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist())
     except _DAMAGED:
-        return set()
-
-
-def _is_torch(path: Path, head: bytes) -> bool:
-    return any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
-
-
-def _is_old(path: Path, head: bytes) -> bool:
-    is_tar = head[257:262] == b"ustar"
-    return any(magic in head[:32] for magic in _MAGIC_BYTES) or (is_tar and is_old_archive(mapped(path)))
+        return False
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
-OLD_TORCH = Format("torch before 1.6", _is_old, _read)
+OLD_TORCH = Format("torch before 1.6", lambda path, head: any(one in head[:32] for one in _MAGIC_BYTES), _read)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
