@@ -4,6 +4,7 @@ from bayesadam.readers.formats.archives import FOLDER, TAR, ZIP
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.huggingface import ACCELERATE, PARENT, TRAINER
+from bayesadam.readers.formats.keras import HDF5, KERAS
 from bayesadam.readers.formats.peft import ADAPTER
 from bayesadam.readers.formats.registry import register_format
 from bayesadam.readers.formats.safetensors import POSTERIOR, SAFETENSORS
@@ -12,7 +13,7 @@ from bayesadam.readers.formats.torch_files import OLD_TORCH, PICKLE, TORCH
 # The last is tried first: an adapter, or DeepSpeed's files, may be in one folder with the Trainer's, and every known
 # folder has files that may be checkpoints by themselves.
 FORMATS = (
-    *(FOLDER, ZIP, PICKLE, TAR, OLD_TORCH, SAFETENSORS, POSTERIOR, TORCH),
+    *(FOLDER, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS, TORCH),
     *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
 )
 for known in FORMATS:

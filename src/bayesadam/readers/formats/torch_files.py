@@ -381,14 +381,19 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
     return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
 
 
-def _is_torch(path: Path, head: bytes) -> bool:
+def names_in_zip(path: Path, head: bytes) -> set[str]:
+    """The names of an archive's members; none where it is no archive."""
     if not head.startswith(_ZIP):
-        return False
+        return set()
     try:
         with zipfile.ZipFile(path) as archive:
-            return any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist())
+            return set(archive.namelist())
     except _DAMAGED:
-        return False
+        return set()
+
+
+def _is_torch(path: Path, head: bytes) -> bool:
+    return any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
