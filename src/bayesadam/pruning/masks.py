@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
 from bayesadam._checks import is_number
@@ -26,9 +25,9 @@ from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.posterior.running import biases_before_norms, norm_widths
-from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, owners
+from bayesadam.pruning.apply import Owner, PruningReport, owners
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,10 +36,6 @@ Ranking = str | Callable[[Tensor, Tensor], Tensor] | Mapping[str, Tensor]
 Scope = Literal["global", "layer"]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
-# Weights processed together: bounds the extra memory whatever the size of a parameter.
-CHUNK = 1 << 19
-_DIGIT = 16
-_BINS = 1 << _DIGIT
 
 
 def snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
@@ -100,29 +95,19 @@ def weight_scores(
     scores = {}
     for name in wanted:
         theta = posterior.mode[name]
-        score = ranking[name] if isinstance(ranking, Mapping) else _ranked(posterior, ranking, name, theta)
+        if isinstance(ranking, Mapping):
+            score = ranking[name]
+        elif callable(ranking):
+            score = ranking(theta, posterior.structure.second_moment[name])
+        else:
+            rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
+            score = RANKINGS[ranking](theta, posterior.structure.second_moment[name], rule)
         if score.shape != theta.shape:
             raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
         if bad := int(torch.isnan(score).sum()):
             raise MatchError(f"{bad} of the {score.numel()} scores of {name!r} are NaN: see bayesadam.doctor")
         scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
     return scores
-
-
-def _ranked(
-    posterior: GaussianWeights, ranking: str | Callable[[Tensor, Tensor], Tensor], name: str, theta: Tensor
-) -> Tensor:
-    """The scores of one parameter; by a name, chunk by chunk, for less memory."""
-    v = posterior.structure.second_moment[name]
-    if callable(ranking):
-        return ranking(theta, v)
-    rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
-    if isinstance(rule.delta, Tensor):
-        return RANKINGS[ranking](theta, v, rule)
-    score = torch.empty_like(v)
-    for out, some, moments in zip(*(torch.split(each.reshape(-1), CHUNK) for each in (score, theta, v)), strict=True):
-        out.copy_(RANKINGS[ranking](some, moments, rule))
-    return score
 
 
 def pruning_masks(
@@ -148,21 +133,20 @@ def pruning_masks(
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
             `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
         pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
-            linear layer, the channels of a convolution at each position of its kernel (as TensorRT and cuSPARSELt read
-            2:4). Parameters with one dimension, biases and norms, are left whole.
+            linear layer, the channels of a convolution at each position of its kernel. Parameters with one dimension,
+            biases and norms, are left whole.
     """
     require_one_network(posterior, "pruning")
     tensors = posterior.source.weights if posterior.source else {}
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     eligible = _eligible(posterior, ranking, exclude, buffers)
+    if pattern is not None and fraction is not None:
+        raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
     if pattern is not None:
-        if fraction is not None:
-            raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
         kept = _pattern_masks(posterior, pattern, ranking, eligible)
     else:
-        scores = weight_scores(posterior, ranking, eligible)
-        removed = removals(scores, eligible, scope, fraction)
-        kept = {name: ~chosen(name) for name, chosen in removed.items()}
+        removed = removals(weight_scores(posterior, ranking, eligible), scope, fraction)
+        kept = {name: ~gone for name, gone in removed.items()}
     whole = nothing_removed(posterior)
     return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
 
@@ -195,7 +179,7 @@ def prune_checkpoint(
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
 
-    No model and no data are needed, and of the weights one tensor at a time is in memory.
+    No model and no data are needed. A score for each weight is in memory, and one tensor of the file at a time.
 
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
@@ -212,37 +196,45 @@ def prune_checkpoint(
     checkpoint = read_checkpoint(path, **options)
     # N does not change the order.
     saved = GaussianWeights.open(checkpoint, 1.0, prior_precision=0.0, **options)
-    outline = outlined(saved.mode)
-    saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
-    eligible = _eligible(saved, ranking, exclude, checkpoint.weights)
-    scores = Lazy(outline, lambda name: weight_scores(saved, ranking, [name])[name])
-    removed = removals(scores, eligible, scope, fraction)
-    masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
+    saved = replace(saved, structure=Diagonal(Lazy(outlined(saved.mode), saved.structure.diagonal)))
+    masks = pruning_masks(saved, fraction, ranking=ranking, scope=scope, exclude=exclude)
     write_pruned(checkpoint, masks, out)
-    found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in saved.mode)
-    return PruningReport.total([PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found])
+    return PruningReport.of({name: tensor for name, tensor in checkpoint.weights.items() if name in masks}, masks)
 
 
-def removals(
-    scores: Mapping[str, Tensor], names: Iterable[str], scope: Scope, fraction: Any, spared: int = 0
-) -> dict[str, Callable[[str], Tensor]]:
-    """By parameter name, a function of the name: True at what to remove; so many of a parameter stay in any case."""
+def removals(scores: Mapping[str, Tensor], scope: Scope, fraction: Any, spared: int = 0) -> dict[str, Tensor]:
+    """Masks, True at what to remove; so many of each parameter stay in any case."""
     if not is_number(fraction) or not 0 <= fraction <= 1:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
-    found: dict[str, Callable[[str], Tensor]] = {}
-    for group in [list(names)] if scope == "global" else [[name] for name in names]:
-        total = sum(outlined(scores)[name].numel() for name in group)
-        count = min(round(fraction * total), total - spared * len(group))
-        found |= dict.fromkeys(group, lowest(scores, group, count))
+    found: dict[str, Tensor] = {}
+    for group in [scores] if scope == "global" else [{name: score} for name, score in scores.items()]:
+        total = sum(score.numel() for score in group.values())
+        found |= _lowest(group, min(round(fraction * total), total - spared * len(group)))
     return found
+
+
+def _lowest(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Masks on the CPU, True at exactly `count` weights over all names, lowest score first, equal ones by position."""
+    shapes = {name: score.shape for name, score in scores.items()}
+    parts = [score.reshape(-1).to("cpu", torch.promote_types(score.dtype, torch.float32)) for score in scores.values()]
+    flat = torch.cat(parts) if parts else torch.empty(0)
+    taken = torch.zeros(len(flat), dtype=torch.bool)
+    if count:
+        bound = float(np.partition(flat.numpy(), count - 1)[count - 1])
+        taken = flat < bound
+        ties = (flat == bound).nonzero()[:, 0]
+        taken[ties[: count - int(taken.sum())]] = True
+    pieces = taken.split([shape.numel() for shape in shapes.values()])
+    return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
 
 def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
     """Masks that remove nothing, on the parameters' devices."""
-    like = posterior.parameters() if isinstance(posterior, Posterior) else posterior.mode
-    return {name: torch.ones_like(like[name], dtype=torch.bool) for name in posterior.mode}
+    like = posterior.parameters() if isinstance(posterior, Posterior) else outlined(posterior.mode)
+    places = {name: "cpu" if like[name].is_meta else like[name].device for name in posterior.mode}
+    return {name: torch.ones(like[name].shape, dtype=torch.bool, device=place) for name, place in places.items()}
 
 
 def _eligible(
@@ -278,13 +270,9 @@ def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[s
 
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if pattern in _CLASSES and not isinstance(posterior, Posterior):
-            raise SettingError(
-                f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
-                f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(sorted(held)[:8])}"
-            )
         chosen = {name for name, ways in held.items() if any(means(pattern, owner) for owner in ways)}
-        if not chosen and pattern not in (*_CLASSES, "biases"):
+        # Of a file the modules' classes are not known.
+        if not chosen and (pattern not in (*_CLASSES, "biases") or alone is held):
             raise MatchError(f"exclude={pattern!r} matches no parameter; they are {', '.join(sorted(held)[:8])}")
         found |= chosen
     return found
@@ -297,20 +285,19 @@ def _pattern_masks(
     keep, size = map(int, parsed.groups()) if parsed else (0, 0)
     if not 0 < keep <= size:
         raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
-    held = owners(posterior.model) if isinstance(posterior, Posterior) else {}
     masks = {}
-    for name in (name for name in names if len(posterior.shapes[name]) > 1):
-        shape = posterior.shapes[name]
-        dim = 0 if held and isinstance(held[name][0].module, _ConvTransposeNd) else 1
-        if shape[dim] % size:
+    for name, shape in posterior.shapes.items():
+        if name not in names or len(shape) < 2:
+            continue
+        if shape[1] % size:
             raise SettingError(
-                f"{name!r} has shape {tuple(shape)}: its {shape[dim]} inputs are not a multiple of {size}, as the "
+                f"{name!r} has shape {tuple(shape)}: its {shape[1]} inputs are not a multiple of {size}, as the "
                 f"pattern {pattern} needs. Leave it whole with exclude=({name!r},)"
             )
-        scores = weight_scores(posterior, ranking, [name])[name].movedim(dim, -1)
+        scores = weight_scores(posterior, ranking, [name])[name].movedim(1, -1)
         order = scores.reshape(-1, size).argsort(dim=1, stable=True)
         kept = torch.ones_like(order, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
-        masks[name] = kept.view(scores.shape).movedim(-1, dim).contiguous()
+        masks[name] = kept.view(scores.shape).movedim(-1, 1).contiguous()
     return masks
 
 
@@ -337,71 +324,3 @@ def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{path} is damaged: its masks cannot be read ({error})") from error
     return masks
-
-
-@torch.no_grad()
-def lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Callable[[str], Tensor]:
-    """A function of a name: True at the weights taken, exactly `count` over all names, lowest score first.
-
-    Equal scores are taken by position. No score may be NaN. Lazy tensors are read a few times, one by one; beside them
-    the extra memory is that of one chunk. The time is linear.
-    """
-    outline = outlined(scores)
-    kind = torch.float64 if any(outline[name].dtype == torch.float64 for name in names) else torch.float32
-
-    def pieces(*wanted: str) -> Iterator[Tensor]:
-        for name in wanted:
-            for piece in torch.split(scores[name].reshape(-1), CHUNK):
-                # A copy: whoever keeps a piece while the next parameter is read does not keep all of this one.
-                yield piece.to(kind, copy=True)
-            del piece
-
-    bound, below = _kth(lambda: pieces(*names), count, kind) if count else (-torch.inf, 0)
-    ties, left = {}, count - below
-    for name in names:
-        ties[name] = left
-        left -= min(left, sum(int((piece == bound).sum()) for piece in pieces(name))) if left else 0
-
-    def taken(name: str) -> Tensor:
-        found, left, start = torch.zeros(outline[name].numel(), dtype=torch.bool), ties[name], 0
-        for piece in pieces(name):
-            tied = piece == bound
-            tied &= tied.cumsum(0) <= left
-            left -= int(tied.sum())
-            found[start : start + len(piece)] = tied.logical_or_(piece < bound)
-            start += len(piece)
-        return found.view(outline[name].shape)
-
-    return taken
-
-
-def _kth(parts: Callable[[], Iterable[Tensor]], k: int, kind: torch.dtype) -> tuple[float, int]:
-    """The k-th smallest number (from 1) and how many are below it.
-
-    Digit by digit from the top of the numbers' bits, each a count of the numbers that share the digits before it:
-    parts may lie on several devices and are never brought together.
-    """
-    integer, bits = (torch.int64, 64) if kind == torch.float64 else (torch.int32, 32)
-    prefix = below = 0
-    for shift in range(bits - _DIGIT, -1, -_DIGIT):
-        top = shift == bits - _DIGIT
-        # The top digit has the sign in it.
-        start = -_BINS // 2 if top else prefix * _BINS
-        counts = torch.zeros(_BINS, dtype=torch.int64)
-        for part in parts():
-            # Adding 0 makes −0 into 0.
-            key = _ordered((part + 0.0).view(integer))
-            if not top:
-                key = key[(key >> (shift + _DIGIT)) == prefix]
-            counts += torch.bincount((key >> shift) - start, minlength=_BINS).cpu()
-        upto = counts.cumsum(0)
-        digit = int(torch.searchsorted(upto, k - below))
-        below += int(upto[digit] - counts[digit])
-        prefix = start + digit
-    return float(_ordered(torch.tensor(prefix, dtype=integer)).view(kind)), below
-
-
-def _ordered(bits: Tensor) -> Tensor:
-    """The bits of floating-point numbers as integers of the numbers' order; its own inverse."""
-    info = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (info.bits - 1)) & info.max)
