@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
 from bayesadam._extras import require
@@ -23,17 +23,13 @@ from bayesadam.likelihoods.classification import ClassLikelihood, check_classes
 from bayesadam.likelihoods.predictive import rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.predict.call import Call, Forward, batch_size, batches_of, evaluating, examples, to_device
-from bayesadam.predict.moments import parameters_at_mean
-from bayesadam.predict.options import DEFAULT_BUDGET
+from bayesadam.predict.call import Forward, batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
 
 Column = Literal["suspicion", "novelty", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
-# Bytes of an example's covariances for each pair of outputs: two in float32, and their copies in float64.
-_PER_PAIR = 32
 # A normal variable is within this many standard deviations half of the time.
 _QUARTILE = 0.6744897501960817
 
@@ -115,22 +111,19 @@ class Audit:
         path: str | os.PathLike[str],
         *,
         inputs: Any = None,
-        names: Sequence[str] | Mapping[int, str] | None = None,
+        names: Sequence[str] | None = None,
         n: int = 60,
         by: Column = "suspicion",
-        title: str = "Which labels to look at",
     ) -> None:
         """Write the n largest of a column as one HTML page that needs nothing else.
 
         Args:
             path: the file, which is replaced once the page is complete.
             inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W),
-                bytes or other numbers, which are then scaled to the range of all that are shown; texts; or numbers, as
-                rows of pixels are.
+                bytes or other numbers, which are then scaled to their range; texts; or numbers.
             names: of the classes.
-            title: of the page.
         """
-        write_page(path, self, self.suspects(n, by=by), inputs, names, by, title)
+        write_page(path, self, self.suspects(n, by=by), inputs, names, by)
 
 
 def audit(
@@ -139,7 +132,6 @@ def audit(
     *,
     likelihood: str | None = None,
     forward: Forward | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
 ) -> Audit:
     """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
 
@@ -158,7 +150,6 @@ def audit(
             these; examples are numbered as they come. One batch is in memory at a time.
         likelihood: of the targets; None for the posterior's own. Class indices of −100 are left out.
         forward: `forward(model, inputs)` for models whose call is unusual.
-        memory_budget: bytes that activations, gradients and covariances may take; work is cut to fit.
     """
     require_posterior(posterior, "an audit")
     posterior.require_whole("an audit")
@@ -166,8 +157,7 @@ def audit(
     name = agreed(likelihood, posterior.likelihood)
     record = record_of(name)
     _check_order(batches)
-    count("memory_budget", memory_budget, "bytes")
-    options: Any = {"likelihood": name, "forward": forward, "memory_budget": memory_budget}
+    options: Any = {"likelihood": name, "forward": forward}
     shown = progress(batches, "audit") if isinstance(batches, DataLoader) else batches
     predicted: Iterable[tuple[Component, Tensor, Tensor]] = _predicted(posterior, shown, options)
     noise = None
@@ -199,22 +189,15 @@ def _noise(posterior: Posterior, residuals: list[Tensor]) -> Tensor | None:
 
 
 def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[tuple[Component, Tensor, Tensor]]:
-    """f with covariances at both settings, targets and novelty, as many examples at a time as fit the budget."""
-    at_once, params = 0, parameters_at_mean(posterior)
-    device = next(iter(params.values())).device
+    """f with covariances at both settings, targets and novelty, batch by batch."""
+    device = next(iter(posterior.mode.values())).device
     for batch in batches_of(batches, posterior.model):
         inputs, y = to_device(batch.inputs, device), batch.targets.to(device)
         size = batch_size(inputs)
         if y.dim() == 0 or len(y) != size:
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
-        if not at_once:
-            with evaluating(posterior.model), torch.no_grad():
-                outputs = Call(posterior.model, options["forward"])(params, examples(inputs, 0, 1)).numel()
-            at_once = max(1, int(options["memory_budget"]) // (_PER_PAIR * outputs**2))
-        for start in range(0, size, at_once):
-            part = examples(inputs, start, start + at_once)
-            found = posterior.predict(part, covariance=True, novelty=True, **options)
-            yield found.components[0], y[start : start + at_once], found.novelty
+        found = posterior.predict(inputs, covariance=True, novelty=True, **options)
+        yield found.components[0], y, found.novelty
 
 
 def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor, noise: Tensor | None) -> dict[str, Tensor]:
@@ -265,9 +248,10 @@ def _flat(values: Tensor) -> Tensor:
 
 def _check_order(batches: Any) -> None:
     """Refuse loaders whose order is random: an example's number would not say which it is."""
-    if not isinstance(batches, DataLoader):
-        return
-    for sampler in (batches.sampler, getattr(batches.batch_sampler, "sampler", None)):
-        is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
-        if is_shuffled or isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+    for sampler in (
+        getattr(batches, "sampler", None),
+        getattr(getattr(batches, "batch_sampler", None), "sampler", None),
+    ):
+        is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        if is_random or getattr(sampler, "shuffle", False):
             raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")
