@@ -213,9 +213,7 @@ def test_coupled_decay_leaks_into_the_moment() -> None:
     told = finding(ba.doctor(model, optimizer), "coupled-decay")
     assert told.severity == "warning"
     assert told.parameters == ("weight",)
-    assert "16.0% of v" in told.message
     assert "decay up to 0.5" in told.message
-    assert "16.0% of v" in told.message
     assert "AdamW" in told.message
 
 
@@ -289,15 +287,6 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     assert "1 parameters, frozen (requires_grad is False); 1 parameters, not in the optimiser" in told.message
     assert told.parameters == ("0.bias", "2.bias")
     assert "1 parameters, frozen" in told.message
-
-
-def test_parameters_of_other_models_are_counted() -> None:
-    model, other = mlp(3, 1), mlp(2, 2, 2)
-    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    train(model, optimizer, steps=3)
-    told = finding(ba.doctor(model, optimizer), "foreign-parameters")
-    assert told.severity == "note"
-    assert "4 parameters that are not this model's" in told.message
 
 
 @pytest.mark.parametrize(

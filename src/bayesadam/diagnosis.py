@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._shards import extremes, whole
+from bayesadam._shards import whole
 from bayesadam.errors import BayesAdamError
 from bayesadam.gaussian.diagonal import Diagonal, zeros
 from bayesadam.gaussian.settings import Precision, Settings
@@ -24,8 +23,6 @@ from bayesadam.readers.match import Entry, Match, match_optimizers
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}
-# Weights that the median of a larger tensor comes from.
-_SAMPLE = 2**20
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,6 @@ class Examined:
         zeros: how many weights have v = 0.
         bad: how many second moments are negative, NaN or infinite.
         error: why it cannot be read.
-        decay_share: the share of weight decay in v, of the median weight, where an optimiser adds it to the gradient.
     """
 
     name: str
@@ -108,7 +104,6 @@ class Examined:
     zeros: int = 0
     bad: int = 0
     error: str = ""
-    decay_share: float = 0.0
 
 
 def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[Examined]:
@@ -129,7 +124,7 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
 
 @torch.no_grad()
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
-    hidden, share = False, 0.0
+    hidden = False
     if entry is None:
         part = gaussian if gaussian.structure.has_directions else gaussian.part(name)
         v = part.structure.diagonal(name)
@@ -139,15 +134,8 @@ def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | N
         hidden = not bool(torch.isfinite(ends).all() & (ends >= 0).all())
         settings = replace(gaussian.settings, prior_precision={name: gaussian.prior_precision[name]})
         part = GaussianWeights({name: gaussian.mode[name]}, Diagonal({name: v}), settings)
-        if entry.reader.couples_decay(entry.group) and numel:
-            every = -(-numel // _SAMPLE)
-            theta, some = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
-            decayed = (entry.weight_decay * theta).square() / some.clamp(min=torch.finfo(v.dtype).tiny)
-            share = float(decayed.clamp(max=1.0).nan_to_num().median())
-    low, high = extremes(v) if numel else (0.0, 0.0)
-    # A count takes memory, and most have none.
-    bad = 0 if 0 <= low <= high < math.inf else int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, zeros(v), bad or int(hidden), "", share)
+    bad = int(whole((~torch.isfinite(v) | (v < 0)).sum()))
+    return Examined(name, numel, part, zeros(v), bad or int(hidden))
 
 
 def diagnose(
@@ -179,7 +167,7 @@ def diagnose(
         buffers = dict(model.named_buffers()) if model is not None else source.weights if source is not None else {}
         readable = [result.name for result in examined if not result.error and not result.bad]
         findings += _few_steps(steps)
-        findings += _coupled_decay(examined, match)
+        findings += _coupled_decay(match)
         findings += _prior(match, n_data)
         findings += _low_precision(match)
         findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
@@ -231,14 +219,12 @@ def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Itera
         yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros))
 
 
-def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Finding]:
+def _coupled_decay(match: Match) -> Iterator[Finding]:
     coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
-        shares = {result.name: result.decay_share for result in examined if result.name in coupled}
         text = (
             f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks "
-            f"into v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is "
-            f"{max(shares.values()):.1%} of v). AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
+            "into v. AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
         )
         yield Finding("coupled-decay", "warning", text, tuple(coupled))
 
@@ -290,8 +276,4 @@ def _few(names: Sequence[str]) -> str:
 def _left_out(match: Match) -> Iterator[Finding]:
     if match.omitted:
         reasons = "; ".join(f"{count} parameters, {why}" for why, count in Counter(match.omitted.values()).items())
-        text = f"not in the posterior: {reasons}"
-        yield Finding("left-out", "note", text, tuple(match.omitted))
-    if match.foreign:
-        text = f"the optimiser also trains {match.foreign} parameters that are not this model's"
-        yield Finding("foreign-parameters", "note", text)
+        yield Finding("left-out", "note", f"not in the posterior: {reasons}", tuple(match.omitted))
