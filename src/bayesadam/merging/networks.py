@@ -55,12 +55,6 @@ class Network:
         """Whether a parameter has eigenbases."""
         return name in self.owners and self.owners[name] in self.gaussian.structure.bases  # type: ignore[union-attr]
 
-    @property
-    def is_averaged(self) -> bool:
-        """Whether its second moments are the optimiser's own, weight by weight: neither in eigenbases nor recorded."""
-        found = self.gaussian
-        return found is not None and not found.origin.recorded and not found.structure.bases and not _rotates(found)
-
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
         if name not in self.owners:
@@ -87,10 +81,7 @@ def network_of(
         return Network(label, tensors, identities(tensors))
     path, state = source if isinstance(source, tuple) else (source, None)
     if not isinstance(path, str | os.PathLike):
-        raise SettingError(
-            f"cannot merge a {type(source).__name__}: pass posteriors, paths of checkpoints, or pairs of paths "
-            "(weights, optimiser's state). A model alone has no curvature: use Posterior.from_optimizer"
-        )
+        raise SettingError(f"cannot merge a {type(source).__name__}. A model alone has no curvature: pass posteriors")
     try:
         return _opened(Path(path), state, label, options, bases)
     except FileError:
