@@ -50,9 +50,8 @@ class Anchor:
     steps at the end. In the eigenbases of a Kronecker-factored P, A is not diagonal, and is taken as one number, the
     geometric mean of its entries.
 
-    λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A parameter with
-    more rows than before, a head with new classes, is held in its old rows. Parameters that the posterior does not have
-    are free. The anchor holds until `remove` or the end of the `with` block.
+    λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A head with more
+    rows than before is held in its old rows. The anchor holds until `remove` or the end of the `with` block.
 
     Args:
         optimizer: the optimiser of the new training, or several over one model: any of Adam's kind, or SGD.
@@ -113,10 +112,8 @@ class Anchor:
             warn(f"a weight decay of {decay:g} pulls to 0 beside the anchor: train with weight_decay=0.0")
         if posterior.calibration is not None:
             warn("anchor to the posterior as it was before calibrate, which says nothing of forgetting")
-        self._handles = [
-            each.register_step_post_hook(partial(self._after_step, index))
-            for index, each in enumerate(self._optimizers)
-        ]
+        hooks = [partial(self._after_step, index) for index in range(len(self._optimizers))]
+        self._handles = [o.register_step_post_hook(hook) for o, hook in zip(self._optimizers, hooks, strict=True)]
 
     def remove(self) -> None:
         """Take the implicit step for the steps since the last one, and let go of the optimiser."""
@@ -255,10 +252,8 @@ def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequenc
 def _reader_with_metric(optimizer: Optimizer) -> StateReader:
     reader = reader_of(optimizer)
     if reader is None or reader.name in _OTHER_STEPS or (reader.statistic == "none" and reader.name != "sgd"):
-        raise StateError(
-            f"{type(optimizer).__name__} has no reader, or does not go by lr g/(√v̂ + ε), so a penalty cannot be "
-            "weighed against its steps: train with Adam, AdamW, RMSprop, Adagrad or SGD"
-        )
+        name = type(optimizer).__name__
+        raise StateError(f"{name} does not go by lr g/(√v̂ + ε): train with Adam, AdamW, RMSprop, Adagrad or SGD")
     return reader
 
 

@@ -75,8 +75,7 @@ def doctor(
 ) -> Diagnosis:
     """Examine a model and the optimiser that trained it; never raises on what it finds.
 
-    With `n_data`, N, the prior that the weight decay implies gets a number; `reader` is as in
-    `Posterior.from_optimizer`.
+    With N the prior that the weight decay implies gets a number; `reader` is as in `Posterior.from_optimizer`.
     """
     try:
         match = match_optimizers(model, optimizer, reader)
@@ -89,13 +88,10 @@ def doctor(
 
 @dataclass(frozen=True)
 class Examined:
-    """What one parameter's second moment looks like.
+    """What one parameter's second moment looks like: how many are 0, how many negative, NaN or infinite.
 
-    Attributes:
-        part: the Gaussian of that parameter in memory, with others where it depends on them; None where unreadable.
-        zeros: how many weights have v = 0.
-        bad: how many second moments are negative, NaN or infinite.
-        error: why it cannot be read.
+    `part` is the Gaussian of that parameter in memory, with others where it depends on them; None where it cannot be
+    read, which `error` explains.
     """
 
     name: str
@@ -107,10 +103,7 @@ class Examined:
 
 
 def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[Examined]:
-    """The one walk over parameters behind `doctor` and `inspect_checkpoint`, one tensor in memory at a time.
-
-    With the match of a checkpoint or of live optimisers, second moments are read without being refused.
-    """
+    """One tensor in memory at a time; with a match, second moments are read without being refused."""
     entries = {} if match is None else {entry.name: entry for entry in match.entries}
     for name, shape in gaussian.shapes.items():
         try:
@@ -148,10 +141,8 @@ def diagnose(
 ) -> Diagnosis:
     """The findings on parameters that were examined, worst first.
 
-    Args:
-        match: the parameters with their states; None for a posterior, whose prior is its own and no weight decay's.
-        n_data: N, for the number of the prior that the weight decay implies.
-        model: the model, where it is at hand; else the file that was opened has its name and its buffers.
+    Without a match it is a posterior, whose prior is its own and no weight decay's. Without a model the file that was
+    opened has its name and its buffers.
     """
     source = gaussian.source
     model = model or getattr(gaussian, "model", None)
@@ -186,11 +177,8 @@ def _values(examined: Sequence[Examined]) -> Iterator[Finding]:
             yield Finding("unreadable", "error", result.error, (result.name,))
     bad = {result.name: result.bad for result in examined if result.bad}
     if bad:
-        text = (
-            f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training "
-            "met a non-finite gradient; go back to a checkpoint before that"
-        )
-        yield Finding("bad-values", "error", text, tuple(bad))
+        text = f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r})"
+        yield Finding("bad-values", "error", f"{text}: go back to a checkpoint before that", tuple(bad))
 
 
 def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iterator[Finding]:
@@ -200,11 +188,8 @@ def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iter
             short[name] = (steps, 1 / (1 - beta))
     if short:
         steps, memory = min(short.values())
-        text = (
-            f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start of "
-            "training. Bias correction keeps it unbiased but noisy; train longer, or with a smaller β₂"
-        )
-        yield Finding("few-steps", "warning", text, tuple(short))
+        text = f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start"
+        yield Finding("few-steps", "warning", f"{text}; train longer, or with a smaller β₂", tuple(short))
 
 
 def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Iterator[Finding]:
@@ -222,10 +207,7 @@ def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Itera
 def _coupled_decay(match: Match) -> Iterator[Finding]:
     coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
-        text = (
-            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks "
-            "into v. AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
-        )
+        text = f"weight decay up to {max(coupled.values()):g} is added to the gradient, and so is in v: take AdamW"
         yield Finding("coupled-decay", "warning", text, tuple(coupled))
 
 
@@ -248,11 +230,8 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         if stored.element_size() < 4 and 1 - beta < 4 * torch.finfo(stored.dtype).eps:
             coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
     if coarse:
-        text = (
-            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for "
-            "β₂: an average that changes by less than its last digit stands still. Keep the state in float32"
-        )
-        yield Finding("low-precision-state", "warning", text, tuple(coarse))
+        text = f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse"
+        yield Finding("low-precision-state", "warning", f"{text} for β₂: keep the state in float32", tuple(coarse))
 
 
 def _batch_norms(
@@ -260,17 +239,10 @@ def _batch_norms(
 ) -> Iterator[Finding]:
     if widths:
         biases = biases_before_norms(readable, moments.__getitem__, widths.values())
-        text = (
-            f"predictions use the running statistics of batch norm ({_few(tuple(widths))}), which the posterior does "
-            "not treat as uncertain"
-        )
+        text = f"the running statistics of batch norm ({', '.join(widths)}) are not treated as uncertain"
         if biases:
-            text += f"; a bias right before it ({_few(biases)}) has no gradient, so its second moment is rounding noise"
+            text += f"; the second moment of a bias right before it ({', '.join(biases)}) is rounding noise"
         yield Finding("batch-norm", "note", text, biases)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _left_out(match: Match) -> Iterator[Finding]:

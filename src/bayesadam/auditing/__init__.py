@@ -52,17 +52,15 @@ class Audit:
     """Measures of every example, on the CPU; larger is stranger. Those of class −100 are NaN.
 
     Attributes:
-        likelihood: of the targets.
         suspicion: how strongly the network, and its uncertainty, speak against the label: look at the largest first.
         novelty: how unlike the training data the input is, as `posterior.novelty`.
         influence: |Δf|, how far the network's outputs at the example would move if it were left out; the order counts,
             the size is too large.
         loss: −log p(y) of the network at the posterior's mean.
-        labels: the targets.
         predicted: the likeliest class, or the expected target.
         change: Δf itself, (n, outputs).
         noise_variance: σ² of a regression's residuals, by output; None for other likelihoods.
-        noise_estimated: whether σ² was estimated from the residuals, since the posterior has none.
+        noise_estimated: whether σ² was estimated from the residuals.
     """
 
     likelihood: str
@@ -118,7 +116,6 @@ class Audit:
         """Write the n largest of a column as one HTML page that needs nothing else.
 
         Args:
-            path: the file, which is replaced once the page is complete.
             inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W),
                 bytes or other numbers, which are then scaled to their range; texts; or numbers.
             names: of the classes.
@@ -137,12 +134,9 @@ def audit(
 
     With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label
     that the network is against, or only just holds on to where other data said little, as it does to one learned by
-    heart. −d alone does not see the latter, and −d/√Var[d] overrates how far variances differ. For numbers it is the
-    residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own settings and
-    e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation, Nickl et al.
-    2023).
-
-    The model is as before when it returns, or raises.
+    heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own
+    settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation,
+    Nickl et al. 2023).
 
     Args:
         posterior: over the network that was trained.
@@ -248,10 +242,7 @@ def _flat(values: Tensor) -> Tensor:
 
 def _check_order(batches: Any) -> None:
     """Refuse loaders whose order is random: an example's number would not say which it is."""
-    for sampler in (
-        getattr(batches, "sampler", None),
-        getattr(getattr(batches, "batch_sampler", None), "sampler", None),
-    ):
-        is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-        if is_random or getattr(sampler, "shuffle", False):
-            raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")
+    sampler = getattr(getattr(batches, "batch_sampler", None), "sampler", getattr(batches, "sampler", None))
+    is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    if is_random or getattr(sampler, "shuffle", False):
+        raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")

@@ -68,11 +68,7 @@ class Network:
 def network_of(
     source: BaseSource, label: str, options: CheckpointKeywords, *, trained: bool = True, bases: bool = False
 ) -> Network:
-    """The network behind a posterior, a path, or a path with that of the optimiser's state.
-
-    With `trained` False it need not have a state, and may be a model or its state dict; with `bases` the eigenbases in
-    an optimiser's state are read.
-    """
+    """The network behind a source; with `trained` False it need not have a state, with `bases` eigenbases are read."""
     require_one_network(source, "merging")
     if isinstance(source, GaussianWeights):
         return _of_gaussian(source, label)
@@ -155,5 +151,5 @@ def check_alike(first: Network, other: Network, names: Iterable[str], pairs: Con
             described = ["missing" if shape is None else f"of shape {tuple(shape)}" for shape in (own, theirs)]
             raise MatchError(
                 f"{first.label} and {other.label} are of different architectures: {name!r} is {described[0]} in the "
-                f"one and {described[1]} in the other. Only networks fine-tuned from one start can be merged"
+                f"one and {described[1]} in the other"
             )

@@ -17,13 +17,7 @@ from bayesadam.merging.methods import counted_shares
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over weights, in float64.
-
-    Attributes:
-        weights: how many.
-        products: Σ √(Fᵢ Fⱼ), (models, models); its diagonal is Σ Fᵢ.
-        shares: Σ αᵢ Fᵢ / Σ αⱼ Fⱼ, (models,).
-    """
+    """Sums over weights, in float64: Σ √(Fᵢ Fⱼ), whose diagonal is Σ Fᵢ, and Σ αᵢ Fᵢ / Σ αⱼ Fⱼ."""
 
     weights: int
     products: Tensor
@@ -52,7 +46,7 @@ class Sums:
         return min(float(self.products[first, second]) / size, 1.0) if size else 0.0
 
     def least_overlap(self) -> float:
-        """Of two models."""
+        """The least of two models."""
         return min(self.overlap(i, j) for i, j in combinations(range(len(self.shares)), 2))
 
 
@@ -71,7 +65,6 @@ class MergeReport:
     """What a merge did; prints as a table of layers.
 
     Attributes:
-        method: by which the models were merged.
         labels: the models', in the order of the shares.
         layers: every module of which one of them has curvature.
         overlap: the least of two models over all weights, as by `similarity`.

@@ -84,12 +84,7 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
 
 
 class HeldWeights:
-    """Holds some weights of a model where they are, until `remove` or the end of the `with` block.
-
-    Args:
-        held: parameters, each with a mask that is True at the weights to hold, and the values to hold them at.
-        optimizer: after each of its steps the weights are put back.
-    """
+    """Holds some weights, where a mask is True, at values, until `remove` or the end of the `with` block."""
 
     def __init__(
         self,
@@ -124,20 +119,18 @@ class HeldWeights:
 def keep_pruned(
     model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]
 ) -> HeldWeights:
-    """Prune the model, and keep it pruned through fine-tuning.
+    """Prune the model, and keep it pruned through fine-tuning: in a `with` block, or until `remove`.
 
-    Gradients of pruned weights are set to 0 before they reach gradient clipping or the optimiser, and the masks are
-    applied after every step. Use it in a `with` block, or call `remove` at the end.
+    Gradients of pruned weights are 0 before they reach clipping or the optimiser; masks are applied after every step.
     """
     prune(model, masks)
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in _removals(model, masks)], optimizer)
 
 
 def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
-    """Train only the weights at which the masks are True; parameters without a mask stay as they are.
+    """Train only the weights at which the masks are True: in a `with` block, or until `remove`.
 
-    Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others
-    are put back. Use it in a `with` block, or call `remove` at the end. It keeps a copy of the weights.
+    Gradients of the others are 0 before they reach clipping or the optimiser, and after every step these are put back.
     """
     found = checked_masks(unwrap(model), masks)
     if not any(bool(mask.any()) for mask in found.values()):
@@ -214,10 +207,7 @@ class PruningReport:
 
 @torch.no_grad()
 def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str, Tensor]) -> PruningReport:
-    """What the masks remove from each parameter; with a posterior, also the loss that this is expected to cost.
-
-    Make it before `prune`, or after: only the masks and the posterior's own copy of the weights count.
-    """
+    """What the masks remove from each parameter; with a posterior, also the loss that this is expected to cost."""
     require_one_network(model_or_posterior, "a report on pruning")
     posterior = model_or_posterior if isinstance(model_or_posterior, Posterior) else None
     model = unwrap(posterior.model if posterior is not None else model_or_posterior)  # type: ignore[arg-type]

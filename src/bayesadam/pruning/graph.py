@@ -76,9 +76,8 @@ def understand(model: nn.Module, example: tuple[Any, ...]) -> list[Units]:
         run = _Run(traced)
         run.run(*example, *defaults.values())
     except Exception as error:
-        raise SettingError(
-            f"torch.fx cannot trace {type(model).__name__}: {error}. Pass a part without control flow"
-        ) from error
+        message = f"torch.fx cannot trace {type(model).__name__}: {error}. Pass a part without control flow"
+        raise SettingError(message) from error
     return list(_Paths(model, traced.graph, run.results).units())
 
 

@@ -38,34 +38,16 @@ Scope = Literal["global", "layer"]
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
 
 
-def snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """|θ| (w v̂ᵖ)^½, |μ|/σ with δ = 0: the paper's |θ| N^½ v̂^¼ at its p = ½.
-
-    The prior is left out: with δ a dead weight, v̂ = 0, would score |θ| δ^½ and outlive weights in use.
-    """
-    return replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta).abs_()
-
-
-def posterior_snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """|μ| (w v̂ᵖ + δ)^½, the posterior's own |μ|/σ, prior included."""
-    return rule.precision(v).sqrt_().mul_(rule.mean(theta, v)).abs_()
-
-
-def magnitude(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """|θ|."""
-    return theta.abs()
-
-
-def saliency(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """½ θ² v̂, optimal brain damage with the empirical Fisher as Hessian: the loss that removing a weight costs."""
-    return theta.square().mul_(v).mul_(0.5)
-
-
+# Scores of θ, v̂ and the posterior's rule of precisions, by name.
 RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
-    "snr": snr,
-    "snr-posterior": posterior_snr,
-    "magnitude": magnitude,
-    "saliency": saliency,
+    # |θ| (w v̂ᵖ)^½, |μ|/σ with δ = 0: the paper's |θ| N^½ v̂^¼ at its p = ½. With δ a dead weight, v̂ = 0, would score
+    # |θ| δ^½ and outlive weights in use.
+    "snr": lambda theta, v, rule: replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta).abs_(),
+    # |μ| (w v̂ᵖ + δ)^½, the posterior's own |μ|/σ.
+    "snr-posterior": lambda theta, v, rule: rule.precision(v).sqrt_().mul_(rule.mean(theta, v)).abs_(),
+    "magnitude": lambda theta, v, rule: theta.abs(),
+    # ½ θ² v̂, optimal brain damage with the empirical Fisher as Hessian: the loss that removing a weight costs.
+    "saliency": lambda theta, v, rule: theta.square().mul_(v).mul_(0.5),
 }
 
 
@@ -86,10 +68,8 @@ def weight_scores(
         if wrong := [*(ranking.keys() - posterior.mode.keys()), *(name for name in wanted if name not in ranking)]:
             raise MatchError(f"the scores given must be by parameter name: {wrong[:4]} are unknown or missing")
     elif not callable(ranking) and ranking not in RANKINGS:
-        raise SettingError(
-            f"ranking must be one of {', '.join(map(repr, RANKINGS))}, a function of (theta, v), or scores by "
-            f"parameter name; got {ranking!r}"
-        )
+        known = ", ".join(map(repr, RANKINGS))
+        raise SettingError(f"ranking must be one of {known}, a function of (theta, v), or scores; got {ranking!r}")
     elif not posterior.structure.independent:
         raise SettingError(f"a {posterior.structure.kind!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
@@ -154,13 +134,8 @@ def pruning_masks(
 def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:
     """Masks, True at the share of the weights with the largest curvature v̂: those to fine-tune (Sung et al. 2021).
 
-    They have the form of `pruning_masks`, for `tune_only`, `save_masks` and `load_masks`. Of n weights
-    n − round((1 − share) n) are chosen, over all parameters together.
-
-    Args:
-        posterior: of the network before fine-tuning, or after a few steps of it.
-        share: above 0 and up to 1.
-        exclude: parameters that are trained as a whole, such as a new head: as in `pruning_masks`.
+    The posterior is of the network before fine-tuning, or after a few steps of it. Excluded parameters, as in
+    `pruning_masks`, are trained as a whole: a new head. The masks are for `tune_only`.
     """
     require_one_network(posterior, "sparse fine-tuning")
     scores = {name: posterior.structure.diagonal(name) for name in posterior.mode}
@@ -181,17 +156,14 @@ def prune_checkpoint(
 
     No model and no data are needed. A score for each weight is in memory, and one tensor of the file at a time.
 
+    The report has the parameters with a state; buffers and frozen weights have no row.
+
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
         out: the file to write; with the ending `.safetensors` the weights alone.
-        fraction: the share of the weights with a state to remove, 0 to 1.
-        ranking: a name from `RANKINGS`.
-        scope: as in `pruning_masks`.
+        fraction, ranking, scope: as in `pruning_masks`.
         exclude: as in `pruning_masks`; of the kinds only `"biases"`, for the others need the model.
         **options: how the file is read, see `CheckpointOptions`.
-
-    Returns:
-        The parameters with a state, and what was removed of them; buffers and frozen weights have no row.
     """
     checkpoint = read_checkpoint(path, **options)
     # N does not change the order.
@@ -226,7 +198,7 @@ def _lowest(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         taken = flat < bound
         ties = (flat == bound).nonzero()[:, 0]
         taken[ties[: count - int(taken.sum())]] = True
-    pieces = taken.split([shape.numel() for shape in shapes.values()])
+    pieces = torch.split(taken, [shape.numel() for shape in shapes.values()])
     return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
 
@@ -247,18 +219,12 @@ def _eligible(
         return names
     held = biases_before_norms(names, posterior.structure.second_moment.__getitem__, norm_widths(buffers).values())
     if held:
-        warn(
-            f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did "
-            "not depend on them, but its running mean has them in it, and without them the network would be another"
-        )
+        warn(f"left whole: {', '.join(held[:4])}. A batch norm follows, and its running mean has them in it")
     return [name for name in names if name not in held]
 
 
 def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[str]:
-    """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means.
-
-    A kind that the model has none of is passed over; a pattern that matches nothing is an error.
-    """
+    """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means."""
     alone = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
     held = owners(posterior.model) if isinstance(posterior, Posterior) else alone
 
@@ -290,10 +256,8 @@ def _pattern_masks(
         if name not in names or len(shape) < 2:
             continue
         if shape[1] % size:
-            raise SettingError(
-                f"{name!r} has shape {tuple(shape)}: its {shape[1]} inputs are not a multiple of {size}, as the "
-                f"pattern {pattern} needs. Leave it whole with exclude=({name!r},)"
-            )
+            found = f"{name!r} has shape {tuple(shape)}: its {shape[1]} inputs are not a multiple of {size}"
+            raise SettingError(f"{found}. Leave it whole with exclude=({name!r},)")
         scores = weight_scores(posterior, ranking, [name])[name].movedim(1, -1)
         order = scores.reshape(-1, size).argsort(dim=1, stable=True)
         kept = torch.ones_like(order, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
