@@ -124,11 +124,7 @@ class Audit:
 
 
 def audit(
-    posterior: Posterior,
-    batches: Any,
-    *,
-    likelihood: str | None = None,
-    forward: Forward | None = None,
+    posterior: Posterior, batches: Any, *, likelihood: str | None = None, forward: Forward | None = None
 ) -> Audit:
     """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
 
