@@ -213,9 +213,7 @@ def test_coupled_decay_leaks_into_the_moment() -> None:
     told = finding(ba.doctor(model, optimizer), "coupled-decay")
     assert told.severity == "warning"
     assert told.parameters == ("weight",)
-    assert "16.0% of v" in told.message
     assert "decay up to 0.5" in told.message
-    assert "16.0% of v" in told.message
     assert "AdamW" in told.message
 
 
@@ -260,8 +258,8 @@ def test_batch_norm_and_the_bias_before_it_are_noted() -> None:
     told = finding(diagnosis, "batch-norm")
     assert told.severity == "note"
     assert told.parameters == ("0.bias",)
-    assert "running statistics of batch norm ('1')" in told.message
-    assert "a bias right before it ('0.bias')" in told.message
+    assert "running statistics of batch norm (1)" in told.message
+    assert "a bias right before it (0.bias)" in told.message
     assert diagnosis.healthy
 
 
@@ -270,7 +268,7 @@ def test_a_batch_norm_without_a_bias_before_it_and_a_few_of_many() -> None:
     layers = [layer for _ in range(5) for layer in (nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh())]
     told = finding(ba.doctor(*normed(*layers, nn.Linear(3, 1))), "batch-norm")
     assert told.parameters == ()
-    assert "('1', '4', '7' and 2 more)" in told.message
+    assert "(1, 4, 7, 10, 13)" in told.message
     assert "a bias" not in told.message
     still = nn.BatchNorm1d(3, track_running_stats=False)
     assert "batch-norm" not in ba.doctor(*normed(nn.Linear(3, 3), still, nn.Linear(3, 1))).codes()
@@ -289,15 +287,6 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     assert "1 parameters, frozen (requires_grad is False); 1 parameters, not in the optimiser" in told.message
     assert told.parameters == ("0.bias", "2.bias")
     assert "1 parameters, frozen" in told.message
-
-
-def test_parameters_of_other_models_are_counted() -> None:
-    model, other = mlp(3, 1), mlp(2, 2, 2)
-    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    train(model, optimizer, steps=3)
-    told = finding(ba.doctor(model, optimizer), "foreign-parameters")
-    assert told.severity == "note"
-    assert "4 parameters that are not this model's" in told.message
 
 
 @pytest.mark.parametrize(

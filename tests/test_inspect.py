@@ -59,21 +59,21 @@ def path(trained_pair: Any, tmp_path: Path) -> Path:
 
 def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Path) -> None:
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=0.0)
-    found = inspect_checkpoint(path, n_data=500, snr=2.0)
+    found = inspect_checkpoint(path, n_data=500)
     assert [row.name for row in found.parameters] == list(posterior.mode)
     for row in found.parameters:
         snr = posterior.snr()[row.name]
         expected = torch.quantile(snr.double(), torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64))
         measured = torch.tensor(row.quantiles, dtype=torch.float64)
         assert_close(measured, expected, rtol=1e-5, atol=1e-7)
-        assert row.below == int((snr < 2.0).sum())
+        assert row.below == int((snr < 1.0).sum())
         assert row.weights == snr.numel()
         assert row.shape == tuple(snr.shape)
         assert sum(row.histogram) == int((snr > 0).sum())
     assert found.parameters[0].dead == 20
     assert found.dead == 20
     assert found.weights == posterior.n_weights
-    assert found.below == sum(int((snr < 2.0).sum()) for snr in posterior.snr().values())
+    assert found.below == sum(int((snr < 1.0).sum()) for snr in posterior.snr().values())
 
 
 def test_the_histogram_is_of_the_logarithm(trained_pair: Any, path: Path) -> None:
@@ -89,14 +89,12 @@ def test_the_histogram_is_of_the_logarithm(trained_pair: Any, path: Path) -> Non
 
 def test_without_n_only_the_order_is_told(path: Path) -> None:
     plain, scaled = inspect_checkpoint(path), inspect_checkpoint(path, n_data=400)
-    assert (plain.n_data, plain.threshold, plain.below) == (None, None, None)
+    assert (plain.n_data, plain.below) == (None, None)
     assert "only the order" in str(plain)
-    assert (scaled.n_data, scaled.threshold) == (400, 1.0)
+    assert scaled.n_data == 400
     assert "only the order" not in str(scaled)
     for one, other in zip(plain.parameters, scaled.parameters, strict=True):
         assert other.quantiles[1] == approx(20 * one.quantiles[1], rel=1e-5)
-    # A threshold that is asked for is counted at N = 1.
-    assert inspect_checkpoint(path, snr=1e9).below == plain.weights
 
 
 def test_n_is_taken_from_the_file_where_the_trainer_wrote_it_down(trained_pair: Any, tmp_path: Path) -> None:
@@ -142,8 +140,6 @@ def test_damaged_values_are_reported_and_do_not_stop_it(trained_pair: Any, tmp_p
 def test_settings_are_checked(path: Path) -> None:
     with pytest.raises(SettingError, match="n_data"):
         inspect_checkpoint(path, n_data=-1)
-    with pytest.raises(SettingError, match="snr must be"):
-        inspect_checkpoint(path, snr=-1.0)
 
 
 def test_a_read_checkpoint_will_do(path: Path) -> None:
@@ -162,11 +158,11 @@ def test_it_prints_as_a_table(path: Path) -> None:
 
 
 def test_the_columns_are_explained(path: Path) -> None:
-    known, unknown = inspect_checkpoint(path, n_data=500, snr=2.0), inspect_checkpoint(path)
+    known, unknown = inspect_checkpoint(path, n_data=500), inspect_checkpoint(path)
     for found in (known, unknown):
         for heading in ("v = 0:", "5 %, median, 95 %:"):
             assert heading in str(found)
-    assert "\n< 2: the share of weights with |μ|/σ below that" in str(known)
+    assert "\n< 1: the share of weights with |μ|/σ below that" in str(known)
     assert "\n<" not in str(unknown)
 
 
@@ -197,7 +193,7 @@ def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_pat
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500).replace(**changes)
     posterior.save(tmp_path / "p.safetensors")
     found = inspect_checkpoint(tmp_path / "p.safetensors")
-    assert (found.n_data, found.threshold, found.has_weights, found.optimizer) == (500, 1.0, True, "AdamW")
+    assert (found.n_data, found.has_weights, found.optimizer) == (500, True, "AdamW")
     agrees(found, posterior.snr())
     assert found.dead == 20
     assert found == inspect_checkpoint(read_checkpoint(tmp_path / "p.safetensors"))
@@ -218,7 +214,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         ba.GaussianWeights.open(path, 500).export(tmp_path / "e.safetensors")
     for file in ("p.safetensors", "e.safetensors"):
         found = inspect_checkpoint(tmp_path / file)
-        assert (found.has_weights, found.quantity, found.threshold) == (False, "σ", None)
+        assert (found.has_weights, found.quantity, found.below) == (False, "σ", None)
         agrees(found, posterior.stddev)
         assert found.dead == 20
         assert "--optimizer-file" in found.rule

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from torch.optim import Optimizer
 
 from bayesadam._checks import count, positive
 from bayesadam._warnings import warn
-from bayesadam.errors import ImproperError, MatchError, StateError
-from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import Named, Structure
+from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
 from bayesadam.gaussian.sums import check_growth
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
@@ -41,18 +38,25 @@ class Anchor:
     .. math::
         \frac{\lambda}{2N} (\theta - \mu)^\top P\, (\theta - \mu), \qquad P = w c + \delta
 
-    The penalty is not added to the loss. After every k-th step of the optimiser, k times as far, and for the remaining
-    steps at the end, it is an implicit step :math:`\theta \leftarrow \theta + (A + P)^{-1} P\, (\mu - \theta)` with
-    :math:`A = N D/(k \lambda)`, D = (√v̂ + ε)/lr of that optimiser. So neither its moments nor a `Recorder` see the
-    penalty, and the next posterior is of the new data alone.
+    The penalty is not added to the loss: neither the optimiser's moments nor a `Recorder` see it, and the next
+    posterior is of the new data alone. A step of the optimiser lowers the loss at the price
+    ½ (θ − θ_t)ᵀ D (θ − θ_t), D = (√v̂ + ε)/lr. With a penalty beside the loss, and θ' where the optimiser went, price
+    and penalty are least at
 
-    λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A parameter with
-    more rows than before, a head with new classes, is held in its old rows. Parameters that the posterior does not have
-    are free. The anchor holds until `remove` or the end of the `with` block.
+    .. math::
+        \theta = \theta' + (A + P)^{-1} P\, (\mu - \theta'), \qquad A = N D / (k \lambda)
+
+    and that implicit step, stable for any size, is taken after every k-th step of the optimiser, and for the remaining
+    steps at the end. In the eigenbases of a Kronecker-factored P, A is not diagonal, and is taken as one number, the
+    geometric mean of its entries.
+
+    λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A head with more
+    rows than before is held in its old rows. The anchor holds until `remove` or the end of the `with` block.
 
     Args:
         optimizer: the optimiser of the new training, or several over one model: any of Adam's kind, or SGD.
-        posterior: of the training before, or the sum of all before, uncalibrated: calibration fits probabilities.
+        posterior: of the training before, or the sum of all before, diagonal or Kronecker-factored, uncalibrated:
+            calibration fits probabilities.
         strength: λ.
         n_data: N, the number of new examples; None takes the posterior's, which for a sum is that of all its parts.
         model: the model that is trained now, where it is not the posterior's own.
@@ -77,6 +81,8 @@ class Anchor:
     ) -> None:
         require_posterior(posterior, "an anchor")
         posterior.require_whole("an anchor")
+        if posterior.structure.has_directions:
+            raise SettingError("an anchor takes a diagonal or a Kronecker-factored posterior, not one of low rank")
         positive("strength", strength, "1 is Bayes' rule; without an anchor there is none")
         count("every", every, "steps")
         self.strength, self.every = float(strength), every
@@ -92,10 +98,12 @@ class Anchor:
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
         if not self.anchored:
             raise MatchError("the optimiser trains none of the posterior's parameters: pass model=, what it trains")
-        mean = posterior.mean
+        mean, (precision, _) = posterior.mean, posterior.structure.precision_factors(posterior.settings)
         self._mean = {name: mean[name].to(p.device, copy=True) for name, p in self._parameters.items()}
-        self._pull = Pull.of(posterior.structure, posterior.settings, self._mean)
-        if not any(bool(values.any()) for each in (self._pull.diagonal, self._pull.rows) for values in each.values()):
+        self._precision = {name: precision[name].to(mu) for name, mu in self._mean.items()}
+        bases = {name: basis for name, basis in posterior.structure.bases.items() if name in self._mean}
+        self._bases = {n: basis.to(self._mean[n].device, self._mean[n].dtype) for n, basis in bases.items()}
+        if not any(bool(values.any()) for values in self._precision.values()):
             raise ImproperError("the posterior's precision is 0 for every trained weight: no gradient and no prior")
         self._pending: dict[str, float | Tensor] = {}
         self._steps = [0] * len(self._optimizers)
@@ -104,10 +112,8 @@ class Anchor:
             warn(f"a weight decay of {decay:g} pulls to 0 beside the anchor: train with weight_decay=0.0")
         if posterior.calibration is not None:
             warn("anchor to the posterior as it was before calibrate, which says nothing of forgetting")
-        self._handles = [
-            each.register_step_post_hook(partial(self._after_step, index))
-            for index, each in enumerate(self._optimizers)
-        ]
+        hooks = [partial(self._after_step, index) for index in range(len(self._optimizers))]
+        self._handles = [o.register_step_post_hook(hook) for o, hook in zip(self._optimizers, hooks, strict=True)]
 
     def remove(self) -> None:
         """Take the implicit step for the steps since the last one, and let go of the optimiser."""
@@ -126,10 +132,9 @@ class Anchor:
     @torch.no_grad()
     def penalty(self) -> Tensor:
         """(λ/2N) (θ − μ)ᵀ P (θ − μ) as it is now, for a logger."""
-        gaps = self._gaps()
-        parts = [(gaps[name] * product).sum() for name, product in self._pull.product(gaps).items()]
-        total = reduce(lambda one, other: one + other.to(one.device), parts)
-        return total * (self.strength / (2 * self.n_data))
+        gaps = {name: self._gap(name) for name in self.anchored}
+        parts = [float((gap * self._scaled(name, gap, self._precision[name])).sum()) for name, gap in gaps.items()]
+        return torch.tensor(sum(parts) * (self.strength / (2 * self.n_data)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` resumes from; tensors and plain data."""
@@ -138,27 +143,45 @@ class Anchor:
             "steps": list(self._steps),
             "pending": {name: float(rate) for name, rate in self._pending.items()},
             "mean": dict(self._mean),
-            "precision": self._pull.tensors(),
+            "precision": {
+                "precision": dict(self._precision),
+                "left": {name: basis.left for name, basis in self._bases.items() if basis.left is not None},
+                "right": {name: basis.right for name, basis in self._bases.items() if basis.right is not None},
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`, its posterior and settings, over parameters of the same names and shapes."""
-        if not {*_SETTINGS, "steps", "pending", "mean", "precision"} <= state.keys():
-            raise MatchError("not the state of an Anchor")
+        named = state.get("precision", {})
+        if (
+            not {*_SETTINGS, "steps", "pending", "mean"} <= state.keys()
+            or "precision" not in named
+            or named.get("rows")
+        ):
+            raise MatchError("not the state of an Anchor to a diagonal or Kronecker-factored posterior")
         mean = state["mean"]
         own, theirs = ({name: tuple(t.shape) for name, t in named.items()} for named in (self._mean, mean))
         if own != theirs or len(state["steps"]) != len(self._steps):
             wrong = dict(own.items() ^ theirs.items())
             raise MatchError(f"the anchor's state is of other parameters or optimisers: {sorted(wrong)[:4]} differ")
         self._mean = {name: mean[name].to(value, copy=True) for name, value in self._mean.items()}
-        self._pull = Pull.load(state["precision"], self._mean)
+        self._precision, left, right = (
+            {name: tensor.to(self._mean[name], copy=True) for name, tensor in named.get(role, {}).items()}
+            for role in ("precision", "left", "right")
+        )
+        self._bases = {name: Rotation(left.get(name), right.get(name)) for name in left.keys() | right.keys()}
         self.strength, self.n_data, self.every = (state[name] for name in _SETTINGS)
         self._steps, self._pending = list(state["steps"]), dict(state["pending"])
 
-    def _gaps(self) -> dict[str, Tensor]:
+    def _gap(self, name: str) -> Tensor:
         """μ − θ, of the old rows."""
-        rows = {name: self._old_rows(self._parameters[name].detach(), name) for name in self.anchored}
-        return {name: self._mean[name] - theta.to(self._mean[name].dtype) for name, theta in rows.items()}
+        mean = self._mean[name]
+        return mean - self._old_rows(self._parameters[name].detach(), name).to(mean.dtype)
+
+    def _scaled(self, name: str, x: Tensor, factors: Tensor) -> Tensor:
+        """A diagonal matrix times x, in the coordinates of the parameter's bases."""
+        basis = self._bases.get(name)
+        return x * factors if basis is None else basis.out_of(basis.into(x, x.dim()) * factors, x.dim())
 
     def _old_rows(self, tensor: Tensor, name: str) -> Tensor:
         shape = self._mean[name].shape
@@ -186,20 +209,21 @@ class Anchor:
     @torch.no_grad()
     def _pull_back(self, index: int) -> None:
         optimizer, reader = self._optimizers[index], self._readers[index]
-        resistance = {}
         for name, group in self._trained(index).items():
             if name not in self._pending:
                 continue
-            rate, parameter = float(self._pending[name]), self._parameters[name]
+            rate, parameter, mean = float(self._pending[name]), self._parameters[name], self._mean[name]
             found = _metric(Entry(name, parameter, optimizer.state.get(parameter, {}), group, reader))
-            if rate > 0 and found is not None:
-                scale = self.n_data / (self.strength * rate)
-                full = found if isinstance(found, Tensor) else torch.full_like(self._mean[name], found)
-                resistance[name] = self._old_rows(full, name).to(self._mean[name]) * scale
-                del self._pending[name]
-        for name, change in self._pull.change(self._gaps(), resistance).items():
-            rows = self._old_rows(self._parameters[name], name)
-            rows.copy_(rows + change)
+            if rate <= 0 or found is None:
+                continue
+            del self._pending[name]
+            full = found if isinstance(found, Tensor) else torch.full_like(mean, found)
+            resistance = self._old_rows(full, name).to(mean) * (self.n_data / (self.strength * rate))
+            if name in self._bases:
+                resistance = resistance.clamp(min=_LEAST * resistance.mean()).log_().mean().exp_()
+            total = (self._precision[name] + resistance).clamp_(min=torch.finfo(mean.dtype).tiny)
+            rows = self._old_rows(parameter, name)
+            rows.copy_(rows + self._scaled(name, self._gap(name), self._precision[name] / total))
 
 
 # `with anchor(...)` reads as what it does.
@@ -225,114 +249,11 @@ def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequenc
     return held
 
 
-@dataclass(frozen=True, eq=False)
-class Pull:
-    r"""P over named parameters, and the implicit step on (θ − μ)ᵀ P (θ − μ).
-
-    A step of the optimiser lowers the loss at the price ½ (θ − θ_t)ᵀ D (θ − θ_t). With a penalty beside the loss, and
-    θ' where the optimiser went, price and penalty are least at
-
-    .. math::
-        \theta = \arg\min_x \tfrac12 (x - \theta')^\top D\, (x - \theta')
-                 + \tfrac{\lambda}{2N} (x - \mu)^\top P\, (x - \mu)
-               = \theta' + (A + P)^{-1} P\, (\mu - \theta'), \qquad A = N D / \lambda
-
-    It is stable for any size of the step, and where training rests the gradients of loss and penalty cancel.
-
-    P = diag(d) for each parameter by itself, in the coordinates of its bases; A, which is not diagonal there, is taken
-    as one number, the geometric mean of its entries. Or P = diag(d) + Rᵀ R, with K rows R over all parameters together;
-    then the step is exact, by Woodbury's identity:
-
-    .. math::
-        (E + R^\top R)^{-1} = E^{-1} - E^{-1} R^\top (I + R E^{-1} R^\top)^{-1} R E^{-1}, \qquad
-        E = A + \operatorname{diag}(d)
-    """
-
-    diagonal: Named
-    bases: Mapping[str, Rotation]
-    rows: Named
-
-    @classmethod
-    def of(cls, structure: Structure, settings: Settings, like: Named) -> Pull:
-        """P = w c + δ of a structure, for the parameters and on the devices of `like`."""
-        diagonal, rows = structure.precision_factors(settings)
-        return cls(
-            {name: diagonal[name].to(theta) for name, theta in like.items()},
-            {n: basis.to(like[n].device, like[n].dtype) for n, basis in structure.bases.items() if n in like},
-            {name: r.to(like[name]) for name, r in rows.items() if name in like},
-        )
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """P by role and parameter name."""
-        left = {name: basis.left for name, basis in self.bases.items() if basis.left is not None}
-        right = {name: basis.right for name, basis in self.bases.items() if basis.right is not None}
-        return {"precision": dict(self.diagonal), "left": left, "right": right, "rows": dict(self.rows)}
-
-    @classmethod
-    def load(cls, tensors: Mapping[str, Named], like: Named) -> Pull:
-        """P from its tensors, on the devices of `like`; release 0.2 has `diagonal` for `precision` beside rows."""
-        placed = {role: {n: t.to(like[n], copy=True) for n, t in named.items()} for role, named in tensors.items()}
-        left, right = placed.get("left", {}), placed.get("right", {})
-        bases = {name: Rotation(left.get(name), right.get(name)) for name in like if name in left or name in right}
-        return cls(placed["precision" if "precision" in placed else "diagonal"], bases, placed.get("rows", {}))
-
-    def product(self, gaps: Named) -> dict[str, Tensor]:
-        """P x, x by parameter name; 0 for those that are not named."""
-        found = {name: self._scaled(name, gap, self.diagonal[name]) for name, gap in gaps.items()}
-        return self._plus_combined(found, self._along(gaps)) if self.rows else found
-
-    def change(self, gaps: Named, resistance: Named) -> dict[str, Tensor]:
-        """(A + P)⁻¹ P (μ − θ') of the parameters that have a resistance A; the others stay where they are."""
-        if self.rows and resistance:
-            return self._change_along_rows(gaps, resistance)
-        found = {}
-        for name, against in resistance.items():
-            if name in self.bases:
-                against = against.clamp(min=_LEAST * against.mean()).log_().mean().exp_()
-            total = self.diagonal[name] + against
-            share = self.diagonal[name] / total.clamp_(min=torch.finfo(total.dtype).tiny)
-            found[name] = self._scaled(name, gaps[name], share)
-        return found
-
-    def _change_along_rows(self, gaps: Named, resistance: Named) -> dict[str, Tensor]:
-        """x − (A + P)⁻¹ A x; the gaps of parameters that stay pull at the others."""
-        push = {name: against * gaps[name] for name, against in resistance.items()}
-        staying = {name: gap for name, gap in gaps.items() if name not in resistance}
-        if staying:
-            push = self._plus_combined(push, -self._along(staying))
-        inverse = {name: (against + self.diagonal[name]).reciprocal() for name, against in resistance.items()}
-        outside = {name: value * inverse[name] for name, value in push.items()}
-        first = next(iter(self.rows.values()))
-        gram = torch.eye(len(first), dtype=first.dtype, device=first.device)
-        for name, scale in inverse.items():
-            flat = self.rows[name].unsqueeze(-1).flatten(1)
-            gram += ((flat * scale.reshape(1, -1)) @ flat.T).to(first.device)
-        inside = torch.cholesky_solve(self._along(outside).unsqueeze(-1), torch.linalg.cholesky(gram)).squeeze(-1)
-        solved = self._plus_combined(push, -inside)
-        return {name: gaps[name] - inverse[name] * solved[name] for name in resistance}
-
-    def _scaled(self, name: str, x: Tensor, factors: Tensor) -> Tensor:
-        basis = self.bases.get(name)
-        return x * factors if basis is None else basis.out_of(basis.into(x, x.dim()) * factors, x.dim())
-
-    def _along(self, named: Named) -> Tensor:
-        """R x."""
-        device = next(iter(self.rows.values())).device
-        parts = [torch.tensordot(self.rows[name], x, dims=x.dim()).to(device) for name, x in named.items()]
-        return torch.stack(parts).sum(dim=0)
-
-    def _plus_combined(self, named: Named, weights: Tensor) -> dict[str, Tensor]:
-        """x + Rᵀ weights."""
-        return {n: x + torch.tensordot(weights.to(x), self.rows[n], dims=1) for n, x in named.items()}
-
-
 def _reader_with_metric(optimizer: Optimizer) -> StateReader:
     reader = reader_of(optimizer)
     if reader is None or reader.name in _OTHER_STEPS or (reader.statistic == "none" and reader.name != "sgd"):
-        raise StateError(
-            f"{type(optimizer).__name__} has no reader, or does not go by lr g/(√v̂ + ε), so a penalty cannot be "
-            "weighed against its steps: train with Adam, AdamW, RMSprop, Adagrad or SGD"
-        )
+        name = type(optimizer).__name__
+        raise StateError(f"{name} does not go by lr g/(√v̂ + ε): train with Adam, AdamW, RMSprop, Adagrad or SGD")
     return reader
 
 

@@ -210,9 +210,6 @@ def bayesadam(version: Annotated[bool, _Version] = False) -> None:
 def inspect(
     checkpoint: Checkpoint,
     n_data: Annotated[float | None, Option(metavar="N", help="Training examples; the order needs none.")] = None,
-    snr: Annotated[
-        float | None, Option(min=0, help="Count the weights with a ratio below this; 1 if N is known.")
-    ] = None,
     plot: Annotated[bool, Option("--plot", help="Draw the ratios: to --out, or to NAME-snr.png here.")] = False,
     json: Json = False,
     why: Annotated[bool, Option("--why", help="Say how the file was read: keys, optimiser, matching.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._shards import extremes, whole
+from bayesadam._shards import whole
 from bayesadam.errors import BayesAdamError
 from bayesadam.gaussian.diagonal import Diagonal, zeros
 from bayesadam.gaussian.settings import Precision, Settings
@@ -24,8 +23,6 @@ from bayesadam.readers.match import Entry, Match, match_optimizers
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}
-# Weights that the median of a larger tensor comes from.
-_SAMPLE = 2**20
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,7 @@ def doctor(
 ) -> Diagnosis:
     """Examine a model and the optimiser that trained it; never raises on what it finds.
 
-    With `n_data`, N, the prior that the weight decay implies gets a number; `reader` is as in
-    `Posterior.from_optimizer`.
+    With N the prior that the weight decay implies gets a number; `reader` is as in `Posterior.from_optimizer`.
     """
     try:
         match = match_optimizers(model, optimizer, reader)
@@ -92,14 +88,10 @@ def doctor(
 
 @dataclass(frozen=True)
 class Examined:
-    """What one parameter's second moment looks like.
+    """What one parameter's second moment looks like: how many are 0, how many negative, NaN or infinite.
 
-    Attributes:
-        part: the Gaussian of that parameter in memory, with others where it depends on them; None where unreadable.
-        zeros: how many weights have v = 0.
-        bad: how many second moments are negative, NaN or infinite.
-        error: why it cannot be read.
-        decay_share: the share of weight decay in v, of the median weight, where an optimiser adds it to the gradient.
+    `part` is the Gaussian of that parameter in memory, with others where it depends on them; None where it cannot be
+    read, which `error` explains.
     """
 
     name: str
@@ -108,14 +100,10 @@ class Examined:
     zeros: int = 0
     bad: int = 0
     error: str = ""
-    decay_share: float = 0.0
 
 
 def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[Examined]:
-    """The one walk over parameters behind `doctor` and `inspect_checkpoint`, one tensor in memory at a time.
-
-    With the match of a checkpoint or of live optimisers, second moments are read without being refused.
-    """
+    """One tensor in memory at a time; with a match, second moments are read without being refused."""
     entries = {} if match is None else {entry.name: entry for entry in match.entries}
     for name, shape in gaussian.shapes.items():
         try:
@@ -129,7 +117,7 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
 
 @torch.no_grad()
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
-    hidden, share = False, 0.0
+    hidden = False
     if entry is None:
         part = gaussian if gaussian.structure.has_directions else gaussian.part(name)
         v = part.structure.diagonal(name)
@@ -139,15 +127,8 @@ def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | N
         hidden = not bool(torch.isfinite(ends).all() & (ends >= 0).all())
         settings = replace(gaussian.settings, prior_precision={name: gaussian.prior_precision[name]})
         part = GaussianWeights({name: gaussian.mode[name]}, Diagonal({name: v}), settings)
-        if entry.reader.couples_decay(entry.group) and numel:
-            every = -(-numel // _SAMPLE)
-            theta, some = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
-            decayed = (entry.weight_decay * theta).square() / some.clamp(min=torch.finfo(v.dtype).tiny)
-            share = float(decayed.clamp(max=1.0).nan_to_num().median())
-    low, high = extremes(v) if numel else (0.0, 0.0)
-    # A count takes memory, and most have none.
-    bad = 0 if 0 <= low <= high < math.inf else int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, zeros(v), bad or int(hidden), "", share)
+    bad = int(whole((~torch.isfinite(v) | (v < 0)).sum()))
+    return Examined(name, numel, part, zeros(v), bad or int(hidden))
 
 
 def diagnose(
@@ -160,10 +141,8 @@ def diagnose(
 ) -> Diagnosis:
     """The findings on parameters that were examined, worst first.
 
-    Args:
-        match: the parameters with their states; None for a posterior, whose prior is its own and no weight decay's.
-        n_data: N, for the number of the prior that the weight decay implies.
-        model: the model, where it is at hand; else the file that was opened has its name and its buffers.
+    Without a match it is a posterior, whose prior is its own and no weight decay's. Without a model the file that was
+    opened has its name and its buffers.
     """
     source = gaussian.source
     model = model or getattr(gaussian, "model", None)
@@ -179,7 +158,7 @@ def diagnose(
         buffers = dict(model.named_buffers()) if model is not None else source.weights if source is not None else {}
         readable = [result.name for result in examined if not result.error and not result.bad]
         findings += _few_steps(steps)
-        findings += _coupled_decay(examined, match)
+        findings += _coupled_decay(match)
         findings += _prior(match, n_data)
         findings += _low_precision(match)
         findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
@@ -198,11 +177,8 @@ def _values(examined: Sequence[Examined]) -> Iterator[Finding]:
             yield Finding("unreadable", "error", result.error, (result.name,))
     bad = {result.name: result.bad for result in examined if result.bad}
     if bad:
-        text = (
-            f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training "
-            "met a non-finite gradient; go back to a checkpoint before that"
-        )
-        yield Finding("bad-values", "error", text, tuple(bad))
+        text = f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r})"
+        yield Finding("bad-values", "error", f"{text}: go back to a checkpoint before that", tuple(bad))
 
 
 def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iterator[Finding]:
@@ -212,11 +188,8 @@ def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iter
             short[name] = (steps, 1 / (1 - beta))
     if short:
         steps, memory = min(short.values())
-        text = (
-            f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start of "
-            "training. Bias correction keeps it unbiased but noisy; train longer, or with a smaller β₂"
-        )
-        yield Finding("few-steps", "warning", text, tuple(short))
+        text = f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start"
+        yield Finding("few-steps", "warning", f"{text}; train longer, or with a smaller β₂", tuple(short))
 
 
 def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Iterator[Finding]:
@@ -231,15 +204,10 @@ def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Itera
         yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros))
 
 
-def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Finding]:
+def _coupled_decay(match: Match) -> Iterator[Finding]:
     coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
-        shares = {result.name: result.decay_share for result in examined if result.name in coupled}
-        text = (
-            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks "
-            f"into v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is "
-            f"{max(shares.values()):.1%} of v). AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
-        )
+        text = f"weight decay up to {max(coupled.values()):g} is added to the gradient, and so is in v: take AdamW"
         yield Finding("coupled-decay", "warning", text, tuple(coupled))
 
 
@@ -262,11 +230,8 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         if stored.element_size() < 4 and 1 - beta < 4 * torch.finfo(stored.dtype).eps:
             coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
     if coarse:
-        text = (
-            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for "
-            "β₂: an average that changes by less than its last digit stands still. Keep the state in float32"
-        )
-        yield Finding("low-precision-state", "warning", text, tuple(coarse))
+        text = f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse"
+        yield Finding("low-precision-state", "warning", f"{text} for β₂: keep the state in float32", tuple(coarse))
 
 
 def _batch_norms(
@@ -274,24 +239,13 @@ def _batch_norms(
 ) -> Iterator[Finding]:
     if widths:
         biases = biases_before_norms(readable, moments.__getitem__, widths.values())
-        text = (
-            f"predictions use the running statistics of batch norm ({_few(tuple(widths))}), which the posterior does "
-            "not treat as uncertain"
-        )
+        text = f"the running statistics of batch norm ({', '.join(widths)}) are not treated as uncertain"
         if biases:
-            text += f"; a bias right before it ({_few(biases)}) has no gradient, so its second moment is rounding noise"
+            text += f"; the second moment of a bias right before it ({', '.join(biases)}) is rounding noise"
         yield Finding("batch-norm", "note", text, biases)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _left_out(match: Match) -> Iterator[Finding]:
     if match.omitted:
         reasons = "; ".join(f"{count} parameters, {why}" for why, count in Counter(match.omitted.values()).items())
-        text = f"not in the posterior: {reasons}"
-        yield Finding("left-out", "note", text, tuple(match.omitted))
-    if match.foreign:
-        text = f"the optimiser also trains {match.foreign} parameters that are not this model's"
-        yield Finding("foreign-parameters", "note", text)
+        yield Finding("left-out", "note", f"not in the posterior: {reasons}", tuple(match.omitted))

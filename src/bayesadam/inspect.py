@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam._checks import not_negative
+from bayesadam._tables import aligned
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
-from bayesadam.gaussian.settings import PrecisionRule
 from bayesadam.gaussian.weights import GaussianWeights, is_saved
 from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
-from bayesadam.readers.curvature import PIECE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,18 +24,18 @@ if TYPE_CHECKING:
 # log₁₀ of the signal-to-noise ratio: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
 LOG_RANGE = (-12.0, 8.0)
 BINS = 200
-# Quantiles of a larger tensor come from a sample of this size: within 0.1 percentage points of their rank.
+# Quantiles of a larger tensor come from every k-th weight, so many or fewer.
 _SAMPLE = 2**20
 _LEVELS = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """The 5, 50 and 95 % quantiles of |μ|/σ over one parameter's weights, or of σ where a file has no weights.
+    """|μ|/σ over one parameter's weights, or σ where a file has no weights.
 
     Attributes:
-        dead: how many of the weights have v = 0.
-        below: how many lie below the threshold; None without a threshold.
+        dead: how many have v = 0.
+        below: how many have |μ|/σ < 1; None where that or N is not known.
         histogram: counts of log₁₀ |μ|/σ, or of log₁₀ σ, in `BINS` bins over `LOG_RANGE`; without 0 and infinity.
         quantiles: 5, 50 and 95 % of |μ|/σ, or of σ.
     """
@@ -56,9 +54,8 @@ class Inspection:
     """What was found; prints as a table and the doctor's remarks.
 
     Attributes:
-        optimizer: the reader that read the state; `"adam or adamw"` where the file does not say which.
+        optimizer: the reader that read the state.
         n_data: N, or None where it is not known: the numbers are then those of N = 1.
-        threshold: the signal-to-noise ratio below which weights are counted; None where they are not.
         omitted: tensors without a state, with the reason.
         why: how the file was read, a sentence each.
         rule: what |μ|/σ or σ is, in words.
@@ -69,7 +66,6 @@ class Inspection:
     format: str
     optimizer: str
     n_data: float | None
-    threshold: float | None
     parameters: tuple[ParameterReport, ...]
     omitted: Mapping[str, str]
     diagnosis: Diagnosis
@@ -94,39 +90,34 @@ class Inspection:
 
     @property
     def below(self) -> int | None:
-        """Weights below the threshold."""
-        return None if self.threshold is None else sum(row.below or 0 for row in self.parameters)
+        """Weights with |μ|/σ < 1; None where that or N is not known."""
+        return sum(row.below or 0 for row in self.parameters) if self.has_weights and self.n_data else None
 
     @property
     def legend(self) -> str:
         """What the columns of the table are, and what the numbers mean as N is known or not."""
-        meaning = "the size of a weight in units of its uncertainty" if self.has_weights else "a weight's uncertainty"
         lines = [
             "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
-            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights, {meaning}.",
+            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights.",
         ]
-        if self.threshold is not None:
-            lines.append(
-                f"< {self.threshold:g}: the share of weights with |μ|/σ below that; below 1 the noise is larger "
-                "than the weight, and pruning by signal-to-noise ratio removes the smallest first."
-            )
+        if self.below is not None:
+            lines.append("< 1: the share of weights with |μ|/σ below that.")
         return "\n".join([*lines, self.rule])
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table as text, its heading first and its total last."""
-        heading = ("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", f"< {self.threshold or 0:g}")
-        table: list[tuple[str, ...]] = [heading]
+        table: list[tuple[str, ...]] = [("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", "< 1")]
         for row in self.parameters:
             quantiles = [f"{value:.2g}" for value in row.quantiles]
             cells = [row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", _share(row.dead, row.weights)]
             table.append((*cells, *quantiles, _share(row.below or 0, row.weights)))
         dead, below = _share(self.dead, self.weights), _share(self.below or 0, self.weights)
         table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
-        return [row if self.threshold is not None else row[:-1] for row in table]
+        return [row if self.below is not None else row[:-1] for row in table]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; the histograms are left out."""
-        own = ("source", "format", "optimizer", "n_data", "threshold", "weights", "dead", "below", "why", "quantity")
+        own = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
         shown = ("shape", "weights", "dead", "below", "quantiles")
         return {
             **{key: getattr(self, key) for key in own},
@@ -136,48 +127,33 @@ class Inspection:
         }
 
     def __str__(self) -> str:
-        table = self.rows()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
-        return "\n".join([str(self.diagnosis), "", *lines, "", self.legend])
+        return "\n".join([str(self.diagnosis), "", *aligned(self.rows()), "", self.legend])
 
 
 def inspect_checkpoint(
     source: str | os.PathLike[str] | Checkpoint | GaussianWeights,
     *,
     n_data: float | None = None,
-    snr: float | None = None,
-    track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> Inspection:
     """Signal-to-noise ratio and dead weights of every parameter; one tensor of a file is in memory at a time.
 
-    Of a checkpoint the ratio is that of the paper, |θ| N^½ v̂^¼: no prior, so that a weight without curvature has none.
-    Of a posterior, live or saved, it is the posterior's own, `Posterior.snr`; where a file has no weights, σ is shown
-    instead.
+    Of a checkpoint the ratio is that of the paper, |θ| N^½ v̂^¼, without a prior; of a posterior, live or saved, it is
+    `Posterior.snr`. Where a file has no weights, σ is shown instead.
 
     Args:
         source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-        snr: weights below this are counted; None is 1 where N is known, and no count where it is not.
-        track: iterates over the parameters and may show its progress.
         **options: how the file is read, see `CheckpointOptions`.
     """
-    if snr is not None:
-        not_negative("snr", snr)
     gaussian, known = _opened(source, n_data, options)
     opened = gaussian.source
     match = None if opened is None else opened.match
-    threshold = (snr if snr is not None or known is None else 1.0) if gaussian.has_weights else None
-    generator = torch.Generator().manual_seed(0)
-    shown = track or (lambda items, description: items)
-    walk = iter(examine(gaussian, match))
     examined, reports = [], []
-    for _ in shown(list(gaussian.mode), "reading the state"):
-        result = next(walk)
+    for result in examine(gaussian, match):
         if result.part is None:
             raise StateError(result.error)
-        reports.append(_report(result, threshold, generator))
+        reports.append(_report(result.part, result, known))
         # Without the tensors, which the next step replaces.
         examined.append(replace(result, part=None))
         del result
@@ -187,7 +163,6 @@ def inspect_checkpoint(
         format="posterior" if opened is None else opened.format,
         optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
         n_data=known,
-        threshold=threshold,
         parameters=tuple(reports),
         omitted=gaussian.omitted,
         diagnosis=diagnose(gaussian, examined, match, n_data=known),
@@ -200,13 +175,7 @@ def inspect_checkpoint(
 def diagnose_checkpoint(
     path: str | os.PathLike[str], *, n_data: float | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Diagnosis:
-    """What `doctor` says of a checkpoint or of a saved posterior; raises only where there is no file.
-
-    Args:
-        path: the checkpoint.
-        n_data: N; with it the prior that the weight decay implies gets a number.
-        **options: how the file is read, see `CheckpointOptions`.
-    """
+    """What `doctor` says of a checkpoint or of a saved posterior; raises only where there is no file."""
     try:
         gaussian, known = _opened(path, n_data, options)
         match = None if gaussian.source is None else gaussian.source.match
@@ -240,59 +209,29 @@ def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -
     if is_checkpoint and known is not None:
         return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {known:g}."
     if is_checkpoint:
-        return (
-            "|μ|/σ = |θ| v̂^¼, which is N = 1: the number of examples is not known. Every |μ|/σ grows as √N, so only "
-            "the order of the weights means something; give n_data (--n-data) for more."
-        )
-    settings, kind = gaussian.settings, gaussian.structure.kind
-    text = f"σ is that of the {kind} posterior, with N = {settings.n_data:g}, 1/σ² = {settings.weight:g} v̂^p + δ, "
-    text += f"p = {settings.power:g}, and its own δ."
+        return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
+    of = gaussian.settings
+    text = f"σ is that of the {gaussian.structure.kind} posterior: N = {of.n_data:g}, "
+    text += f"1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
     if gaussian.has_weights:
         return text
-    return (
-        f"{text}\nThe file has no weights, so |μ|/σ is not known: inspect the weights' file, with this one as "
-        "optimizer_path (--optimizer-file)."
-    )
-
-
-def _chunks(part: GaussianWeights, name: str) -> Iterator[Tensor]:
-    """|μ|/σ, or σ where the weights are not known, in the flat order."""
-    if not part.structure.independent:
-        std = part.stddev[name]
-        yield (part.mean[name].abs() / std if part.has_weights else std).flatten()
-        return
-    theta, v = part.mode[name].reshape(-1), part.structure.second_moment[name].reshape(-1)
-    delta = part.prior_precision[name]
-    for start in range(0, max(len(v), 1), PIECE):
-        here = slice(start, start + PIECE)
-        rule = PrecisionRule.of(part.settings, delta.reshape(-1)[here] if isinstance(delta, Tensor) else delta)
-        root = rule.precision(v[here]).sqrt_()
-        yield rule.mean(theta[here], v[here]).abs().mul_(root) if part.has_weights else root.reciprocal_()
+    return f"{text}\nFor |μ|/σ inspect the weights' file, with this one as optimizer_path (--optimizer-file)."
 
 
 @torch.no_grad()
-def _report(result: Examined, threshold: float | None, generator: torch.Generator) -> ParameterReport:
-    part, name, total = result.part, result.name, result.numel
-    assert part is not None
-    below, sampled, counts = 0, [], torch.zeros(BINS, dtype=torch.int64)
-    for values in (chunk.cpu() for chunk in _chunks(part, name)):
-        below += 0 if threshold is None else int((values < threshold).sum())
-        logs = values[(values > 0) & torch.isfinite(values)].log10_()
-        counts += torch.histc(logs.clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
-        if total > _SAMPLE:
-            values = values[torch.randint(len(values), (-(-len(values) * _SAMPLE // total),), generator=generator)]
-        sampled.append(values)
-    low, median, high = quantiles(torch.cat(sampled), _LEVELS)
-    counted, shape = None if threshold is None else below, tuple(part.shapes[name])
-    return ParameterReport(name, shape, total, result.zeros, counted, tuple(counts.tolist()), (low, median, high))
+def _report(part: GaussianWeights, result: Examined, known: float | None) -> ParameterReport:
+    name = result.name
+    values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
+    below = int((values < 1).sum()) if part.has_weights and known else None
+    logs = values[(values > 0) & torch.isfinite(values)].log10_()
+    counts = torch.histc(logs.clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
+    low, median, high = quantiles(values[:: 1 + len(values) // _SAMPLE], _LEVELS)
+    shape = tuple(part.shapes[name])
+    return ParameterReport(name, shape, result.numel, result.zeros, below, tuple(counts.tolist()), (low, median, high))
 
 
 def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
-    """Quantiles of a vector; NaN of an empty one.
-
-    >>> quantiles(torch.arange(11.0), (0.1, 0.5))
-    [1.0, 5.0]
-    """
+    """Quantiles of a vector; NaN of an empty one."""
     if not values.numel():
         return [math.nan] * len(levels)
     return [float(q) for q in torch.quantile(values, torch.tensor(levels, dtype=values.dtype))]

@@ -38,11 +38,7 @@ class Pair(NamedTuple):
 
 
 def pairs_in(names: Iterable[str]) -> list[Pair]:
-    """The adapters among parameters, PEFT's names.
-
-    >>> pairs_in(["q.lora_A.default.weight", "q.lora_B.default.weight", "q.base_layer.weight"])
-    [Pair(down='q.lora_A.default.weight', up='q.lora_B.default.weight', prefix='q', adapter='default')]
-    """
+    """The adapters among parameters, by PEFT's names."""
     known = dict.fromkeys(names)
     found = []
     for match in filter(None, map(_DOWN.fullmatch, known)):
@@ -126,20 +122,16 @@ class Adapter(NamedTuple):
 class LoraPrior(CovariantPrior):
     r"""The prior δ‖s B A‖² on what every adapter adds to its weight; δ itself on weights that are in no adapter.
 
-    (B c, A/c) is the same network as (B, A), so a posterior should say the same of it; with one δ for B and A it does
-    not. About the trained weights the penalty δ‖s B A‖² has the diagonal
+    (B c, A/c) is the same network as (B, A), so a posterior should say the same of it. About the trained weights the
+    penalty δ‖s B A‖² has the diagonal
 
     .. math::
         \delta_B[i, j] = \delta s^2 \lVert A_j \rVert^2, \qquad \delta_A[j, k] = \delta s^2 \lVert B_j \rVert^2
 
     with A_j the j-th row of A and B_j the j-th column of B. Under B → B c, A → A/c it goes with c as the curvature N v̂
-    of the data does, so variances, probabilities, novelty and draws of B A stay as they are: for one c an adapter, and,
-    where the posterior is diagonal or low-rank, for one c a rank. That holds at power=1 alone, and others are refused.
-    A Kronecker-factored posterior gets the mean of these numbers for each factor. `calibrate` multiplies the prior by
-    one number. A rank whose |A_j|² |B_j|² is below a millionth of the mean counts as having that much.
-
-    >>> LoraPrior(precision=10.0)
-    LoraPrior(precision=10.0, scaling=None)
+    of the data does, so variances, probabilities, novelty and draws of B A stay as they are, at power=1 alone: others
+    are refused. A Kronecker-factored posterior gets the mean of these numbers for each factor. A rank whose
+    |A_j|² |B_j|² is below a millionth of the mean counts as having that much.
 
     Args:
         precision: δ.
@@ -155,26 +147,18 @@ class LoraPrior(CovariantPrior):
             positive("scaling", self.scaling, "s of W₀ + s B A")
 
     def at(self, model: nn.Module, mode: Mapping[str, Tensor], rotated: Container[str]) -> dict[str, Precision]:
-        """δ by parameter name.
-
-        Raises:
-            MatchError: there is no adapter among the parameters, or its factors do not fit.
-            SettingError: B or A of an adapter is 0 still, or s is not known.
-        """
+        """δ by parameter name."""
         # A factor that was not trained still says how large the product is.
         weights = {**own_parameters(model), **mode}
         pairs = [pair for pair in pairs_in(weights) if pair.down in mode or pair.up in mode]
         if not pairs:
-            raise MatchError(
-                "LoraPrior found no lora_A with its lora_B in the posterior: give prior_precision a number"
-            )
+            raise MatchError("LoraPrior found no lora_A with its lora_B: give prior_precision a number")
         scaling = scaling_of_model(model)
         found: dict[str, Precision] = dict.fromkeys(mode, self.precision)
         for pair in pairs:
             up, down = (whole(weights[name]).detach() for name in (pair.up, pair.down))
-            if up.dim() < 2 or down.dim() < 2 or up.shape[1] != len(down):
-                shapes = f"{tuple(up.shape)} and {tuple(down.shape)}"
-                raise MatchError(f"{pair.up!r} and {pair.down!r} of shapes {shapes} are not the factors of a product")
+            if up.dim() < 2 or up.shape[1] != len(down):
+                raise MatchError(f"{pair.up!r} and {pair.down!r} are not the factors of a product")
             scale = self.scaling or scaling(pair.prefix, pair.adapter, len(down))
             if scale is None:
                 raise SettingError(f"s of {pair.prefix!r} is not known: LoraPrior(scaling=...)")

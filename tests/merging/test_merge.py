@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -370,62 +369,6 @@ def test_poor_states_are_warned_of(tuned, tmp_path, options, said):
         merge([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
     with pytest.warns(ba.errors.BayesAdamWarning, match=said):
         merge([ba.Posterior.load(tmp_path / f"{n}.safetensors", m) for n, (m, _, _) in enumerate(found)])
-
-
-def test_disjoint_curvature_is_warned_of(tuned):
-    models = posteriors(tuned)[:2]
-    for number, model in enumerate(models):
-        for v in model.structure.second_moment.values():
-            v.flatten()[number::2] = 0
-    with pytest.warns(ba.errors.BayesAdamWarning, match="overlap by 0.00 only"):
-        merge(models)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        merge(posteriors(tuned))
-
-
-def test_the_overlap_of_factors_or_recorded_gradients_is_no_reason_to_warn(tuned):
-    def halved(models):
-        """Every second row of coordinates has no curvature, other rows in the one than in the other."""
-        for number, model in enumerate(models):
-            for v in model.structure.second_moment.values():
-                v.view(len(v), -1)[number::2] = 0
-        return models
-
-    factors = recorded(tuned[0])
-    for model in factors:
-        # Bases that turn nothing, so that also the diagonals lie apart.
-        for basis in model.structure.bases.values():
-            for side in (basis.left, basis.right):
-                if side is not None:
-                    side.copy_(torch.eye(len(side)))
-    options = {"prior_precision": 1.0, "structure": "diagonal"}
-    tuned_with_recorder = [fine_tuned(tuned[0], seed, keep=60) for seed in range(2)]
-    gradients = [ba.Posterior.from_optimizer(m, o, 960, recorder=r, **options) for m, o, r in tuned_with_recorder]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for models, method in ((halved(factors), "kronecker"), (factors, "fisher"), (halved(gradients), "fisher")):
-            assert merge(models, method).report.overlap < 0.1
-
-
-def test_copies_are_warned_of(tuned, tmp_path):
-    paths = saved(tuned, tmp_path)
-    copied = tmp_path / "copy.pt"
-    copied.write_bytes(paths[0].read_bytes())
-    with pytest.warns(ba.errors.BayesAdamWarning, match=r"0\.pt and copy\.pt have the same weights"):
-        merge([paths[0], paths[1], copied])
-    with pytest.warns(ba.errors.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
-        merge([posteriors(tuned)[0], posteriors(tuned)[0]])
-    with pytest.warns(ba.errors.BayesAdamWarning, match="have the same weights"):
-        merge([paths[0], paths[0]])
-
-
-def test_a_base_that_is_one_of_the_models_is_warned_of(tuned, tmp_path):
-    paths = saved(tuned, tmp_path)
-    with pytest.warns(
-        ba.errors.BayesAdamWarning, match=r"the base and 1\.pt have the same weights: .* before fine-tuning"
-    ):
-        merge(paths[:2], base=paths[1])
 
 
 def test_n_that_is_known_of_some_counts_for_none_and_that_is_said(tuned, tmp_path):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
 from bayesadam._extras import require
@@ -23,8 +23,7 @@ from bayesadam.likelihoods.classification import ClassLikelihood, check_classes
 from bayesadam.likelihoods.predictive import rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.predict.call import Call, Forward, batch_size, batches_of, evaluating, examples, to_device
-from bayesadam.predict.moments import DEFAULT_BUDGET, parameters_at_mean
+from bayesadam.predict.call import Forward, batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
@@ -33,8 +32,6 @@ __all__ = ["Audit", "Column", "Suspect", "audit"]
 _Predicted = tuple[Component, Component, Tensor, Tensor]
 Column = Literal["suspicion", "novelty", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
-# Bytes of an example's covariances for each pair of outputs: two in float32, and their copies in float64.
-_PER_PAIR = 32
 # A normal variable is within this many standard deviations half of the time.
 _QUARTILE = 0.6744897501960817
 
@@ -57,17 +54,15 @@ class Audit:
     """Measures of every example, on the CPU; larger is stranger. Those of class −100 are NaN.
 
     Attributes:
-        likelihood: of the targets.
         suspicion: how strongly the network, and its uncertainty, speak against the label: look at the largest first.
         novelty: how unlike the training data the input is, as `posterior.novelty`.
         influence: |Δf|, how far the network's outputs at the example would move if it were left out; the order counts,
             the size is too large.
         loss: −log p(y) of the network at the posterior's mean.
-        labels: the targets.
         predicted: the likeliest class, or the expected target.
         change: Δf itself, (n, outputs).
         noise_variance: σ² of a regression's residuals, by output; None for other likelihoods.
-        noise_estimated: whether σ² was estimated from the residuals, since the posterior has none.
+        noise_estimated: whether σ² was estimated from the residuals.
     """
 
     likelihood: str
@@ -116,42 +111,30 @@ class Audit:
         path: str | os.PathLike[str],
         *,
         inputs: Any = None,
-        names: Sequence[str] | Mapping[int, str] | None = None,
+        names: Sequence[str] | None = None,
         n: int = 60,
         by: Column = "suspicion",
-        title: str = "Which labels to look at",
     ) -> None:
         """Write the n largest of a column as one HTML page that needs nothing else.
 
         Args:
-            path: the file, which is replaced once the page is complete.
             inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W),
-                bytes or other numbers, which are then scaled to the range of all that are shown; texts; or numbers, as
-                rows of pixels are.
+                bytes or other numbers, which are then scaled to their range; texts; or numbers.
             names: of the classes.
-            title: of the page.
         """
-        write_page(path, self, self.suspects(n, by=by), inputs, names, by, title)
+        write_page(path, self, self.suspects(n, by=by), inputs, names, by)
 
 
 def audit(
-    posterior: Posterior,
-    batches: Any,
-    *,
-    likelihood: str | None = None,
-    forward: Forward | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    posterior: Posterior, batches: Any, *, likelihood: str | None = None, forward: Forward | None = None
 ) -> Audit:
     """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
 
     With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label
     that the network is against, or only just holds on to where other data said little, as it does to one learned by
-    heart. −d alone does not see the latter, and −d/√Var[d] overrates how far variances differ. For numbers it is the
-    residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own settings and
-    e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation, Nickl et al.
-    2023).
-
-    The model is as before when it returns, or raises.
+    heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own
+    settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation,
+    Nickl et al. 2023).
 
     Args:
         posterior: over the network that was trained.
@@ -159,7 +142,6 @@ def audit(
             these; examples are numbered as they come. One batch is in memory at a time.
         likelihood: of the targets; None for the posterior's own. Class indices of −100 are left out.
         forward: `forward(model, inputs)` for models whose call is unusual.
-        memory_budget: bytes that activations, gradients and covariances may take; work is cut to fit.
     """
     require_posterior(posterior, "an audit")
     posterior.require_whole("an audit")
@@ -167,8 +149,7 @@ def audit(
     name = agreed(likelihood, posterior.likelihood)
     record = record_of(name)
     _check_order(batches)
-    count("memory_budget", memory_budget, "bytes")
-    options: Any = {"likelihood": name, "forward": forward, "memory_budget": memory_budget}
+    options: Any = {"likelihood": name, "forward": forward}
     shown = progress(batches, "audit") if isinstance(batches, DataLoader) else batches
     predicted: Iterable[_Predicted] = _predicted(posterior, shown, options)
     noise = None
@@ -200,27 +181,20 @@ def _noise(posterior: Posterior, residuals: list[Tensor]) -> Tensor | None:
 
 
 def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[_Predicted]:
-    """f with covariances at both settings, targets and novelty, as many examples at a time as fit the budget.
+    """f with covariances at both settings, targets and novelty, batch by batch.
 
-    Where the posterior was not calibrated, novelty is relative to the first of them.
+    Where the posterior was not calibrated, novelty is relative to the first batch.
     """
-    at_once, params = 0, parameters_at_mean(posterior)
-    device = next(iter(params.values())).device
+    device = next(iter(posterior.mode.values())).device
     for batch in batches_of(batches, posterior.model):
         inputs, y = to_device(batch.inputs, device), batch.targets.to(device)
         size = batch_size(inputs)
         if y.dim() == 0 or len(y) != size:
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
-        if not at_once:
-            with evaluating(posterior.model), torch.no_grad():
-                outputs = Call(posterior.model, options["forward"])(params, examples(inputs, 0, 1)).numel()
-            at_once = max(1, int(options["memory_budget"]) // (_PER_PAIR * outputs**2))
-            if posterior.leverage is None:
-                posterior = posterior.relative_to([examples(inputs, 0, at_once)], options["forward"])
-        for start in range(0, size, at_once):
-            part = examples(inputs, start, start + at_once)
-            found, data = (q.predict(part, covariance=True, **options) for q in (posterior, posterior.for_novelty))
-            yield found.components[0], data.components[0], y[start : start + at_once], found.novelty
+        if posterior.leverage is None:
+            posterior = posterior.relative_to([inputs], options["forward"])
+        found, data = (q.predict(inputs, covariance=True, **options) for q in (posterior, posterior.for_novelty))
+        yield found.components[0], data.components[0], y, found.novelty
 
 
 def _measured(
@@ -272,9 +246,7 @@ def _flat(values: Tensor) -> Tensor:
 
 def _check_order(batches: Any) -> None:
     """Refuse loaders whose order is random: an example's number would not say which it is."""
-    if not isinstance(batches, DataLoader):
-        return
-    for sampler in (batches.sampler, getattr(batches.batch_sampler, "sampler", None)):
-        is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
-        if is_shuffled or isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-            raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")
+    sampler = getattr(getattr(batches, "batch_sampler", None), "sampler", getattr(batches, "sampler", None))
+    is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    if is_random or getattr(sampler, "shuffle", False):
+        raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")

@@ -138,8 +138,8 @@ def run_inspect(
     if file.suffix != ".png":
         raise SettingError(f"--out {file}: the picture is a PNG, name a file that ends in .png, or a folder")
     run = Run("inspect", 0, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
-    with run.prepared() if out is not None else nullcontext():
-        inspection = inspect_checkpoint(checkpoint, track=run.track, **settings, **vars(options))
+    with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
+        inspection = inspect_checkpoint(checkpoint, **settings, **vars(options))
     if not json:
         heading, *rows = inspection.rows()
         what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"

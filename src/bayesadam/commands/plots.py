@@ -179,9 +179,9 @@ def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: I
             axes.stairs(base - 0.8 * heights, edges, baseline=base, fill=True, color=shade, alpha=0.75)
             axes.plot([row.quantiles[1]] * 2, [number - 0.4, number + 0.4], color=INK, linewidth=1.4)
     axes.plot([], [], color=INK, linewidth=1.4, label="median")
-    if inspection.threshold:
+    if inspection.below is not None:
         line: Any = {"color": colour("magnitude"), "linewidth": 1}
-        axes.axvline(inspection.threshold, linestyle=(0, (4, 3)), label=f"|μ|/σ = {inspection.threshold:g}", **line)
+        axes.axvline(1, linestyle=(0, (4, 3)), label="|μ|/σ = 1", **line)
     axes.set_xscale("log")
     # Tails too thin to be seen are not worth the room.
     occupied = np.flatnonzero(histograms.max(axis=0) > 0.01)

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from bayesadam._checks import positive
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
-from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
@@ -30,16 +28,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
-# Below it the second moments of training lie on different weights, as those of networks that know different classes.
-LEAST_OVERLAP = 0.5
 LEAST_GRADIENTS = 50
 
 
 class Merged(dict[str, Tensor]):
-    """Merged weights and buffers by name, as `model.load_state_dict` takes them, and the `report` of how it was done.
-
-    It is saved, by torch.save or pickle, as the state dict that it is, without the report.
-    """
+    """Merged weights and buffers by name, a state dict, and the `report` of how it was done, which is not saved."""
 
     def __init__(self, tensors: Mapping[str, Tensor], report: MergeReport) -> None:
         super().__init__(tensors)
@@ -96,11 +89,7 @@ def merge_checkpoints(
     weights: Sequence[float] | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> MergeReport:
-    """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged.
-
-    The memory is that of the largest tensor in all models; by Kronecker factors, also that of the bases in the
-    optimisers' states. The folder of `out` is made if absent.
-    """
+    """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged."""
     out = Path(out)
     if out.suffix != ".safetensors":
         raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
@@ -117,9 +106,8 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
     """Σ √(F_a F_b) / √(Σ F_a Σ F_b), the overlap of two networks' curvatures F = v̂: 1 for the same, 0 for disjoint.
 
     1 − the squared Hellinger distance between the curvatures as distributions over the weights; neither N, B nor the
-    loss's units change it. The networks, given as in `merge`, must be of one architecture; a parameter that one of them
-    did not train has no curvature there. Of Kronecker factors F is the diagonal of V: directions across the weights of
-    a layer are not compared, and two networks that depend on different ones may overlap all the same.
+    loss's units change it. The networks, given as in `merge`, must be of one architecture. Of Kronecker factors F is
+    the diagonal of V.
     """
     networks = networks_of((a, b), options)
     tied = _tied_names(networks)
@@ -135,9 +123,8 @@ class Plan:
     """Models that fit together, and all that their merge depends on.
 
     `scales` are the factors on v̂ of each model, α among them, and of the base; `tied` the first name of every tied
-    tensor by its other names; `adapters` the merged factors of LoRA; `sums` are over each parameter's curvature. δ is
-    `matching_share` of the mean of Fᵢ over all weights and models, or `kronecker_share` of the mean of a parameter's
-    Σ Kᵢ over its weights.
+    tensor by its other names; `adapters` the merged factors of LoRA; `sums` are over each parameter's curvature. δ is a
+    share of the mean of Fᵢ over all weights and models, or of the mean of a parameter's Σ Kᵢ over its weights.
     """
 
     networks: Sequence[Network]
@@ -175,7 +162,7 @@ class Plan:
         if name in self.adapters:
             return self.adapters[name]
         first = self.networks[0].weights[name].detach()
-        if not (first.is_floating_point() or first.is_complex()):
+        if not _is_real(first):
             return first
         # A tensor that no model trained has no curvature, and Fisher's merge of it is the average.
         parts = (METHODS[self.method] if name in self.sums else _fisher)(self, name)
@@ -247,6 +234,10 @@ def plan_of(
         raise SettingError(f"method must be one of {known}, got {method!r}: give all models in one list, merge([a, b])")
     if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None):
         raise SettingError("method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none")
+    if weights is not None and len(weights) != len(models):
+        raise SettingError(f"weights must have one number for each of the {len(models)} models, got {weights!r}")
+    for number in weights or ():
+        positive("each of weights", number, "how much a model is to count")
     networks = networks_of(models, options, bases=method == "kronecker")
     start = None if base is None else network_of(base, "the base", options, trained=False)
     outline, pairs, tied = networks[0].outline, pairs_in(networks[0].outline), _tied_names(networks)
@@ -263,20 +254,17 @@ def plan_of(
         raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
     if method == "kronecker":
         _check_bases(networks, trained)
-    _warn_of_copies(networks if start is None else [start, *networks], [*trained, *adapters])
     for network in networks:
         warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
-    _warn_of_overlap(Sums.total(sums.values()), networks)
-    kinds: dict[str, list[str]] = {}
-    for name in plain:
-        if name not in sums:
-            real = outline[name].is_floating_point() or outline[name].is_complex()
-            way = "that no model trained were averaged" if real else f"of integers are those of {networks[0].label}"
-            kinds.setdefault(way, []).append(name)
-        elif not all(name in each.owners for each in networks):
-            kinds.setdefault("that not every model trained come from those that did", []).append(name)
-    for way, names in kinds.items():
-        notes.append(f"{len(names)} tensors {way}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    others = [name for name in plain if name not in sums]
+    kinds = {
+        "that no model trained were averaged": [name for name in others if _is_real(outline[name])],
+        f"of integers are those of {networks[0].label}": [name for name in others if not _is_real(outline[name])],
+        "that not every model trained come from those that did": [
+            name for name in trained if not all(name in each.owners for each in networks)
+        ],
+    }
+    notes += [f"{len(names)} tensors {way}: {', '.join(names[:3])}" for way, names in kinds.items() if names]
     return Plan(networks, method, start, scales, tied, adapters, sums, notes)
 
 
@@ -284,12 +272,7 @@ def _scales(
     networks: Sequence[Network], base: Network | None, weights: Sequence[float] | None, method: str
 ) -> tuple[Tensor, list[str]]:
     """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
-    counts = [1.0] * len(networks) if weights is None else list(weights)
-    if len(counts) != len(networks):
-        raise SettingError(f"weights must have one number for each of the {len(networks)} models, got {weights!r}")
-    for number in counts:
-        positive("each of weights", number, "how much a model is to count")
-    scales = torch.tensor([*map(float, counts), 1.0])
+    scales = torch.tensor([*([1.0] * len(networks) if weights is None else map(float, weights)), 1.0])
     notes: list[str] = []
     concerned = [*networks, *([base] if base is not None and base.gaussian else [])] if method != "fisher" else []
     for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
@@ -302,6 +285,10 @@ def _scales(
         else:
             scales[: len(concerned)] *= torch.tensor([float(getattr(each, key)) for each in concerned])
     return scales, notes
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
@@ -337,13 +324,11 @@ def _merged_adapters(
     """The merged factors by name, of the largest rank and with its model's scaling, and the sums by module."""
     merged: dict[str, Tensor] = {}
     sums: dict[str, Sums] = {}
-    kinds: dict[str, str] = {}
+    kinds = set()
     for pair in pairs:
         adapters = [_adapter(each, pair, networks[0].weights[pair.up].device) for each in networks]
         if len({adapter.scale is None for adapter in adapters}) > 1:
-            raise MatchError(
-                f"put adapter_config.json beside all weights: some scalings of {pair.prefix!r} are unknown"
-            )
+            raise MatchError(f"put adapter_config.json beside all weights: a scaling of {pair.prefix!r} is unknown")
         ranks = [len(adapter.down) for adapter in adapters]
         largest = ranks.index(max(ranks))
         curvature = torch.stack([n * adapter.curvature() for n, adapter in zip(counts.tolist(), adapters, strict=True)])
@@ -352,9 +337,8 @@ def _merged_adapters(
             like = networks[largest].outline[name]
             merged[name] = factor.reshape(like.shape).to(like.dtype)
         sums[pair.down] = Sums.of(curvature.flatten(1), counts)
-        words = f"rank {ranks[largest]}, and load with the configuration of {networks[largest].label}"
-        kinds.setdefault(words, pair.prefix)
-    notes += [f"adapters, {prefix} and others, have {words}" for words, prefix in kinds.items()]
+        kinds.add(f"adapters have rank {ranks[largest]}, and load with the configuration of {networks[largest].label}")
+    notes += sorted(kinds)
     return merged, sums
 
 
@@ -374,39 +358,10 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
     """Refuse models without eigenbases, or with bases of too few gradients."""
     for network in networks:
         if not any(network.has_bases(name) for name in trained):
-            raise SettingError(
-                f"method='kronecker' needs eigenbases, and {network.label} has none: see Recorder, or SOAP"
-            )
+            raise SettingError(f"method='kronecker' needs eigenbases, and {network.label} has none: record gradients")
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
+            found = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients"
             raise SettingError(
-                f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging needs "
-                f"{LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
+                f"{found}, and merging needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)"
             )
-
-
-def _warn_of_copies(networks: Sequence[Network], names: Sequence[str]) -> None:
-    """Warn of networks whose trained weights are the same; reading ends with the first tensor that differs."""
-    for one, other in combinations(networks, 2):
-        pairs = ((one.weights[name].detach(), other.weights[name].detach()) for name in names)
-        if all(own.shape == theirs.shape and torch.equal(own, theirs.to(own)) for own, theirs in pairs):
-            warn(
-                f"{one.label} and {other.label} have the same weights: give each network once, with a larger number in "
-                "weights= where it is to count for more; base= is the network before fine-tuning"
-            )
-
-
-def _warn_of_overlap(total: Sums, networks: Sequence[Network]) -> None:
-    """Warn of second moments on different weights, those that an optimiser averaged: by them the limit was set.
-
-    The diagonals of Kronecker factors, and second moments of recorded gradients, overlap by less where merging helps
-    and by more where it does not.
-    """
-    averaged = [i for i, network in enumerate(networks) if network.is_averaged]
-    overlap, i, j = min(((total.overlap(i, j), i, j) for i, j in combinations(averaged, 2)), default=(1.0, 0, 0))
-    if overlap < LEAST_OVERLAP:
-        warn(
-            f"the curvatures of {networks[i].label} and {networks[j].label} overlap by {overlap:.2f} only, as those of "
-            "networks that know different classes do: there merging by curvature can be worse than averaging. Compare "
-            "both on held-out data of every task"
-        )

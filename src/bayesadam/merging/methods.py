@@ -13,12 +13,7 @@ _TOLERANCE, _STEPS = 1e-3, 500
 
 
 def counted_shares(curvature: Tensor, counts: Tensor) -> Tensor:
-    """Fᵢ / Σ Fⱼ, the share with which each model counts for each weight; αᵢ / Σ αⱼ where no model has curvature.
-
-    Args:
-        curvature: F, (models, …), not negative, α in it.
-        counts: α, (models,), positive.
-    """
+    """Fᵢ / Σ Fⱼ, α in F: the share with which each model counts for each weight; αᵢ / Σ αⱼ where all F are 0."""
     alpha = counts.to(curvature).reshape(-1, *[1] * (curvature.dim() - 1))
     # By the largest first: second moments may be so small that their sum has few digits.
     largest = curvature.amax(dim=0)
@@ -40,12 +35,7 @@ def fisher(weights: Tensor, curvature: Tensor, counts: Tensor) -> Tensor:
 def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_curvature: Tensor, delta: float) -> Tensor:
     """θ = θ₀ + (F₀ + Σ Fᵢ)⁻¹ Σ (F₀ + Fᵢ)(θᵢ − θ₀) with δ added to every F (Daheim et al. 2024).
 
-    Args:
-        weights: θᵢ, (models, …).
-        curvature: αᵢ Fᵢ, of the whole training loss: N B v̂.
-        base: θ₀, from which the models were fine-tuned.
-        base_curvature: F₀; 0 where nothing is known of it.
-        delta: δ, positive.
+    α is in F, which is of the whole training loss, N B v̂; F₀ is 0 where nothing is known of it.
     """
     own = base_curvature + delta
     every = curvature + delta
@@ -58,15 +48,8 @@ def kronecker(
 ) -> Tensor:
     """θ of (Σ Kᵢ + δ I)(θ − θ_F) = Σ Kᵢ (θᵢ − θ_F).
 
-    Along directions in which the models have curvature it is (Σ Kᵢ)⁻¹ Σ Kᵢ θᵢ; where all have little beside δ it stays
-    at θ_F, the merge by the diagonals. Solved by conjugate gradients preconditioned with the diagonal.
-
-    Args:
-        weights: θᵢ.
-        operators: x → Kᵢ x, one a model, αᵢ in it.
-        diagonal: that of Σ Kᵢ, of the parameter's shape.
-        start: θ_F.
-        delta: δ, positive.
+    Where all models have little curvature beside δ it stays at θ_F, `start`, the merge by the diagonals. The operators
+    are x → Kᵢ x, αᵢ in it. Solved by conjugate gradients preconditioned with the diagonal of Σ Kᵢ.
     """
     residual = torch.stack([k(theta - start) for k, theta in zip(operators, weights, strict=True)]).sum(dim=0)
     found, size = start.clone(), float(residual.norm())

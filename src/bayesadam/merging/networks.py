@@ -55,12 +55,6 @@ class Network:
         """Whether a parameter has eigenbases."""
         return name in self.owners and self.owners[name] in self.gaussian.structure.bases  # type: ignore[union-attr]
 
-    @property
-    def is_averaged(self) -> bool:
-        """Whether its second moments are the optimiser's own, weight by weight: neither in eigenbases nor recorded."""
-        found = self.gaussian
-        return found is not None and not found.origin.recorded and not found.structure.bases and not _rotates(found)
-
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
         if name not in self.owners:
@@ -74,11 +68,7 @@ class Network:
 def network_of(
     source: BaseSource, label: str, options: CheckpointKeywords, *, trained: bool = True, bases: bool = False
 ) -> Network:
-    """The network behind a posterior, a path, or a path with that of the optimiser's state.
-
-    With `trained` False it need not have a state, and may be a model or its state dict; with `bases` the eigenbases in
-    an optimiser's state are read.
-    """
+    """The network behind a source; with `trained` False it need not have a state, with `bases` eigenbases are read."""
     require_one_network(source, "merging")
     if isinstance(source, GaussianWeights):
         return _of_gaussian(source, label)
@@ -87,10 +77,7 @@ def network_of(
         return Network(label, tensors, identities(tensors))
     path, state = source if isinstance(source, tuple) else (source, None)
     if not isinstance(path, str | os.PathLike):
-        raise SettingError(
-            f"cannot merge a {type(source).__name__}: pass posteriors, paths of checkpoints, or pairs of paths "
-            "(weights, optimiser's state). A model alone has no curvature: use Posterior.from_optimizer"
-        )
+        raise SettingError(f"cannot merge a {type(source).__name__}. A model alone has no curvature: pass posteriors")
     try:
         return _opened(Path(path), state, label, options, bases)
     except FileError:
@@ -164,5 +151,5 @@ def check_alike(first: Network, other: Network, names: Iterable[str], pairs: Con
             described = ["missing" if shape is None else f"of shape {tuple(shape)}" for shape in (own, theirs)]
             raise MatchError(
                 f"{first.label} and {other.label} are of different architectures: {name!r} is {described[0]} in the "
-                f"one and {described[1]} in the other. Only networks fine-tuned from one start can be merged"
+                f"one and {described[1]} in the other"
             )

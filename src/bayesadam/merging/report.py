@@ -11,18 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from bayesadam._tables import aligned
 from bayesadam.merging.methods import counted_shares
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over weights, in float64.
-
-    Attributes:
-        weights: how many.
-        products: Σ √(Fᵢ Fⱼ), (models, models); its diagonal is Σ Fᵢ.
-        shares: Σ αᵢ Fᵢ / Σ αⱼ Fⱼ, (models,).
-    """
+    """Sums over weights, in float64: Σ √(Fᵢ Fⱼ), whose diagonal is Σ Fᵢ, and Σ αᵢ Fᵢ / Σ αⱼ Fⱼ."""
 
     weights: int
     products: Tensor
@@ -51,7 +46,7 @@ class Sums:
         return min(float(self.products[first, second]) / size, 1.0) if size else 0.0
 
     def least_overlap(self) -> float:
-        """Of two models."""
+        """The least of two models."""
         return min(self.overlap(i, j) for i, j in combinations(range(len(self.shares)), 2))
 
 
@@ -64,18 +59,12 @@ class MergedLayer:
     shares: tuple[float, ...]
     overlap: float
 
-    @classmethod
-    def of(cls, name: str, sums: Sums) -> MergedLayer:
-        """The row of the sums over its weights."""
-        return cls(name, sums.weights, tuple((sums.shares / sums.weights).tolist()), sums.least_overlap())
-
 
 @dataclass(frozen=True)
 class MergeReport:
     """What a merge did; prints as a table of layers.
 
     Attributes:
-        method: by which the models were merged.
         labels: the models', in the order of the shares.
         layers: every module of which one of them has curvature.
         overlap: the least of two models over all weights, as by `similarity`.
@@ -94,8 +83,13 @@ class MergeReport:
         parts: dict[str, list[Sums]] = {}
         for name, found in sums.items():
             parts.setdefault(name.rpartition(".")[0] or name, []).append(found)
-        layers = tuple(MergedLayer.of(name, Sums.total(found)) for name, found in parts.items())
-        return cls(method, tuple(labels), layers, Sums.total(sums.values()).least_overlap(), tuple(notes))
+        totals = {name: Sums.total(found) for name, found in parts.items()}
+        layers = [
+            MergedLayer(name, each.weights, tuple((each.shares / each.weights).tolist()), each.least_overlap())
+            for name, each in totals.items()
+        ]
+        overlap = Sums.total(totals.values()).least_overlap()
+        return cls(method, tuple(labels), tuple(layers), overlap, tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -107,7 +101,5 @@ class MergeReport:
         lines = [["layer", "weights", *numbers, "overlap"]]
         for row in self.layers:
             lines.append([row.name, f"{row.weights:,}", *(f"{s:.1%}" for s in row.shares), f"{row.overlap:.2f}"])
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
         last = f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}"
-        return "\n".join([*table, *legend, last, *self.notes])
+        return "\n".join([*aligned(lines), *legend, last, *self.notes])

@@ -1,14 +1,6 @@
 """Pruning: which weights or units to remove, removing them, and keeping them removed."""
 
-from bayesadam.pruning.apply import (
-    PruningReport,
-    from_torch_prune,
-    keep_pruned,
-    prune,
-    pruning_report,
-    to_torch_prune,
-    tune_only,
-)
+from bayesadam.pruning.apply import PruningReport, keep_pruned, prune, pruning_report, tune_only
 from bayesadam.pruning.masks import (
     RANKINGS,
     Ranking,
@@ -25,7 +17,6 @@ __all__ = [
     "RANKINGS",
     "PruningReport",
     "Ranking",
-    "from_torch_prune",
     "keep_pruned",
     "load_masks",
     "neuron_masks",
@@ -36,7 +27,6 @@ __all__ = [
     "pruning_report",
     "save_masks",
     "shrink",
-    "to_torch_prune",
     "tune_only",
     "tuning_masks",
     "weight_scores",

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
+from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.gaussian.settings import curvature
@@ -21,8 +21,6 @@ from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers.match import listed_optimizers
 
 Model = TypeVar("Model", bound=nn.Module)
-# First moments: they would carry a weight away from 0 once the masks are lifted.
-_MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
 
 
 class Owner(NamedTuple):
@@ -54,12 +52,10 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
         name = known.get(given)
         if name is None:
             raise MatchError(f"mask {given!r} is of no parameter of {type(model).__name__}")
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
-        if mask.shape != parameters[name].shape:
-            shape = tuple(parameters[name].shape)
-            raise MatchError(f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {shape}")
+        shape = parameters[name].shape
+        if mask.dtype != torch.bool or mask.shape != shape:
+            described = f"{mask.dtype} of shape {tuple(mask.shape)}"
+            raise MatchError(f"mask {given!r} must be a boolean tensor of shape {tuple(shape)}, not {described}")
         if name in found and not torch.equal(found[name].to(mask.device), mask):
             raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one")
         found[name] = mask
@@ -88,21 +84,18 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
 
 
 class HeldWeights:
-    """Holds some weights of a model where they are, until `remove` or the end of the `with` block.
-
-    Args:
-        held: parameters, each with a mask that is True at the weights to hold, and the values to hold them at.
-        optimizers: after each of their steps the weights are put back.
-    """
+    """Holds some weights, where a mask is True, at values, until `remove` or the end of the `with` block."""
 
     def __init__(
-        self, held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]], optimizers: Sequence[Optimizer]
+        self,
+        held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]],
+        optimizer: Optimizer | Sequence[Optimizer],
     ) -> None:
         self._held = held
-        self._hooks = [optimizer.register_step_post_hook(self.apply) for optimizer in optimizers]
+        self._hooks = [each.register_step_post_hook(self.apply) for each in listed_optimizers(optimizer)]
         for parameter, fixed, _ in held:
             if parameter.requires_grad:
-                hook = lambda g, fixed=fixed: g if g.is_sparse else g.masked_fill(fixed, 0)  # noqa: E731
+                hook = lambda g, fixed=fixed: g.masked_fill(fixed, 0)  # noqa: E731
                 self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -124,36 +117,26 @@ class HeldWeights:
 
 
 def keep_pruned(
-    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer] | None = None
+    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]
 ) -> HeldWeights:
-    """Prune the model, and keep it pruned through fine-tuning.
+    """Prune the model, and keep it pruned through fine-tuning: in a `with` block, or until `remove`.
 
-    Gradients of pruned weights are set to 0 before they reach gradient clipping or the optimiser, and the masks are
-    applied after every step. Use it in a `with` block, or call `remove` at the end. Momentum of pruned weights is
-    cleared, second moments are left alone. Without an optimiser, call `apply` after each step.
+    Gradients of pruned weights are 0 before they reach clipping or the optimiser; masks are applied after every step.
     """
     prune(model, masks)
-    removals = _removals(model, masks)
-    optimizers = [] if optimizer is None else listed_optimizers(optimizer)
-    for parameter, removed in removals:
-        for state in (each.state.get(parameter, {}) for each in optimizers):
-            for moment in (state.get(key) for key in _MOMENTUM_KEYS):
-                if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                    moment.masked_fill_(removed, 0)
-    return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
+    return HeldWeights([(parameter, removed, 0.0) for parameter, removed in _removals(model, masks)], optimizer)
 
 
 def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
-    """Train only the weights at which the masks are True; parameters without a mask stay as they are.
+    """Train only the weights at which the masks are True: in a `with` block, or until `remove`.
 
-    Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others
-    are put back. Use it in a `with` block, or call `remove` at the end. It keeps a copy of the weights.
+    Gradients of the others are 0 before they reach clipping or the optimiser, and after every step these are put back.
     """
     found = checked_masks(unwrap(model), masks)
     if not any(bool(mask.any()) for mask in found.values()):
         raise SettingError("the masks are False throughout: nothing would be trained")
-    optimizers = listed_optimizers(optimizer)
-    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    groups = [group for each in listed_optimizers(optimizer) for group in each.param_groups]
+    trained = {id(p) for group in groups for p in group["params"]}
     held = []
     for name, parameter in unwrap(model).named_parameters():
         chosen = found.get(name, torch.zeros_like(parameter, dtype=torch.bool)).to(parameter.device)
@@ -161,47 +144,16 @@ def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimize
             raise MatchError(f"{name!r} is to be trained, and the optimiser does not have it: pass the one that has")
         if id(parameter) in trained and not bool(chosen.all()):
             held.append((parameter, ~chosen, parameter.detach().clone()))
-    return HeldWeights(held, optimizers)
-
-
-def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
-    """Register the masks with `torch.nn.utils.prune`, on every module that holds the parameter.
-
-    Its `is_pruned`, `remove` and the rest then work: `weight` becomes `weight_orig` × `weight_mask`.
-    """
-    held = owners(unwrap(model))
-    for name, mask in checked_masks(unwrap(model), masks).items():
-        for module, key in {(owner.module, owner.key): None for owner in held[name]}:
-            torch_prune.custom_from_mask(module, key, mask.to(getattr(module, key)))  # type: ignore[no-untyped-call]
-    return model
-
-
-def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
-    """The masks that `torch.nn.utils.prune` has put on a model, by the names the parameters had before."""
-    masks = {}
-    for name, module, key in (held[0] for held in owners(unwrap(model)).values()):
-        mask = module._buffers.get(f"{key.removesuffix('_orig')}_mask") if key.endswith("_orig") else None
-        if mask is not None:
-            masks[name.removesuffix("_orig")] = mask != 0
-    return masks
+    return HeldWeights(held, optimizer)
 
 
 @dataclass(frozen=True)
 class PrunedParameter:
-    """A row of a report: a parameter, its weights and those that remain, its bytes as it is and without the zeros."""
+    """A row of a report: a parameter, its weights and those that remain."""
 
     name: str
     weights: int
     kept: int
-    bytes_dense: int
-    bytes_sparse: int
-
-    @classmethod
-    def of(cls, name: str, parameter: Tensor, mask: Tensor | None) -> PrunedParameter:
-        """Without its zeros a parameter has a bit for each weight and the remaining values, where that is smaller."""
-        weights, size = parameter.numel(), parameter.element_size()
-        kept = weights if mask is None else int(mask.sum())
-        return cls(name, weights, kept, weights * size, min(weights * size, kept * size + (weights + 7) // 8))
 
     @property
     def sparsity(self) -> float:
@@ -210,8 +162,8 @@ class PrunedParameter:
 
 
 @dataclass(frozen=True)
-class PruningReport(PrunedParameter):
-    """What masks do to a model: the row of all its parameters together, and each one's; prints as a table.
+class PruningReport:
+    """What masks do to a model; prints as a table.
 
     Attributes:
         rows: one per parameter of the model.
@@ -224,24 +176,30 @@ class PruningReport(PrunedParameter):
     expected_loss_change: float | None = None
 
     @classmethod
-    def total(cls, rows: Sequence[PrunedParameter], expected_loss_change: float | None = None) -> PruningReport:
-        """The sum of the rows."""
-        keys = ("weights", "kept", "bytes_dense", "bytes_sparse")
-        sums = {key: sum(getattr(row, key) for row in rows) for key in keys}
-        return cls("total", rows=tuple(rows), expected_loss_change=expected_loss_change, **sums)
+    def of(
+        cls, parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor], expected_loss_change: float | None = None
+    ) -> PruningReport:
+        """The report of masks, by the names of the parameters; one without a mask stays whole."""
+        rows = [
+            (name, p.numel(), int(masks[name].sum()) if name in masks else p.numel()) for name, p in parameters.items()
+        ]
+        return cls(tuple(PrunedParameter(*row) for row in rows), expected_loss_change)
+
+    @property
+    def total(self) -> PrunedParameter:
+        """All parameters together."""
+        return PrunedParameter("total", sum(row.weights for row in self.rows), sum(row.kept for row in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.rows]
-        return {**asdict(self), "sparsity": self.sparsity, "rows": rows}
+        total, *rows = ({**asdict(row), "sparsity": row.sparsity} for row in (self.total, *self.rows))
+        return {**total, "expected_loss_change": self.expected_loss_change, "rows": rows}
 
     def __str__(self) -> str:
-        lines = [["parameter", "weights", "kept", "removed", "bytes", "without zeros"]]
-        for row in (*self.rows, self):
-            counts = [f"{count:,}" for count in (row.weights, row.kept, row.bytes_dense, row.bytes_sparse)]
-            lines.append([row.name, *counts[:2], f"{row.sparsity:.1%}", *counts[2:]])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        lines = [["parameter", "weights", "kept", "removed"]]
+        for row in (*self.rows, self.total):
+            lines.append([row.name, f"{row.weights:,}", f"{row.kept:,}", f"{row.sparsity:.1%}"])
+        table = aligned(lines)
         if self.expected_loss_change is not None:
             table.append(f"expected rise of the mean loss, to second order: {self.expected_loss_change:.3g}")
         return "\n".join(table)
@@ -249,22 +207,18 @@ class PruningReport(PrunedParameter):
 
 @torch.no_grad()
 def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str, Tensor]) -> PruningReport:
-    """What the masks remove from each parameter; with a posterior, also the loss that this is expected to cost.
-
-    Make it before `prune`, or after: only the masks and the posterior's own copy of the weights count.
-    """
+    """What the masks remove from each parameter; with a posterior, also the loss that this is expected to cost."""
     require_one_network(model_or_posterior, "a report on pruning")
     posterior = model_or_posterior if isinstance(model_or_posterior, Posterior) else None
     model = unwrap(posterior.model if posterior is not None else model_or_posterior)  # type: ignore[arg-type]
-    found = checked_masks(model, masks)
-    rows = [PrunedParameter.of(name, parameter, found.get(name)) for name, parameter in model.named_parameters()]
+    found, parameters = checked_masks(model, masks), dict(model.named_parameters())
     removed = {name: ~mask for name, mask in found.items() if not bool(mask.all())}
     if posterior is None or (removed and not posterior.structure.independent) or removed.keys() - posterior.mode.keys():
-        return PruningReport.total(rows)
+        return PruningReport.of(parameters, found)
     settings, cost = posterior.settings, 0.0
     for name, gone in removed.items():
         here = gone.to(posterior.mode[name].device)
         theta, v = posterior.mode[name][here], posterior.structure.second_moment[name][here]
         costs = curvature(v, settings.power).mul_(settings.weight / settings.n_data).mul_(theta.square())
         cost += 0.5 * float(costs.sum(dtype=wide(costs)))
-    return PruningReport.total(rows, cost)
+    return PruningReport.of(parameters, found, cost)

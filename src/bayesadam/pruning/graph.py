@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,72 +64,34 @@ class Units(NamedTuple):
         return len(self.layer.weight)
 
 
-class Seen(NamedTuple):
-    """A layer's input on an example, by feature: the value at the first position, and whether all others equal it."""
-
-    first: Tensor
-    same: Tensor
-
-
-def understand(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Units]]:
-    """Trace a model, in evaluation mode, and find the layers whose units can be taken out.
-
-    The traced model shares the model's modules, so that a change to them shows.
-    """
+def understand(model: nn.Module, example: tuple[Any, ...]) -> list[Units]:
+    """Trace a model, in evaluation mode, and find the layers whose units can be taken out."""
     if not all(leaf.numel() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)):
         raise SettingError("example_input holds an empty tensor: pass a batch of at least one example")
     try:
-        positional, named = arguments(example)
-        given = inspect.signature(model.forward).bind(*positional, **named)
         # Absent arguments have their defaults, which the model may test: they must not be traced as tensors.
-        absent = {n: p.default for n, p in given.signature.parameters.items() if n not in given.arguments}
-        defaults = {name: value for name, value in absent.items() if value is not inspect.Parameter.empty}
+        absent = list(inspect.signature(model.forward).parameters.values())[len(example) :]
+        defaults = {each.name: each.default for each in absent if each.default is not inspect.Parameter.empty}
         traced = fx.GraphModule(model, fx.Tracer().trace(model, concrete_args=defaults or None))
-        results = _Run(traced, example).results
+        run = _Run(traced)
+        run.run(*example, *defaults.values())
     except Exception as error:
-        raise SettingError(
-            f"torch.fx cannot trace {type(model).__name__}: {error}. Pass a part without control flow"
-        ) from error
-    return traced, list(_Paths(model, traced.graph, results).units())
-
-
-def inputs_seen(traced: fx.GraphModule, example: Any) -> dict[str, Seen]:
-    """The inputs of the layers on an example, by layer."""
-    return _Run(traced, example).seen
-
-
-def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """An example as arguments: a tensor alone, a tuple unpacked, a mapping as keywords."""
-    if isinstance(example, Mapping):
-        return (), example
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+        message = f"torch.fx cannot trace {type(model).__name__}: {error}. Pass a part without control flow"
+        raise SettingError(message) from error
+    return list(_Paths(model, traced.graph, run.results).units())
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph on an example; notes the results of its nodes, tensors without values, and the layers' inputs."""
+    """Runs a graph on an example, and notes the results of its nodes: of tensors the shapes and types."""
 
-    def __init__(self, traced: fx.GraphModule, example: Any) -> None:
+    def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__(traced)
         self.results: dict[fx.Node, Any] = {}
-        self.seen: dict[str, Seen] = {}
-        positional, named = arguments(example)
-        inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        rest = [named[p.target] if p.target in named else p.args[0] for p in inputs[len(positional) :]]
-        with torch.no_grad():
-            self.run(*positional, *rest)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         self.results[n] = torch.empty_like(result, device="meta") if isinstance(result, Tensor) else result
         return result
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer = self.submodules[target]
-        if type(layer) in LAYERS and args:
-            features = args[0].detach().movedim(_unit_dim(layer, args[0].dim()), 0).flatten(1)
-            same = torch.isclose(features, features[:, :1], rtol=1e-6, atol=0.0).all(1)
-            self.seen[target] = Seen(features[:, 0].clone(), same)
-        return super().call_module(target, args, kwargs)
 
 
 def _unit_dim(layer: Layer, dims: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
 from bayesadam._checks import is_number
@@ -26,7 +25,7 @@ from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.posterior.running import biases_before_norms, norm_widths
-from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, owners
+from bayesadam.pruning.apply import Owner, PruningReport, owners
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
 
@@ -37,40 +36,18 @@ Ranking = str | Callable[[Tensor, Tensor], Tensor] | Mapping[str, Tensor]
 Scope = Literal["global", "layer"]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
-# Weights processed together: bounds the extra memory whatever the size of a parameter.
-CHUNK = 1 << 19
-_DIGIT = 16
-_BINS = 1 << _DIGIT
 
 
-def snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """|θ| (w v̂ᵖ)^½, |μ|/σ with δ = 0: the paper's |θ| N^½ v̂^¼ at its p = ½.
-
-    The prior is left out: with δ a dead weight, v̂ = 0, would score |θ| δ^½ and outlive weights in use.
-    """
-    return replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta).abs_()
-
-
-def posterior_snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """|μ| (w v̂ᵖ + δ)^½, the posterior's own |μ|/σ, prior included."""
-    return rule.precision(v).sqrt_().mul_(rule.mean(theta, v)).abs_()
-
-
-def magnitude(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """|θ|."""
-    return theta.abs()
-
-
-def saliency(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
-    """½ θ² v̂, optimal brain damage with the empirical Fisher as Hessian: the loss that removing a weight costs."""
-    return theta.square().mul_(v).mul_(0.5)
-
-
+# Scores of θ, v̂ and the posterior's rule of precisions, by name.
 RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
-    "snr": snr,
-    "snr-posterior": posterior_snr,
-    "magnitude": magnitude,
-    "saliency": saliency,
+    # |θ| (w v̂ᵖ)^½, |μ|/σ with δ = 0: the paper's |θ| N^½ v̂^¼ at its p = ½. With δ a dead weight, v̂ = 0, would score
+    # |θ| δ^½ and outlive weights in use.
+    "snr": lambda theta, v, rule: replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta).abs_(),
+    # |μ| (w v̂ᵖ + δ)^½, the posterior's own |μ|/σ.
+    "snr-posterior": lambda theta, v, rule: rule.precision(v).sqrt_().mul_(rule.mean(theta, v)).abs_(),
+    "magnitude": lambda theta, v, rule: theta.abs(),
+    # ½ θ² v̂, optimal brain damage with the empirical Fisher as Hessian: the loss that removing a weight costs.
+    "saliency": lambda theta, v, rule: theta.square().mul_(v).mul_(0.5),
 }
 
 
@@ -91,38 +68,26 @@ def weight_scores(
         if wrong := [*(ranking.keys() - posterior.mode.keys()), *(name for name in wanted if name not in ranking)]:
             raise MatchError(f"the scores given must be by parameter name: {wrong[:4]} are unknown or missing")
     elif not callable(ranking) and ranking not in RANKINGS:
-        raise SettingError(
-            f"ranking must be one of {', '.join(map(repr, RANKINGS))}, a function of (theta, v), or scores by "
-            f"parameter name; got {ranking!r}"
-        )
+        known = ", ".join(map(repr, RANKINGS))
+        raise SettingError(f"ranking must be one of {known}, a function of (theta, v), or scores; got {ranking!r}")
     elif not posterior.structure.independent:
         raise SettingError(f"a {posterior.structure.kind!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
     for name in wanted:
         theta = posterior.mode[name]
-        score = ranking[name] if isinstance(ranking, Mapping) else _ranked(posterior, ranking, name, theta)
+        if isinstance(ranking, Mapping):
+            score = ranking[name]
+        elif callable(ranking):
+            score = ranking(theta, posterior.structure.second_moment[name])
+        else:
+            rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
+            score = RANKINGS[ranking](theta, posterior.structure.second_moment[name], rule)
         if score.shape != theta.shape:
             raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
         if bad := int(torch.isnan(score).sum()):
             raise MatchError(f"{bad} of the {score.numel()} scores of {name!r} are NaN: see bayesadam.doctor")
         scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
     return scores
-
-
-def _ranked(
-    posterior: GaussianWeights, ranking: str | Callable[[Tensor, Tensor], Tensor], name: str, theta: Tensor
-) -> Tensor:
-    """The scores of one parameter; by a name, chunk by chunk, for less memory."""
-    v = posterior.structure.second_moment[name]
-    if callable(ranking):
-        return ranking(theta, v)
-    rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
-    if isinstance(rule.delta, Tensor):
-        return RANKINGS[ranking](theta, v, rule)
-    score = torch.empty_like(v)
-    for out, some, moments in zip(*(torch.split(each.reshape(-1), CHUNK) for each in (score, theta, v)), strict=True):
-        out.copy_(RANKINGS[ranking](some, moments, rule))
-    return score
 
 
 def pruning_masks(
@@ -148,21 +113,20 @@ def pruning_masks(
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
             `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
         pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
-            linear layer, the channels of a convolution at each position of its kernel (as TensorRT and cuSPARSELt read
-            2:4). Parameters with one dimension, biases and norms, are left whole.
+            linear layer, the channels of a convolution at each position of its kernel. Parameters with one dimension,
+            biases and norms, are left whole.
     """
     require_one_network(posterior, "pruning")
     tensors = posterior.source.weights if posterior.source else {}
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     eligible = _eligible(posterior, ranking, exclude, buffers)
+    if pattern is not None and fraction is not None:
+        raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
     if pattern is not None:
-        if fraction is not None:
-            raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
         kept = _pattern_masks(posterior, pattern, ranking, eligible)
     else:
-        scores = weight_scores(posterior, ranking, eligible)
-        removed = removals(scores, eligible, scope, fraction)
-        kept = {name: ~chosen(name) for name, chosen in removed.items()}
+        removed = removals(weight_scores(posterior, ranking, eligible), scope, fraction)
+        kept = {name: ~gone for name, gone in removed.items()}
     whole = nothing_removed(posterior)
     return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
 
@@ -170,13 +134,8 @@ def pruning_masks(
 def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:
     """Masks, True at the share of the weights with the largest curvature v̂: those to fine-tune (Sung et al. 2021).
 
-    They have the form of `pruning_masks`, for `tune_only`, `save_masks` and `load_masks`. Of n weights
-    n − round((1 − share) n) are chosen, over all parameters together.
-
-    Args:
-        posterior: of the network before fine-tuning, or after a few steps of it.
-        share: above 0 and up to 1.
-        exclude: parameters that are trained as a whole, such as a new head: as in `pruning_masks`.
+    The posterior is of the network before fine-tuning, or after a few steps of it. Excluded parameters, as in
+    `pruning_masks`, are trained as a whole: a new head. The masks are for `tune_only`.
     """
     require_one_network(posterior, "sparse fine-tuning")
     scores = {name: posterior.structure.diagonal(name) for name in posterior.mode}
@@ -197,52 +156,86 @@ def prune_checkpoint(
 
     No model and no data are needed, and of the weights one tensor at a time is in memory.
 
+    The report has the parameters with a state; buffers and frozen weights have no row.
+
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
         out: the file to write; with the ending `.safetensors` the weights alone.
-        fraction: the share of the weights with a state to remove, 0 to 1.
-        ranking: a name from `RANKINGS`.
-        scope: as in `pruning_masks`.
+        fraction, ranking, scope: as in `pruning_masks`.
         exclude: as in `pruning_masks`; of the kinds only `"biases"`, for the others need the model.
         **options: how the file is read, see `CheckpointOptions`.
-
-    Returns:
-        The parameters with a state, and what was removed of them; buffers and frozen weights have no row.
     """
     checkpoint = read_checkpoint(path, **options)
     # N does not change the order.
     saved = GaussianWeights.open(checkpoint, 1.0, prior_precision=0.0, **options)
+    saved = replace(saved, structure=Diagonal(Lazy(outlined(saved.mode), saved.structure.diagonal)))
     outline = outlined(saved.mode)
-    saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
-    eligible = _eligible(saved, ranking, exclude, checkpoint.weights)
-    scores = Lazy(outline, lambda name: weight_scores(saved, ranking, [name])[name])
-    removed = removals(scores, eligible, scope, fraction)
-    masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
+    eligible = {name: outline[name] for name in _eligible(saved, ranking, exclude, checkpoint.weights)}
+    scores = Lazy(eligible, lambda name: weight_scores(saved, ranking, [name])[name])
+    removed = removals(scores, scope, fraction)
+    masks = Lazy({name: meta(like.shape, torch.bool) for name, like in eligible.items()}, lambda name: ~removed[name])
     write_pruned(checkpoint, masks, out)
-    found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in saved.mode)
-    return PruningReport.total([PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found])
+    return PruningReport.of({name: tensor for name, tensor in checkpoint.weights.items() if name in outline}, masks)
 
 
-def removals(
-    scores: Mapping[str, Tensor], names: Iterable[str], scope: Scope, fraction: Any, spared: int = 0
-) -> dict[str, Callable[[str], Tensor]]:
-    """By parameter name, a function of the name: True at what to remove; so many of a parameter stay in any case."""
+def removals(scores: Mapping[str, Tensor], scope: Scope, fraction: Any, spared: int = 0) -> Mapping[str, Tensor]:
+    """Masks, True at what to remove; so many of each parameter stay in any case. Of lazy scores they are lazy too."""
     if not is_number(fraction) or not 0 <= fraction <= 1:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
-    found: dict[str, Callable[[str], Tensor]] = {}
-    for group in [list(names)] if scope == "global" else [[name] for name in names]:
-        total = sum(outlined(scores)[name].numel() for name in group)
+    shapes = {name: like.shape for name, like in outlined(scores).items()}
+    chosen: dict[str, Callable[[str], Tensor]] = {}
+    for group in [list(shapes)] if scope == "global" else [[name] for name in shapes]:
+        total = sum(shapes[name].numel() for name in group)
         count = min(round(fraction * total), total - spared * len(group))
-        found |= dict.fromkeys(group, lowest(scores, group, count))
-    return found
+        chosen |= dict.fromkeys(group, _lowest(scores, group, count))
+    if isinstance(scores, Lazy):
+        return Lazy({name: meta(shape, torch.bool) for name, shape in shapes.items()}, lambda name: chosen[name](name))
+    return {name: chosen[name](name) for name in shapes}
+
+
+def _lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Callable[[str], Tensor]:
+    """By name a mask, True at `count` weights over all names: lowest score first, equal ones by position.
+
+    The score of rank `count` is found digit by digit, 16 bits at a time, so that one tensor is in memory at a time.
+    """
+
+    def keys(name: str) -> Tensor:
+        """Whole numbers in the order of the scores, from 0."""
+        bits = scores[name].reshape(-1).to("cpu", torch.float32).add(0.0).view(torch.int32).long()
+        return torch.where(bits < 0, ~bits, bits + 2**31) if bool((bits < 0).any()) else bits + 2**31
+
+    bound, left = 0, count
+    for shift in (16, 0):
+        digits = torch.zeros(1 << 16, dtype=torch.int64)
+        for name in names:
+            found = keys(name)
+            inside = found if shift else found[found >> 16 == bound >> 16]
+            digits += (inside >> shift & 0xFFFF).bincount(minlength=1 << 16)
+        below = digits.cumsum(0)
+        digit = int(torch.searchsorted(below, max(left, 1)))
+        left -= int(below[digit - 1]) if digit else 0
+        bound |= digit << shift
+    spare = {}
+    for name in names:
+        spare[name] = max(left, 0)
+        left -= int((keys(name) == bound).sum())
+
+    def mask(name: str) -> Tensor:
+        found = keys(name)
+        taken = found < bound
+        taken[(found == bound).nonzero()[: spare[name], 0]] = True
+        return (taken if count else torch.zeros_like(taken)).view(outlined(scores)[name].shape)
+
+    return mask
 
 
 def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
     """Masks that remove nothing, on the parameters' devices."""
-    like = posterior.parameters() if isinstance(posterior, Posterior) else posterior.mode
-    return {name: torch.ones_like(like[name], dtype=torch.bool) for name in posterior.mode}
+    like = posterior.parameters() if isinstance(posterior, Posterior) else outlined(posterior.mode)
+    places = {name: "cpu" if like[name].is_meta else like[name].device for name in posterior.mode}
+    return {name: torch.ones(like[name].shape, dtype=torch.bool, device=place) for name, place in places.items()}
 
 
 def _eligible(
@@ -255,18 +248,12 @@ def _eligible(
         return names
     held = biases_before_norms(names, posterior.structure.second_moment.__getitem__, norm_widths(buffers).values())
     if held:
-        warn(
-            f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did "
-            "not depend on them, but its running mean has them in it, and without them the network would be another"
-        )
+        warn(f"left whole: {', '.join(held[:4])}. A batch norm follows, and its running mean has them in it")
     return [name for name in names if name not in held]
 
 
 def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[str]:
-    """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means.
-
-    A kind that the model has none of is passed over; a pattern that matches nothing is an error.
-    """
+    """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means."""
     alone = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
     held = owners(posterior.model) if isinstance(posterior, Posterior) else alone
 
@@ -278,13 +265,9 @@ def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[s
 
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if pattern in _CLASSES and not isinstance(posterior, Posterior):
-            raise SettingError(
-                f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
-                f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(sorted(held)[:8])}"
-            )
         chosen = {name for name, ways in held.items() if any(means(pattern, owner) for owner in ways)}
-        if not chosen and pattern not in (*_CLASSES, "biases"):
+        # Of a file the modules' classes are not known.
+        if not chosen and (pattern not in (*_CLASSES, "biases") or alone is held):
             raise MatchError(f"exclude={pattern!r} matches no parameter; they are {', '.join(sorted(held)[:8])}")
         found |= chosen
     return found
@@ -297,20 +280,17 @@ def _pattern_masks(
     keep, size = map(int, parsed.groups()) if parsed else (0, 0)
     if not 0 < keep <= size:
         raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
-    held = owners(posterior.model) if isinstance(posterior, Posterior) else {}
     masks = {}
-    for name in (name for name in names if len(posterior.shapes[name]) > 1):
-        shape = posterior.shapes[name]
-        dim = 0 if held and isinstance(held[name][0].module, _ConvTransposeNd) else 1
-        if shape[dim] % size:
-            raise SettingError(
-                f"{name!r} has shape {tuple(shape)}: its {shape[dim]} inputs are not a multiple of {size}, as the "
-                f"pattern {pattern} needs. Leave it whole with exclude=({name!r},)"
-            )
-        scores = weight_scores(posterior, ranking, [name])[name].movedim(dim, -1)
+    for name, shape in posterior.shapes.items():
+        if name not in names or len(shape) < 2:
+            continue
+        if shape[1] % size:
+            found = f"{name!r} has shape {tuple(shape)}: its {shape[1]} inputs are not a multiple of {size}"
+            raise SettingError(f"{found}. Leave it whole with exclude=({name!r},)")
+        scores = weight_scores(posterior, ranking, [name])[name].movedim(1, -1)
         order = scores.reshape(-1, size).argsort(dim=1, stable=True)
         kept = torch.ones_like(order, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
-        masks[name] = kept.view(scores.shape).movedim(-1, dim).contiguous()
+        masks[name] = kept.view(scores.shape).movedim(-1, 1).contiguous()
     return masks
 
 
@@ -337,71 +317,3 @@ def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{path} is damaged: its masks cannot be read ({error})") from error
     return masks
-
-
-@torch.no_grad()
-def lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Callable[[str], Tensor]:
-    """A function of a name: True at the weights taken, exactly `count` over all names, lowest score first.
-
-    Equal scores are taken by position. No score may be NaN. Lazy tensors are read a few times, one by one; beside them
-    the extra memory is that of one chunk. The time is linear.
-    """
-    outline = outlined(scores)
-    kind = torch.float64 if any(outline[name].dtype == torch.float64 for name in names) else torch.float32
-
-    def pieces(*wanted: str) -> Iterator[Tensor]:
-        for name in wanted:
-            for piece in torch.split(scores[name].reshape(-1), CHUNK):
-                # A copy: whoever keeps a piece while the next parameter is read does not keep all of this one.
-                yield piece.to(kind, copy=True)
-            del piece
-
-    bound, below = _kth(lambda: pieces(*names), count, kind) if count else (-torch.inf, 0)
-    ties, left = {}, count - below
-    for name in names:
-        ties[name] = left
-        left -= min(left, sum(int((piece == bound).sum()) for piece in pieces(name))) if left else 0
-
-    def taken(name: str) -> Tensor:
-        found, left, start = torch.zeros(outline[name].numel(), dtype=torch.bool), ties[name], 0
-        for piece in pieces(name):
-            tied = piece == bound
-            tied &= tied.cumsum(0) <= left
-            left -= int(tied.sum())
-            found[start : start + len(piece)] = tied.logical_or_(piece < bound)
-            start += len(piece)
-        return found.view(outline[name].shape)
-
-    return taken
-
-
-def _kth(parts: Callable[[], Iterable[Tensor]], k: int, kind: torch.dtype) -> tuple[float, int]:
-    """The k-th smallest number (from 1) and how many are below it.
-
-    Digit by digit from the top of the numbers' bits, each a count of the numbers that share the digits before it:
-    parts may lie on several devices and are never brought together.
-    """
-    integer, bits = (torch.int64, 64) if kind == torch.float64 else (torch.int32, 32)
-    prefix = below = 0
-    for shift in range(bits - _DIGIT, -1, -_DIGIT):
-        top = shift == bits - _DIGIT
-        # The top digit has the sign in it.
-        start = -_BINS // 2 if top else prefix * _BINS
-        counts = torch.zeros(_BINS, dtype=torch.int64)
-        for part in parts():
-            # Adding 0 makes −0 into 0.
-            key = _ordered((part + 0.0).view(integer))
-            if not top:
-                key = key[(key >> (shift + _DIGIT)) == prefix]
-            counts += torch.bincount((key >> shift) - start, minlength=_BINS).cpu()
-        upto = counts.cumsum(0)
-        digit = int(torch.searchsorted(upto, k - below))
-        below += int(upto[digit] - counts[digit])
-        prefix = start + digit
-    return float(_ordered(torch.tensor(prefix, dtype=integer)).view(kind)), below
-
-
-def _ordered(bits: Tensor) -> Tensor:
-    """The bits of floating-point numbers as integers of the numbers' order; its own inverse."""
-    info = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (info.bits - 1)) & info.max)
