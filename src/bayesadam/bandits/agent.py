@@ -155,7 +155,7 @@ class Agent:
 
     @torch.no_grad()
     def probabilities(
-        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS, seed: int = 0
+        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
@@ -164,7 +164,7 @@ class Agent:
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
-        streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
+        streams = Streams([stream_seed(self.seed, "policy")], "probability")
         with self._acting:
             shape, mask = (len(rows), self.n_arms), self._mask(self._standing.arms()).expand(len(rows), -1)
             if allowed is not None and allowed.shape == shape:
