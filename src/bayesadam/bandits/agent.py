@@ -164,7 +164,7 @@ class Agent:
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
-        streams = Streams([stream_seed(self.seed, "policy")], "probability")
+        streams = Streams([stream_seed(self.seed, "policy", 0)], "probability")
         with self._acting:
             shape, mask = (len(rows), self.n_arms), self._mask(self._standing.arms()).expand(len(rows), -1)
             if allowed is not None and allowed.shape == shape:
@@ -315,10 +315,9 @@ class Agent:
 
         The file has one JSON object a line, each appended by a single write: a killed process loses none.
 
-        A log that exists is continued: the decisions that wait in it wait in the agent too. An agent that was saved
-        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not.
-
-        `path=None` ends logging. With `sync`, every line is on the disk before a call returns.
+        A log that the agent wrote before it was saved, or that `replay` made it from, is continued: the agent first
+        learns what the log has and it does not. `path=None` ends logging. With `sync`, every line is on the disk before
+        a call returns.
         """
         with self._learning, self._acting:
             if self._log is not None:
@@ -330,35 +329,25 @@ class Agent:
             about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
             about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": self._prior is not None}
             file = LogFile(path, about, sync=sync)
+            before, (known, end) = file.before, self._known or ("", 0)
             try:
-                self._join(file.written)
+                if before is not None:
+                    if known != file.id:
+                        raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
+                    self._follow([event for start, event in before.events if start >= end], before.path)
             except BaseException:
                 file.close()
                 raise
             self._log = file
-            self._unlogged = self._standing.waiting.keys() - file.written.standing.waiting.keys()
-            for change in self._standing.changes_since(file.written.standing):
+            standing = Standing(self.n_features, about["n_arms"]) if before is None else before.standing
+            self._unlogged = self._standing.waiting.keys() - standing.waiting.keys()
+            for change in self._standing.changes_since(standing):
                 file.write(change)
 
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
         return self._log.id if self._log is not None else self._known and self._known[0]
-
-    def _join(self, written: LogReader) -> None:
-        """Take over what a log has and the agent has not."""
-        own, theirs, (log, end) = self._standing, written.standing, self._known or ("", 0)
-        if log == written.id:
-            self._follow([event for start, event in written.events if start >= end], written.path)
-        elif both := theirs.waiting.keys() & own.waiting.keys():
-            said = f"decision {min(both)} waits for a reward in {written.path} and, another one, in the agent"
-            raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
-        if own.n_arms < theirs.n_arms:
-            said = f"{written.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
-            raise MatchError(f"{said}: add arms first, or see replay")
-        if log != written.id:
-            own.waiting |= theirs.waiting
-        own.next_id = max(own.next_id, theirs.next_id)
 
     def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
         """Do as the agent that wrote these events did."""
@@ -486,15 +475,14 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
         except SettingError as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
         agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
-    reader.check_width(agent.n_features)
     with agent._learning, agent._acting:
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
-        if agent.n_arms != header["n_arms"]:
-            raise MatchError(f"{path} begins with {header['n_arms']} arms, the agent has {agent.n_arms}")
+        for what, own in (("n_features", agent.n_features), ("n_arms", agent.n_arms)):
+            if own != header[what]:
+                raise MatchError(f"{path} begins with {what}={header[what]}, the agent has {own}")
         agent._follow([event for _, event in reader.events], reader.path)
         agent._known = reader.id, reader.end
-    reader.warn_of_rest("is left out")
     return agent
 
 
@@ -514,14 +502,9 @@ def _is_index(value: Any) -> bool:
 
 def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
-    try:
-        array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-        if array.dtype.kind == "O":
-            array = np.array(array.tolist())
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
-        if not np.isfinite(narrow).all():
-            raise ValueError(f"got {values!r}")
-    except (TypeError, ValueError) as error:
-        raise MatchError(f"{what} must be finite numbers that fit float32: {error}") from None
+    array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
+    if not np.isfinite(narrow).all():
+        raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
     return narrow
