@@ -116,7 +116,7 @@ def test_a_file_without_a_setting_is_refused_by_its_name(tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del header["settings"]["shape"]
     save_file(tensors, path, metadata={"bayesadam.bandits": json.dumps(header)})
-    with pytest.raises(FileError, match="the saved settings lack shape, which LinearSettings has"):
+    with pytest.raises(FileError, match="is not a saved agent: it has no 'shape'"):
         Agent.load(path)
 
 

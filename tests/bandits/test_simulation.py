@@ -50,7 +50,7 @@ def test_totals_by_hand():
     np.testing.assert_array_equal(found.points, [1, 2, 3, 4])
     assert_close(found.reward, [[1, 3, 4, 6]] * 2)
     assert_close(found.regret, [[1, 1, 2, 2]] * 2)
-    assert (found.problem, found.agent, found.rounds) == ("rewards", "greedy", 4)
+    assert found.rounds == 4
 
 
 def test_a_run_is_lost_where_the_best_single_arm_would_have_earned_as_much():

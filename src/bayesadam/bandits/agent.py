@@ -472,7 +472,7 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
             raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
         try:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
-        except SettingError as error:
+        except (KeyError, SettingError) as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
         agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
     with agent._learning, agent._acting:

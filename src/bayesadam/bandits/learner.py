@@ -21,9 +21,6 @@ from bayesadam.errors import SettingError
 _ROWS_AT_ONCE = 1 << 14
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
-
-
 class Check(NamedTuple):
     """A condition on the values of a setting; it stands in the field's type."""
 
@@ -65,10 +62,9 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
             for check in getattr(hint, "__metadata__", ()):
-                if not check.holds(value):
-                    raise SettingError(f"{name} must be {check.meaning}, got {value!r}")
+                if not check.holds(getattr(self, name)):
+                    raise SettingError(f"{name} must be {check.meaning}, got {getattr(self, name)!r}")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -77,18 +73,13 @@ class AgentSettings:
 
     def plain(self) -> dict[str, Any]:
         """The values by name, as JSON has them."""
-        values = {name: getattr(self, name) for name in self.names()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
-        missing = [name for name in cls.names() if name not in given]
-        if missing:
-            raise SettingError(f"the saved settings lack {', '.join(missing)}, which {cls.__name__} has")
-        values: dict[str, Any] = {name: given[name] for name in cls.names()}
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values)
+        values = {name: given[name] for name in cls.names()}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 class Entry(NamedTuple):
@@ -98,9 +89,6 @@ class Entry(NamedTuple):
     settings: type[AgentSettings] = AgentSettings
     tuned: Mapping[str, Any] = MappingProxyType({})
     paper: Mapping[str, Any] = MappingProxyType({})
-
-
-# --- observations ---------------------------------------------------------------------------------------------------
 
 
 class Buffer:
@@ -139,8 +127,6 @@ class Buffer:
         """2^(−age/h) of observations, with the newest one's age 0, float64."""
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=self.contexts.device)
-        if math.isinf(self.half_life):
-            return torch.ones_like(rows, dtype=torch.float64)
         return torch.exp2((rows - (self.count - 1)).double() / self.half_life)
 
     @property
@@ -182,9 +168,8 @@ class Buffer:
         return mean.unsqueeze(1), std.unsqueeze(1)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of all but the contexts, on the CPU."""
-        seen = {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
-        return {name: tensor.cpu().clone() for name, tensor in seen.items()}
+        """All but the contexts."""
+        return {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken, with the same contexts."""
@@ -207,9 +192,6 @@ def with_constant(x: Tensor) -> Tensor:
     return F.pad(x.double(), (0, 1), value=1.0)
 
 
-# --- learners -------------------------------------------------------------------------------------------------------
-
-
 class Learner(ABC):
     """Scores the arms of contexts, one independent draw per row, and learns from a buffer; one seed per run."""
 
@@ -220,7 +202,7 @@ class Learner(ABC):
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         self.settings, self.buffer, self.n_arms = settings, buffer, n_arms
         self.device, self.seeds = buffer.contexts.device, tuple(seeds)
-        # The state besides that of the networks, by name, and the sources: of exploration, and of a choice's scores.
+        # The state besides that of the networks, and the sources of random numbers, by name.
         self._memory: dict[str, Tensor] = {}
         self._streams: dict[str, Streams] = {}
         self._choice = self._explore = self._stream("explore", seeds)

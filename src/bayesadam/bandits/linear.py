@@ -103,13 +103,12 @@ class LinearPosterior:
     @classmethod
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
         """C⁻¹ = λ1 + Σ x xᵀ, μ = C Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ C⁻¹ μ)."""
-        inverse = data.gram.clone()
-        inverse.diagonal(dim1=2, dim2=3).add_(precision)
-        factor = torch.linalg.cholesky(inverse)
-        mean = torch.cholesky_solve(data.cross.unsqueeze(3), factor).squeeze(3)
-        residual = 0.5 * (data.squares - (data.cross * mean).sum(dim=2)).clamp(min=0)
-        count, covariance = data.gram[..., -1, -1], torch.cholesky_inverse(factor)
-        return cls(mean.unsqueeze(2), covariance, shape + 0.5 * count, (scale + residual).unsqueeze(2))
+        around, ridge = (
+            torch.zeros_like(data.cross).unsqueeze(2),
+            precision * torch.eye(data.cross.shape[2]).to(data.cross),
+        )
+        covariance, mean, residual = normal_equations(data, around, ridge)
+        return cls(mean, covariance, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
         """Refit μ and C around μ₀ with Λ₀, in place; returns the third of `normal_equations`."""

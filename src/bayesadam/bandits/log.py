@@ -105,9 +105,6 @@ class Standing:
         return [{"event": "arm", "arm": arm, "change": change} for change, arms in changes.items() for arm in arms]
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 class LogReader:
     """A log as it is now: its header, its events with the byte at which each begins, the standing after them.
 
@@ -197,9 +194,6 @@ def _lock(descriptor: int, path: Path) -> None:
         return
     except BlockingIOError:
         raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
-
-
-# --- arrays ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

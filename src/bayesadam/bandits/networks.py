@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -42,17 +42,13 @@ def _is_share(value: Any) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
-def _are_betas(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_share, value))
-
-
-def _are_widths(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(is_count, value))
+def _all(holds: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(holds, value))
 
 
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
-Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
-Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
+Betas = Annotated[tuple[float, float], Check(lambda v: _all(_is_share, v) and len(v) == 2, "two numbers in [0, 1)")]
+Widths = Annotated[tuple[int, ...], Check(partial(_all, is_count), "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 
@@ -142,16 +138,15 @@ class NetworkLearner(Learner):
         own = self.settings
         return own.n_data(self.buffer.effective_count) if isinstance(own, GaussianSettings) else 1.0
 
-    def gaussian(self) -> Gaussian:
+    def gaussian(self) -> Gaussian | None:
         """Mean and variance of the weights, (networks, weights), of agents with a Gaussian over them."""
-        found = self.stack.gaussian()
-        assert found is not None
-        return found
+        return self.stack.gaussian()
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         if self._moments is None:
-            mean, variance = self.gaussian()
-            self._moments = unflatten(self.network, mean), unflatten(self.network, variance)
+            found = self.gaussian()
+            assert found is not None
+            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
         scores = sampled_outputs(self.network, *self._moments, contexts.repeat_interleave(n, dim=1), streams)
         return scores.view(*contexts.shape[:2], n, self.n_arms)
 

@@ -36,9 +36,6 @@ class Simulation:
         lost: whether a run earned no more than one arm, the best, played in every round, is expected to, (runs,).
     """
 
-    problem: str
-    agent: str
-    seed: int
     rounds: int
     reward_ratio: Numbers
     regret_ratio: Numbers
@@ -47,7 +44,6 @@ class Simulation:
     regret: Numbers
     lost: Numbers
     seconds: float
-    settings: AgentSettings
 
 
 def simulate(
@@ -106,8 +102,7 @@ class Playing:
     ) -> None:
         self._start, chosen = time.perf_counter(), named_problem(problem) if isinstance(problem, str) else problem
         count("runs", runs, "with seeds of their own")
-        self.rounds, self.problem, self.agent, self.seed = chosen.checked_rounds(rounds), chosen.name, agent, seed
-        self.settings = agent_settings(agent, settings)
+        self.rounds, self.settings = chosen.checked_rounds(rounds), agent_settings(agent, settings)
         on = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         self._stream = torch.cuda.Stream(on) if on.type == "cuda" else None  # type: ignore[no-untyped-call]
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
@@ -159,9 +154,6 @@ class Playing:
         regret = optimum - reward
         points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
         return Simulation(
-            problem=self.problem,
-            agent=self.agent,
-            seed=self.seed,
             rounds=self.rounds,
             reward_ratio=reward[:, -1] / optimum[:, -1],
             regret_ratio=regret[:, -1] / (optimum[:, -1] - uniform),
@@ -170,7 +162,6 @@ class Playing:
             regret=regret[:, points - 1],
             lost=reward[:, -1] <= [one.single.sum() for one in self._played],
             seconds=time.perf_counter() - self._start,
-            settings=self.settings,
         )
 
 
