@@ -486,7 +486,7 @@ def test_two_decisions_with_one_id_are_refused(tmp_path):
     size = path.stat().st_size
     hasty = Agent.load(tmp_path / "agent")
     hasty.decide(ROWS[2])
-    with pytest.raises(MatchError, match="has a decision 1, and the agent has one of its own: attach the log before"):
+    with pytest.raises(MatchError, match="and the agent have a decision 1 each: attach it before the agent decides"):
         hasty.log(path)
     with pytest.raises(MatchError, match="is another agent's log: give a new file, or make an agent by replay"):
         new().log(path)

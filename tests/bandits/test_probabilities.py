@@ -219,8 +219,6 @@ def test_draws_must_be_a_positive_number(draws):
 
 def test_masks_are_checked():
     agent = trained("linear")
-    with pytest.raises(MatchError, match=r"shape \(1, 3\), with an arm"):
-        agent.probabilities([HERE], allowed=np.ones((1, 2), bool))
     agent.remove_arm(2)
-    with pytest.raises(MatchError, match="an arm that is not removed for every context"):
+    with pytest.raises(MatchError, match="no allowed arm that is not removed"):
         agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [False, False, True]]))
