@@ -125,13 +125,9 @@ class Estimates:
         for name, found in rows.items():
             low, high = found.interval(_LEVEL)
             lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
-        lines.append(f"{self.decisions} decisions; left out: {_counts(self.left_out)}")
+        lines.append(f"{self.decisions} decisions; left out: {dict(self.left_out)}")
         lines.append(f"effective sample size {self.effective_size:.4g}; on impossible arms {self.impossible:.2%}")
         return "\n".join(lines + [f"not to be trusted: {doubt}" for doubt in self.doubts])
-
-
-def _counts(left_out: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "none"
 
 
 def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estimates:
@@ -165,7 +161,7 @@ def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estim
         "without a probability": int((~known).sum()),
     }
     if len(used) < 2:
-        raise MatchError(f"the log has {len(used)} decisions to use, too few; left out: {_counts(left_out)}")
+        raise MatchError(f"the log has {len(used)} decisions to use, too few; left out: {left_out}")
     contexts, arms, rewards, allowed = log.contexts[used], log.arms[used], log.rewards[used], log.allowed[used]
     if isinstance(policy, Agent):
         # The agent is offered the arms of the log; arms of its own that the log does not have were not on offer.
@@ -178,22 +174,18 @@ def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estim
     rows, n = np.arange(len(used)), len(used)
     weights, predicted = shares[rows, arms] / log.probabilities[used], predicted_before(log)[used]
     total, weight, never = weights.sum(), mean(weights), np.bincount(arms, minlength=log.n_arms) == 0
-    size = float(total**2 / (weights**2).sum()) if total else 0.0
-    largest = float(weights.max() / total) if total else 1.0
+    size, largest = (float(total**2 / (weights**2).sum()), float(weights.max() / total)) if total else (0.0, 1.0)
     impossible, unseen = float(shares[~log.possible[used]].sum() / n), float(shares[:, never].sum() / n)
+    off = abs(weight.value - (1 - impossible)) > 4 * weight.error + 1e-9
+    known = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
     on = "of the policy's probability is on arms that the log"
-    rarely = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
     reasons = {
         f"the effective sample size is {size:.3g}, below 30": size < 30,
         f"one decision has {largest:.0%} of all the weight": largest > 0.1,
         f"{impossible:.1%} {on} could not choose": impossible > 0.01,
         f"{unseen:.1%} {on} never chose": unseen > 0.01,
-        f"the mean weight is {weight.value:.3g} and not {1 - impossible:.3g}: {rarely}": (
-            abs(weight.value - (1 - impossible)) > 4 * weight.error + 1e-9
-        ),
-        "the agent has learnt from this very log, which favours it": (
-            isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
-        ),
+        f"the mean weight is {weight.value:.3g} and not {1 - impossible:.3g}: are the logged probabilities right?": off,
+        "the agent has learnt from this very log, which favours it": known,
     }
     doubts = tuple(reason for reason, holds in reasons.items() if holds)
     if doubts:
@@ -218,8 +210,6 @@ def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
     if found.shape != shape:
         raise MatchError(f"a policy gives probabilities of shape {shape}, or {shape[0]} arms; got {found.shape}")
     shares = found.astype(np.float64)
-    wrong = ~((shares >= 0).all(axis=1) & np.isclose(shares.sum(axis=1), 1, atol=1e-4))
-    if wrong.any():
-        said = f"those of row {int(wrong.argmax())} do not, or are of an arm that the log does not have"
-        raise MatchError(f"a policy's probabilities are at least 0 and sum to 1, and {said}")
+    if not ((shares >= 0).all() and np.allclose(shares.sum(axis=1), 1, atol=1e-4)):
+        raise MatchError("a policy's probabilities must be at least 0 and sum to 1, over the arms that the log has")
     return shares

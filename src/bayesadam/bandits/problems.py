@@ -264,15 +264,13 @@ PROBLEMS = (*_TABLES, "wheel")
 
 
 def _numbers(values: Any, name: str, what: str) -> Numbers:
-    """A table of finite numbers, float64."""
+    """A table of numbers that are finite in float32, as float64."""
     try:
         table = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name}: the {what} are not a table of numbers: {error}") from None
     if table.ndim != 2 or not table.size:
         raise DataError(f"{name}: the {what} must be a table that is not empty, got shape {table.shape}")
-    wrong = np.argwhere(~(np.abs(table) <= np.finfo(np.float32).max))
-    if len(wrong):
-        row, column = wrong[0]
-        raise DataError(f"{name}: {what}, row {row}, column {column}: {table[row, column]} is not a finite float32")
+    if not (np.abs(table) <= np.finfo(np.float32).max).all():
+        raise DataError(f"{name}: the {what} have numbers that are not finite in float32")
     return table
