@@ -281,7 +281,7 @@ def test_a_damaged_line_is_an_error_that_names_it(damage, tmp_path):
     path.write_text("\n".join(good) + "\n")
     before, fresh = path.read_bytes(), new()
     for use in (read_log, replay, fresh.log):
-        with pytest.raises(FileError, match=r"log\.jsonl is damaged in line 5 \(.+\): mend or remove the line"):
+        with pytest.raises(FileError, match=r"log\.jsonl is damaged in line 5 \(.+\): mend or remove it"):
             use(path)
     assert path.read_bytes() == before
     assert fresh.pending == ()

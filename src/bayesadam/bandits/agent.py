@@ -100,8 +100,6 @@ class Agent:
         """How many arms there have been; those removed keep their index."""
         return self._standing.n_arms
 
-    # --- acting
-
     @torch.no_grad()
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
         """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.
@@ -145,14 +143,9 @@ class Agent:
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
             share = shares[allowed.index(arm)]
-            told = {
-                "event": "decision",
-                "decision": number,
-                "context": rows[0].numpy(),
-                "arm": arm,
-                "probability": share,
-            }
-            self._take({**told, "arms": allowed, "probabilities": shares, "tried": untried is not None})
+            event = {"event": "decision", "decision": number, "context": rows[0].numpy(), "arm": arm}
+            offer = {"probability": share, "arms": allowed, "probabilities": shares, "tried": untried is not None}
+            self._take(event | offer)
         return Decision(number, arm, share)
 
     @torch.no_grad()
@@ -186,14 +179,11 @@ class Agent:
         mask[list(allowed)] = True
         return mask
 
-    # --- learning
-
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
         rows, _ = self._contexts(context)
         arms = np.atleast_1d(np.asarray(arm))
-        known = arms.dtype.kind in "iu" and arms.shape == (len(rows),)
-        if not known or arms.min() < 0 or arms.max() >= self.n_arms:
+        if arms.dtype.kind not in "iu" or arms.shape != (len(rows),) or not 0 <= arms.min() <= arms.max() < self.n_arms:
             raise SettingError(f"update needs {len(rows)} arms, each 0 to {self.n_arms - 1}; got {arm!r}")
         rewards = self._rewards(reward, len(rows))
         with self._learning:
@@ -273,8 +263,6 @@ class Agent:
             raise MatchError(f"decision {decision!r} was never made: give the `id` of what decide returned")
         return decision in self._standing.waiting
 
-    # --- arms
-
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._learning, self._acting:
@@ -302,8 +290,6 @@ class Agent:
         if self._log is not None and event.get("decision") not in self._unlogged:
             self._log.write(event)
         self._standing.take(event)
-
-    # --- files
 
     def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
@@ -345,8 +331,8 @@ class Agent:
         if first < standing.next_id:
             raise MatchError(f"{path} and the agent have a decision {first} each: attach it before the agent decides")
         for event in written:
-            kind, decision = event["event"], event.get("decision")
-            if kind in ("reward", "forget") and decision not in standing.waiting:
+            kind = event["event"]
+            if kind in ("reward", "forget") and event["decision"] not in standing.waiting:
                 # It was rewarded while the agent wrote no log.
                 continue
             if kind == "reward":
@@ -415,8 +401,6 @@ class Agent:
             raise FileError(f"{path} is not a saved agent of this version: {error}") from error
         return agent
 
-    # --- checks
-
     def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
         array, width = _numbers(context, "a context"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
@@ -431,9 +415,7 @@ class Agent:
 
     def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
-        if arms is None:
-            return available
-        chosen = list(arms) if isinstance(arms, Iterable) else []
+        chosen = available if arms is None else list(arms) if isinstance(arms, Iterable) else []
         if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
             raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
         return sorted(set(chosen))

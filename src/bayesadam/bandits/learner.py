@@ -154,18 +154,16 @@ class Buffer:
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of contexts (n, b, features), arms and rewards (n, b) at rows (n, b), n a multiple of the runs."""
         n, b = rows.shape
-        first = self._first_row.repeat_interleave(n // self.runs, dim=0) if n > self.runs else self._first_row
-        index = (rows + first).flatten()
+        index = (rows + self._first_row.repeat_interleave(n // self.runs, dim=0)).flatten()
         contexts = self.contexts.view(-1, self.contexts.shape[2]).index_select(0, index)
         arms, rewards = (of.view(-1).index_select(0, index).view(n, b) for of in (self.arms, self.rewards))
         return contexts.view(n, b, -1), arms, rewards
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Weighted mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
-        mean, square = (self.sums / max(self.effective_count, 1)).unbind(dim=1)
+        mean, square = (self.sums / max(self.effective_count, 1)).split(1, dim=1)
         variance = square - mean.square()
-        std = torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
-        return mean.unsqueeze(1), std.unsqueeze(1)
+        return mean, torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
 
     def state(self) -> dict[str, Tensor]:
         """All but the contexts."""

@@ -137,8 +137,7 @@ class LogReader:
                 self.standing.check(event)
                 self.standing.take(event)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                said = f"{self.path} is damaged in line {number} ({error!r}): mend or remove the line"
-                raise FileError(said) from None
+                raise FileError(f"{self.path} is damaged in line {number} ({error!r}): mend or remove it") from None
             self.events.append((self.end, event))
             self.end += len(line)
 
@@ -169,8 +168,7 @@ class LogFile:
     def write(self, event: Event) -> None:
         """Append a line, whole or not at all."""
         if self._process != os.getpid():
-            said = f"{self.path} is the log of process {self._process}"
-            raise FileError(f"{said}: attach one in this process, {os.getpid()}")
+            raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
         line = json.dumps(event, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
         try:
             written = os.write(self._descriptor, line)

@@ -75,8 +75,8 @@ def simulate(
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
     """
-    given = {"runs": runs, "rounds": rounds, "seed": seed, "device": device, "settings": settings, "prior": prior}
-    playing = Playing(problem, agent, **given)
+    own = agent_settings(agent, settings)
+    playing = Playing(problem, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings=own, prior=prior)
     for _ in tracked(playing.turns, "simulate"):
         playing.advance()
     return playing.result()
