@@ -65,10 +65,8 @@ def predicted_before(log: Log) -> Numbers:
     Later rows would bias it: an agent that learns chooses by the rewards it had, so its later choices tell of this
     reward. The model is refitted whenever its data have grown by a tenth.
     """
-    x, (arms, rewards) = (
-        with_constant(torch.from_numpy(log.contexts)[None]),
-        map(torch.from_numpy, (log.arms, log.rewards)),
-    )
+    x, arms, rewards = (torch.from_numpy(part) for part in (log.contexts, log.arms, log.rewards))
+    x = with_constant(x.unsqueeze(0))
     data = Statistics.zeros(1, log.n_arms, x.shape[2], x.device)
     ridge = LinearSettings.precision * torch.eye(x.shape[2]).to(x)
     found, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
@@ -115,12 +113,8 @@ class Estimates:
     doubts: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = {
-            "as logged": self.logged,
-            "IPS": self.ips,
-            "self-normalised IPS": self.snips,
-            "doubly robust": self.doubly_robust,
-        }
+        rows = {"as logged": self.logged, "IPS": self.ips, "self-normalised IPS": self.snips}
+        rows["doubly robust"] = self.doubly_robust
         lines = [f"{'':20s}{'value':>10s}{'std. error':>12s}  {_LEVEL:.0%} interval"]
         for name, found in rows.items():
             low, high = found.interval(_LEVEL)
