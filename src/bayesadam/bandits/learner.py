@@ -78,8 +78,9 @@ class AgentSettings:
     @classmethod
     def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
-        values = {name: given[name] for name in cls.names()}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        values: dict[str, Any] = {name: given[name] for name in cls.names()}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values)
 
 
 class Entry(NamedTuple):
@@ -161,7 +162,8 @@ class Buffer:
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Weighted mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
-        mean, square = (self.sums / max(self.effective_count, 1)).split(1, dim=1)
+        means = self.sums / max(self.effective_count, 1)
+        mean, square = means[:, :1], means[:, 1:]
         variance = square - mean.square()
         return mean, torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
 

@@ -19,7 +19,6 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +70,21 @@ class Standing:
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
-        kind, decision = event["event"], event.get("decision")
+        kind, rows = event["event"], list[tuple[Any, Any, Any]]()
         if kind == "decision":
-            if decision < self.next_id or event["arm"] not in event["arms"] or not 0 < event["probability"] <= 1 + 1e-9:
-                raise ValueError(f"decision {decision} is out of order, or its arm impossible")
-            rows = zip(repeat(event["context"]), event["arms"], event["probabilities"])
+            chosen = event["arm"] in event["arms"] and 0 < event["probability"] <= 1 + 1e-9
+            if event["decision"] < self.next_id or not chosen:
+                raise ValueError(f"decision {event['decision']} is out of order, or its arm impossible")
+            shares = zip(event["arms"], event["probabilities"], strict=True)
+            rows = [(event["context"], arm, share) for arm, share in shares]
         elif kind in ("reward", "forget"):
-            rows = iter([(*self.waiting[decision], event["reward"] if kind == "reward" else 0.0)])
+            rows = [(*self.waiting[event["decision"]], event["reward"] if kind == "reward" else 0.0)]
         elif kind == "update":
-            rows = zip(event["contexts"], event["arms"], event["rewards"], strict=True)
+            rows = list(zip(event["contexts"], event["arms"], event["rewards"], strict=True))
         else:
             known = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
             if kind != "arm" or event["arm"] not in known[event["change"]]:
                 raise ValueError(f"an event {kind!r} that cannot be here")
-            return
         for context, arm, number in rows:
             if len(context) != self.n_features or not all(map(math.isfinite, (*context, number))):
                 raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
