@@ -314,7 +314,7 @@ class Agent:
                     raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
                 self._follow([event for start, event in before.events if start >= end], before.path)
             self._log = file
-            standing = Standing(self.n_features, about["n_arms"]) if before is None else before.standing
+            standing = Standing(self.n_features, self.n_arms) if before is None else before.standing
             self._unlogged = self._standing.waiting.keys() - standing.waiting.keys()
             for change in self._standing.changes_since(standing):
                 file.write(change)

@@ -171,7 +171,7 @@ def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estim
     size, largest = (float(total**2 / (weights**2).sum()), float(weights.max() / total)) if total else (0.0, 1.0)
     impossible, unseen = float(shares[~log.possible[used]].sum() / n), float(shares[:, never].sum() / n)
     off = abs(weight.value - (1 - impossible)) > 4 * weight.error + 1e-9
-    known = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
+    learnt = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
     on = "of the policy's probability is on arms that the log"
     reasons = {
         f"the effective sample size is {size:.3g}, below 30": size < 30,
@@ -179,7 +179,7 @@ def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estim
         f"{impossible:.1%} {on} could not choose": impossible > 0.01,
         f"{unseen:.1%} {on} never chose": unseen > 0.01,
         f"the mean weight is {weight.value:.3g} and not {1 - impossible:.3g}: are the logged probabilities right?": off,
-        "the agent has learnt from this very log, which favours it": known,
+        "the agent has learnt from this very log, which favours it": learnt,
     }
     doubts = tuple(reason for reason, holds in reasons.items() if holds)
     if doubts:
