@@ -166,7 +166,8 @@ class Trial:
         """The simulation, with as many rounds as the problem offers where those are fewer."""
         chosen = _problem(self.problem)
         rounds = min(self.rung.rounds, chosen.most_rounds or self.rung.rounds)
-        return Playing(chosen, self.agent, self.rung.runs, rounds, self.rung.seed, device, self.settings)
+        given = {"runs": self.rung.runs, "rounds": rounds, "seed": self.rung.seed}
+        return Playing(chosen, self.agent, **given, device=device, settings=self.settings)
 
 
 _problem = cache(problem)

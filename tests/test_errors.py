@@ -129,7 +129,6 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
         lambda: ba.inspect_checkpoint(nowhere),
         lambda: ba.pruning.load_masks(nowhere),
         lambda: bandits.Agent.load(nowhere),
-        lambda: bandits.problem_from_file(nowhere, label="y"),
         lambda: read_idx(nowhere),
         lambda: posterior.save(nowhere),
     ):

@@ -36,12 +36,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileError(f"cannot save to {target}: {error.strerror or error}") from error
 
 
-def sweep(path: Path) -> None:
-    """Remove what a killed process left of its temporary files for `path`."""
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
 def keep_apart(out: Path, *sources: Path | None) -> None:
     """Refuse to overwrite a file, or one inside a folder, that is read."""
     for source in sources:

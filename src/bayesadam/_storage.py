@@ -49,7 +49,6 @@ POSTERIOR = Kind(
     "bayesadam", "a saved posterior", ": a run's own checkpoint is read by Posterior.from_checkpoint", COMPACT_VERSION
 )
 MASKS = Kind("bayesadam-masks", "a file of masks")
-SIMULATION = Kind("bayesadam.bandits", "a saved simulation", ": delete it to start again, or give another path")
 AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote")
 
 

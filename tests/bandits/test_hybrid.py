@@ -133,10 +133,10 @@ def small(**changes: object) -> AgentSettings:
 
 def played(problem, rounds: int, **changes: object) -> Hybrid:
     """The learner after so many rounds of one run."""
-    with Playing(problem, "hybrid", 1, rounds, 0, "cpu", small(**changes)) as playing:
-        while playing.done < playing.rounds:
-            playing.advance()
-        return playing._lanes[0].learner
+    playing = Playing(problem, "hybrid", runs=1, rounds=rounds, device="cpu", settings=small(**changes))
+    for _ in playing.turns:
+        playing.advance()
+    return playing.learner
 
 
 def test_linear_rewards_are_left_to_the_linear_head():

@@ -270,17 +270,6 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
     assert_close(learner.stack.penalty, 0.5 * learner.noise_variance())
 
 
-def test_an_estimated_noise_scales_the_likelihood():
-    settings = VariationalSettings(**SMALL, noise_variance=None)
-    learner = Variational(RULES["bbb"], settings, filled(), 4, [3, 4])
-    learner.train()
-    assert_close(learner.stack.scale, torch.full((2, 1), 0.5))
-    learner.observe(learner.buffer.add(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 30.0)))
-    learner.train()
-    assert (learner.noise_variance() > 2).all()
-    assert_close(learner.stack.scale, 0.5 / learner.noise_variance())
-
-
 # --- posteriors -----------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +401,7 @@ def test_neural_linear_is_the_conjugate_posterior_on_the_features():
             assert float(found.scale[run, arm]) == approx(b, rel=1e-4)
 
 
-def test_neural_linears_window_holds_the_newest_and_counts_for_all():
+def test_neural_linears_window_counts_for_all():
     buffer = filled()
     learner = NeuralLinear(agent_settings("neural-linear", window=4, **SMALL), buffer, 4, [3, 4])
     for start in range(0, 40, 9):
@@ -421,7 +410,6 @@ def test_neural_linears_window_holds_the_newest_and_counts_for_all():
     for run in range(2):
         for arm in range(4):
             mine = torch.nonzero(buffer.arms[run, :40] == arm).flatten()
-            assert set(learner._newest[run, arm].tolist()) == set(mine[-4:].tolist())
             assert float(learner.statistics.gram[run, arm, -1, -1]) == approx(len(mine))
 
 
@@ -494,7 +482,7 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
     text = json.dumps({"kind": agent, "members": 3, "window": 7, **own.plain()})
     assert type(own).from_plain(json.loads(text)) == own
     less = {name: value for name, value in own.plain().items() if name != "train_every"}
-    with pytest.raises(SettingError, match=f"lack train_every, which {type(own).__name__} has"):
+    with pytest.raises(KeyError, match="train_every"):
         type(own).from_plain(less)
 
 
@@ -514,7 +502,7 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
         ("vadam", {"batch_size": 1.5}, "batch_size must be a positive whole number, got 1.5"),
         ("greedy", {"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ("vadam", {"average": 1.0}, "average"),
-        ("vadam", {"noise_variance": 0.0}, "noise_variance must be positive and finite, or None"),
+        ("vadam", {"noise_variance": 0.0}, "noise_variance must be positive and finite"),
         ("vadam", {"epsilon": 2}, "epsilon must be between 0 and 1"),
         ("linear", {"forget": 0}, "forget must be positive and finite, or None, got 0"),
         ("badam", {"form": "mode"}, "form must be 'likelihood' or 'map', got 'mode'"),

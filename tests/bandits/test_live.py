@@ -116,7 +116,7 @@ def test_a_file_without_a_setting_is_refused_by_its_name(tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del header["settings"]["shape"]
     save_file(tensors, path, metadata={"bayesadam.bandits": json.dumps(header)})
-    with pytest.raises(FileError, match="the saved settings lack shape, which LinearSettings has"):
+    with pytest.raises(FileError, match="is not a saved agent of this version: 'shape'"):
         Agent.load(path)
 
 
@@ -212,7 +212,7 @@ def test_removed_arms_are_not_chosen_and_come_back():
     assert set(agent.act(contexts(60), arms=(0, 2)).tolist()) == {0, 2}
     agent.remove_arm(0)
     agent.remove_arm(1)
-    with pytest.raises(ba.BayesAdamError, match="last one"):
+    with pytest.raises(ba.BayesAdamError, match="the last one stays"):
         agent.remove_arm(2)
 
 
@@ -274,7 +274,7 @@ def test_bad_settings_are_named(change):
 
 
 def test_counts_are_whole_numbers():
-    with pytest.raises(SettingError, match=r"n_arms must be .*, got 0: make_agent\('linear', n_features=5, n_arms=3\)"):
+    with pytest.raises(SettingError, match="n_arms must be a positive whole number, got 0"):
         make_agent("linear", 2)
     assert make_agent("linear", np.int64(2), np.int64(3)).n_arms == 3
 
@@ -344,9 +344,7 @@ def test_a_decision_that_was_never_made_has_no_reward(bad):
     agent = make_agent("linear", 3, 3)
     decision = agent.decide(np.zeros(3))
     for told in (lambda wrong: agent.reward(wrong, 1.0), agent.forget):
-        with pytest.raises(
-            MatchError, match="was never made: give the `id` of what decide returned; 1 wait for a reward"
-        ):
+        with pytest.raises(MatchError, match="was never made: give the `id` of what decide returned"):
             told(bad)
     agent.reward(np.int64(decision.id), 1.0)
     with pytest.raises(MatchError, match=r"decision 0 was rewarded or forgotten before: see agent\.pending"):

@@ -223,8 +223,9 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
         ):
             assert len(read_log(path)) == 2
         assert path.read_bytes() == text[:end]
-        again = new(initial_pulls=0)
-        with pytest.warns(ba.errors.BayesAdamWarning, match="is cut off") as caught:
+        with pytest.warns(ba.errors.BayesAdamWarning, match="is left out"):
+            again = replay(path)
+        with pytest.warns(ba.errors.BayesAdamWarning, match="is left out") as caught:
             again.log(path)
         assert caught[0].filename == __file__
         assert path.read_bytes() == text[:start]
@@ -257,13 +258,11 @@ DAMAGE = {
     "an impossible choice": lambda line: json.dumps(
         {**json.loads(line), "probability": 0.0, "probabilities": [0.0] * 3}
     ),
-    "another probability": lambda line: json.dumps({**json.loads(line), "probability": 0.123}),
     "a reward without its decision": lambda line: '{"event":"reward","decision":77,"reward":1.0}',
     "a second reward": lambda line: '{"event":"reward","decision":0,"reward":1.0}',
     "a reward that is no number": lambda line: '{"event":"reward","decision":1,"reward":NaN}',
     "an arm out of turn": lambda line: '{"event":"arm","arm":7,"change":"added"}',
     "an arm removed twice": lambda line: '{"event":"arm","arm":7,"change":"removed"}',
-    "an update of nothing": lambda line: '{"event":"update","contexts":[],"arms":[],"rewards":[]}',
     "an update out of step": lambda line: '{"event":"update","contexts":[[1,2,3]],"arms":[],"rewards":[1]}',
 }
 
@@ -282,12 +281,12 @@ def test_a_damaged_line_is_an_error_that_names_it(damage, tmp_path):
     path.write_text("\n".join(good) + "\n")
     before, fresh = path.read_bytes(), new()
     for use in (read_log, replay, fresh.log):
-        with pytest.raises(FileError, match=r"log\.jsonl is damaged in line 5 \(.+\): mend or remove the line"):
+        with pytest.raises(FileError, match=r"log\.jsonl is damaged in line 5 \(.+\): mend or remove it"):
             use(path)
     assert path.read_bytes() == before
     assert fresh.pending == ()
     # Nothing holds the file.
-    path.write_text("\n".join(good[:4]) + "\n")
+    path.write_text("")
     fresh.log(path)
 
 
@@ -315,10 +314,9 @@ def test_paths_that_cannot_be(tmp_path):
     for missing in (lambda: read_log(tmp_path / "x"), lambda: replay(tmp_path / "x")):
         with pytest.raises(MissingFileError, match="no file"):
             missing()
-    with pytest.raises(MissingFileError, match=r"the folder .* does not exist"):
-        new().log(tmp_path / "nowhere" / "log.jsonl")
-    with pytest.raises(FileError, match="cannot log to"):
-        new().log(tmp_path)
+    for path in (tmp_path, tmp_path / "nowhere" / "log.jsonl"):
+        with pytest.raises(FileError, match="cannot log to"):
+            new().log(path)
 
 
 # --- one writer -----------------------------------------------------------------------------------------------------
@@ -326,8 +324,9 @@ def test_paths_that_cannot_be(tmp_path):
 
 def test_a_log_has_one_writer(tmp_path):
     path = tmp_path / "log.jsonl"
-    one, other = new(), new()
+    one = new()
     one.log(path)
+    other = replay(path)
     with pytest.raises(FileError, match="written by another agent or process"):
         other.log(path)
     one.log(path)
@@ -433,8 +432,8 @@ def test_replay_needs_a_new_agent_that_fits(tmp_path):
     play(agent, ROWS[:5])
     for unfit, message in (
         (agent, "replay needs an agent that neither decided nor wrote a log"),
-        (new(n_arms=4), "begins with 3 arms, the agent has 4"),
-        (make_agent("linear", 2, 3), "contexts of 3 numbers, the agent of 2"),
+        (new(n_arms=4), "begins with n_arms=3, the agent has 4"),
+        (make_agent("linear", 2, 3), "begins with n_features=3, the agent has 2"),
     ):
         before = learnt(unfit)
         with pytest.raises(MatchError, match=message):
@@ -476,31 +475,6 @@ def test_an_agent_saved_before_the_last_line_catches_up(name, tmp_path):
     np.testing.assert_array_equal(ids[ids >= 0], np.arange(42))
 
 
-def test_ids_continue_from_the_larger_of_the_agent_s_and_the_log_s(tmp_path):
-    path = tmp_path / "log.jsonl"
-    first = new()
-    first.log(path)
-    play(first, ROWS[:10])
-    first.log(None)
-    fresh = new()
-    fresh.log(path)
-    # It has learnt nothing, but what waits in the log can be rewarded.
-    assert fresh._buffer.count == 0
-    assert fresh.pending == first.pending
-    assert fresh.decide(ROWS[10]).id == 10
-    fresh.reward(fresh.pending[0], 1.0)
-    assert fresh._buffer.count == 1
-    fresh.log(None)
-    older = new()
-    for row in ROWS[:30]:
-        older.reward(older.decide(row).id, 0.0)
-    older.log(path)
-    assert older.decide(ROWS[0]).id == 30
-    older.log(None)
-    np.testing.assert_array_equal(read_log(path).ids, [*range(11), 30])
-    assert [line["decision"] for line in of_kind(path, "reward")][-1] == first.pending[0]
-
-
 def test_two_decisions_with_one_id_are_refused(tmp_path):
     path = tmp_path / "log.jsonl"
     agent = new()
@@ -512,16 +486,11 @@ def test_two_decisions_with_one_id_are_refused(tmp_path):
     size = path.stat().st_size
     hasty = Agent.load(tmp_path / "agent")
     hasty.decide(ROWS[2])
-    with pytest.raises(MatchError, match="has a decision 1, and the agent has one of its own: attach the log before"):
+    with pytest.raises(MatchError, match="and the agent have a decision 1 each: attach it before the agent decides"):
         hasty.log(path)
-    stranger = new()
-    stranger.decide(ROWS[2])
-    with pytest.raises(MatchError, match=r"decision 0 waits for a reward in .* and, another one, in the agent"):
-        stranger.log(path)
-    stranger.forget(0)
+    with pytest.raises(MatchError, match="is another agent's log: give a new file, or make an agent by replay"):
+        new().log(path)
     assert path.stat().st_size == size
-    stranger.log(path)
-    assert stranger.pending == (0, 1)
 
 
 def test_arms_that_changed_without_a_log_are_told_of(tmp_path):
@@ -536,11 +505,6 @@ def test_arms_that_changed_without_a_log_are_told_of(tmp_path):
     agent.log(path)
     changes = [(line["arm"], line["change"]) for line in of_kind(path, "arm")]
     assert changes == [(0, "removed"), (3, "added"), (2, "removed"), (0, "restored")]
-    agent.log(None)
-    with pytest.raises(MatchError, match="has 4 arms and the agent 3: add arms first, or see replay"):
-        new().log(path)
-    with pytest.raises(MatchError, match="contexts of 3 numbers, the agent of 2"):
-        make_agent("linear", 2, 4).log(path)
 
 
 # --- defined behaviour ----------------------------------------------------------------------------------------------
@@ -606,19 +570,19 @@ def test_logs_of_other_systems():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"contexts": np.zeros(2)}, r"contexts must be \(n, features\), .*, got \(2,\)"),
-        ({"arms": [0, 1, 1]}, "contexts must be"),
+        ({"contexts": np.zeros(2)}, "contexts and allowed must have 2 rows"),
+        ({"arms": [0, 1, 1]}, "contexts and allowed must have 3 rows"),
         ({"arms": [0.5, 1.0]}, "arms must be"),
         ({"arms": [-1, 0]}, "arms must be"),
         ({"arms": [[0, 1]]}, "arms must be"),
-        ({"probabilities": [0.5]}, r"probabilities and rewards must be \(2,\), got \(1,\)"),
+        ({"probabilities": [0.5]}, r"probabilities and rewards be \(2,\)"),
         ({"probabilities": [0.0, 1.0]}, "probabilities must be above 0 and at most 1, and those of row 0 are not"),
         ({"probabilities": [1.0, np.nan]}, "row 1"),
         ({"rewards": [np.inf, 1.0]}, "rewards must be finite, or NaN where none came"),
         ({"contexts": [[0.0], [np.nan]]}, "contexts must be finite, and those of row 1 are not"),
         ({"n_arms": 1}, "arms must be among those allowed, and those of row 1 are not"),
         ({"allowed": [[False, True], [True, True]]}, "arms must be among those allowed, and those of row 0"),
-        ({"allowed": [True, True]}, r"allowed \(n, arms\), got \(2, 3\) and \(2,\)"),
+        ({"allowed": [True, True]}, "contexts and allowed must have 2 rows"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change, message):

@@ -206,7 +206,6 @@ def test_many_contexts_are_as_one_by_one_up_to_their_draws():
     assert_close(found.mean(axis=0), agent.probabilities([HERE], draws=50_000)[0], atol=0.015)
     assert not (found[0] == found[1]).all()
     np.testing.assert_array_equal(found, agent.probabilities(rows, draws=200))
-    assert not np.array_equal(found, agent.probabilities(rows, draws=200, seed=1))
 
 
 @pytest.mark.parametrize("draws", [0, -1, 1.5, True])
@@ -220,8 +219,6 @@ def test_draws_must_be_a_positive_number(draws):
 
 def test_masks_are_checked():
     agent = trained("linear")
-    with pytest.raises(MatchError, match=r"shape \(1, 3\), with an arm"):
-        agent.probabilities([HERE], allowed=np.ones((1, 2), bool))
     agent.remove_arm(2)
-    with pytest.raises(MatchError, match="an arm that is not removed for every context"):
+    with pytest.raises(MatchError, match="no allowed arm that is not removed"):
         agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [False, False, True]]))

@@ -55,15 +55,15 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
 
 def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
     run_bandits(**given(tmp_path / "whole"))
-    real, calls = bandits.start, []
+    real, calls = bandits.Playing, []
 
-    def dies_at_the_third(name, **options):
-        calls.append(name)
+    def dies_at_the_third(problem, agent, **options):
+        calls.append(f"{problem}/{agent}")
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(name, **options)
+        return real(problem, agent, **options)
 
-    monkeypatch.setattr(bandits, "start", dies_at_the_third)
+    monkeypatch.setattr(bandits, "Playing", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         run_bandits(**given(tmp_path / "cut"))
     so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]

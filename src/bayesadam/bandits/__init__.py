@@ -12,7 +12,6 @@ from bayesadam.bandits.problems import (
     Rounds,
     classification_problem,
     problem,
-    problem_from_file,
     reward_problem,
     wheel,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "fit_prior",
     "make_agent",
     "problem",
-    "problem_from_file",
     "read_log",
     "replay",
     "reward_problem",

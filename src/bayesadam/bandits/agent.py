@@ -58,17 +58,14 @@ def make_agent(
 
     Args:
         name: one of `AGENTS`.
-        n_arms: at first; see `Agent.add_arm`.
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
-    own = agent_settings(name, settings, **changes)
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
-            example = f"make_agent({name!r}, n_features=5, n_arms=3)"
-            raise SettingError(f"{key} must be a positive whole number, got {value!r}: {example} for example")
-    return Agent(name, own, int(n_features), int(n_arms), seed, prior)
+            raise SettingError(f"{key} must be a positive whole number, got {value!r}")
+    return Agent(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior)
 
 
 class Agent:
@@ -102,8 +99,6 @@ class Agent:
     def n_arms(self) -> int:
         """How many arms there have been; those removed keep their index."""
         return self._standing.n_arms
-
-    # --- acting
 
     @torch.no_grad()
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
@@ -147,15 +142,15 @@ class Agent:
                 streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
-            made = Decision(number, arm, shares[allowed.index(arm)])
-            told = {"decision": number, "context": rows[0].numpy(), "arm": arm, "probability": made.probability}
-            offer = {"arms": allowed, "probabilities": shares, "tried": untried is not None}
-            self._take({"event": "decision", **told, **offer})
-        return made
+            share = shares[allowed.index(arm)]
+            event = {"event": "decision", "decision": number, "context": rows[0].numpy(), "arm": arm}
+            offer = {"probability": share, "arms": allowed, "probabilities": shares, "tried": untried is not None}
+            self._take(event | offer)
+        return Decision(number, arm, share)
 
     @torch.no_grad()
     def probabilities(
-        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS, seed: int = 0
+        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
@@ -164,13 +159,13 @@ class Agent:
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
-        streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
+        streams = Streams([stream_seed(self.seed, "policy", 0)], "probability")
         with self._acting:
-            shape, mask = (len(rows), self.n_arms), self._mask(self._standing.arms()).expand(len(rows), -1)
-            if allowed is not None and allowed.shape == shape:
+            mask = self._mask(self._standing.arms()).expand(len(rows), -1)
+            if allowed is not None:
                 mask = mask & torch.from_numpy(allowed)
-            if not mask.any(dim=1).all() or (allowed is not None and allowed.shape != shape):
-                raise MatchError(f"allowed must be of shape {shape}, with an arm that is not removed for every context")
+            if not mask.any(dim=1).all():
+                raise MatchError("a context has no allowed arm that is not removed")
             found = self._actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
         return found[0].numpy()
 
@@ -184,16 +179,12 @@ class Agent:
         mask[list(allowed)] = True
         return mask
 
-    # --- learning
-
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
         rows, _ = self._contexts(context)
         arms = np.atleast_1d(np.asarray(arm))
-        if arms.shape != (len(rows),) or arms.dtype.kind not in "iu":
-            raise MatchError(f"update needs {len(rows)} arms, one for each context, by whole numbers; got {arm!r}")
-        if arms.min() < 0 or arms.max() >= self.n_arms:
-            raise SettingError(f"arms are 0 to {self.n_arms - 1}, and add_arm makes another; got {arm!r}")
+        if arms.dtype.kind not in "iu" or arms.shape != (len(rows),) or not 0 <= arms.min() <= arms.max() < self.n_arms:
+            raise SettingError(f"update needs {len(rows)} arms, each 0 to {self.n_arms - 1}; got {arm!r}")
         rewards = self._rewards(reward, len(rows))
         with self._learning:
             if self._log is not None:
@@ -209,9 +200,10 @@ class Agent:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
-                # A decision that the log does not have is an update there.
-                update = _updated([context], [arm], value) if decision in self._unlogged else None
-                self._take({"event": "reward", "decision": int(decision), "reward": value[0]}, otherwise=update)
+                if self._log is not None and decision in self._unlogged:
+                    # The log does not have the decision.
+                    self._log.write(_updated([context], [arm], value))
+                self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
             self._learn([context], [arm], value)
 
     def _learn(self, contexts: Any, chosen: Any, paid: Any) -> None:
@@ -248,8 +240,7 @@ class Agent:
         new = self._learner()
         state = new.state()
         for name, tensor in old.state().items():
-            parts, wholes = old.parts(tensor), new.parts(state[name])
-            for part, whole in zip(parts, wholes, strict=True):
+            for part, whole in zip(old.parts(tensor), new.parts(state[name]), strict=True):
                 whole[tuple(slice(0, length) for length in part.shape)] = part
         new.restore(state)
         return new
@@ -269,11 +260,8 @@ class Agent:
     def _waits(self, decision: Any) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
         if not _is_index(decision) or not 0 <= decision < self._standing.next_id:
-            said = f"give the `id` of what decide returned; {len(self.pending)} wait for a reward, see agent.pending"
-            raise MatchError(f"decision {decision!r} was never made: {said}")
+            raise MatchError(f"decision {decision!r} was never made: give the `id` of what decide returned")
         return decision in self._standing.waiting
-
-    # --- arms
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
@@ -285,10 +273,7 @@ class Agent:
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
         with self._acting:
-            available = self._standing.arms()
-            if available == [arm]:
-                raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._change(arm, "removed", available)
+            self._change(arm, "removed", self._standing.arms())
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
@@ -296,29 +281,22 @@ class Agent:
             self._change(arm, "restored", sorted(self._standing.removed))
 
     def _change(self, arm: int, change: str, possible: list[int]) -> None:
-        if not _is_index(arm) or arm not in possible:
-            raise SettingError(f"arm {arm!r} cannot be {change}: {possible} can")
+        if not _is_index(arm) or arm not in possible or (change == "removed" and len(possible) == 1):
+            raise SettingError(f"arm {arm!r} cannot be {change}: one of {possible} can, but the last one stays")
         self._take({"event": "arm", "arm": int(arm), "change": change})
 
-    def _take(self, event: Event, otherwise: Event | None = None) -> None:
-        """Write an event, or `otherwise` for a decision that is not in the log; then apply it."""
-        if self._log is not None:
-            written = otherwise if event.get("decision") in self._unlogged else event
-            if written is not None:
-                self._log.write(written)
+    def _take(self, event: Event) -> None:
+        """Write an event, unless it is of a decision that is not in the log; then apply it."""
+        if self._log is not None and event.get("decision") not in self._unlogged:
+            self._log.write(event)
         self._standing.take(event)
-
-    # --- files
 
     def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
 
-        The file has one JSON object a line, each appended by a single write: a killed process loses none.
-
-        A log that exists is continued: the decisions that wait in it wait in the agent too. An agent that was saved
-        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not.
-
-        `path=None` ends logging. With `sync`, every line is on the disk before a call returns.
+        A log that the agent wrote before it was saved, or that `replay` made it from, is continued: the agent first
+        learns what the log has and it does not. `path=None` ends logging. With `sync`, every line is on the disk before
+        a call returns.
         """
         with self._learning, self._acting:
             if self._log is not None:
@@ -330,14 +308,15 @@ class Agent:
             about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
             about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": self._prior is not None}
             file = LogFile(path, about, sync=sync)
-            try:
-                self._join(file.written)
-            except BaseException:
-                file.close()
-                raise
+            before, (known, end) = file.before, self._known or ("", 0)
+            if before is not None:
+                if known != file.id:
+                    raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
+                self._follow([event for start, event in before.events if start >= end], before.path)
             self._log = file
-            self._unlogged = self._standing.waiting.keys() - file.written.standing.waiting.keys()
-            for change in self._standing.changes_since(file.written.standing):
+            standing = Standing(self.n_features, self.n_arms) if before is None else before.standing
+            self._unlogged = self._standing.waiting.keys() - standing.waiting.keys()
+            for change in self._standing.changes_since(standing):
                 file.write(change)
 
     @property
@@ -345,31 +324,15 @@ class Agent:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
         return self._log.id if self._log is not None else self._known and self._known[0]
 
-    def _join(self, written: LogReader) -> None:
-        """Take over what a log has and the agent has not."""
-        own, theirs, (log, end) = self._standing, written.standing, self._known or ("", 0)
-        if log == written.id:
-            self._follow([event for start, event in written.events if start >= end], written.path)
-        elif both := theirs.waiting.keys() & own.waiting.keys():
-            said = f"decision {min(both)} waits for a reward in {written.path} and, another one, in the agent"
-            raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
-        if own.n_arms < theirs.n_arms:
-            said = f"{written.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
-            raise MatchError(f"{said}: add arms first, or see replay")
-        if log != written.id:
-            own.waiting |= theirs.waiting
-        own.next_id = max(own.next_id, theirs.next_id)
-
     def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
         """Do as the agent that wrote these events did."""
         standing = self._standing
         first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
         if first < standing.next_id:
-            said = f"{path} has a decision {first}, and the agent has one of its own"
-            raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
+            raise MatchError(f"{path} and the agent have a decision {first} each: attach it before the agent decides")
         for event in written:
-            kind, decision = event["event"], event.get("decision")
-            if kind in ("reward", "forget") and decision not in standing.waiting:
+            kind = event["event"]
+            if kind in ("reward", "forget") and event["decision"] not in standing.waiting:
                 # It was rewarded while the agent wrote no log.
                 continue
             if kind == "reward":
@@ -386,7 +349,7 @@ class Agent:
         with self._learning, self._acting:
             if self._log is not None:
                 self._known = self._log.id, self._log.end
-            waiting = self._standing.waiting
+            waiting, prior = self._standing.waiting, self._prior
             rows = np.array([context for context, _ in waiting.values()], np.float32).reshape(-1, self.n_features)
             tensors = {
                 "contexts": self._buffer.contexts[:, : self._buffer.count],
@@ -394,15 +357,14 @@ class Agent:
                 "pending.id": torch.tensor(list(waiting), dtype=torch.int64),
                 "pending.arm": torch.tensor([arm for _, arm in waiting.values()], dtype=torch.int64),
                 "pending.context": torch.from_numpy(rows),
-                **{f"trainer.{name}": tensor for name, tensor in self._trainer.state().items()},
-                **{f"actor.{name}": tensor for name, tensor in self._actor.state().items()},
             }
-            if self._prior is not None:
-                tensors |= {f"prior.{name}": tensor for name, tensor in self._prior.tensors().items()}
+            parts = {"trainer": self._trainer.state(), "actor": self._actor.state()}
+            for part, own in (parts | ({} if prior is None else {"prior": prior.tensors()})).items():
+                tensors |= {f"{part}.{name}": tensor for name, tensor in own.items()}
             header = {
                 "agent": self.name,
                 "settings": self.settings.plain(),
-                "prior": None if self._prior is None else self._prior.header(),
+                "prior": None if prior is None else prior.header(),
                 "n_features": self.n_features,
                 "n_arms": self._standing.n_arms,
                 "seed": self.seed,
@@ -435,13 +397,9 @@ class Agent:
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
             standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
             standing.next_id = header["next_id"]
-        except KeyError as missing:
-            raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
-        except SettingError as error:
-            raise FileError(f"{path} is not an agent of this version: {error}") from error
+        except (KeyError, SettingError) as error:
+            raise FileError(f"{path} is not a saved agent of this version: {error}") from error
         return agent
-
-    # --- checks
 
     def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
         array, width = _numbers(context, "a context"), self.n_features
@@ -457,9 +415,7 @@ class Agent:
 
     def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
-        if arms is None:
-            return available
-        chosen = list(arms) if isinstance(arms, Iterable) else []
+        chosen = available if arms is None else list(arms) if isinstance(arms, Iterable) else []
         if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
             raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
         return sorted(set(chosen))
@@ -483,18 +439,17 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
             raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
         try:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
-        except SettingError as error:
+        except (KeyError, SettingError) as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
         agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
-    reader.check_width(agent.n_features)
     with agent._learning, agent._acting:
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
-        if agent.n_arms != header["n_arms"]:
-            raise MatchError(f"{path} begins with {header['n_arms']} arms, the agent has {agent.n_arms}")
+        for what, own in (("n_features", agent.n_features), ("n_arms", agent.n_arms)):
+            if own != header[what]:
+                raise MatchError(f"{path} begins with {what}={header[what]}, the agent has {own}")
         agent._follow([event for _, event in reader.events], reader.path)
         agent._known = reader.id, reader.end
-    reader.warn_of_rest("is left out")
     return agent
 
 
@@ -514,14 +469,9 @@ def _is_index(value: Any) -> bool:
 
 def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
-    try:
-        array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-        if array.dtype.kind == "O":
-            array = np.array(array.tolist())
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
-        if not np.isfinite(narrow).all():
-            raise ValueError(f"got {values!r}")
-    except (TypeError, ValueError) as error:
-        raise MatchError(f"{what} must be finite numbers that fit float32: {error}") from None
+    array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
+    if not np.isfinite(narrow).all():
+        raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
     return narrow

@@ -32,9 +32,8 @@ _CHUNK = 4096
 
 
 def _is_range(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value)) and value[0] < value[1]
+    pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
+    return value is None or (pair and value[0] < value[1])
 
 
 Range = Annotated[tuple[float, float] | None, Check(_is_range, "a tuple (low, high) with low below high, or None")]
@@ -85,8 +84,7 @@ class Hybrid(AdamLearner):
     decision draws each arm's f with one normal number ε for both heads: f + ε √(a/g) ((1 − s) √(V_x) + s √(V_h)) with
     g ~ Γ(a) and V = (α² (b − b₀) + b₀)/a · xᵀ C x; α falls from 1 to `exploration`. The heads hold b − b₀.
 
-    Trainings come when the observations have grown by a factor, so their number is logarithmic. The network's penalty
-    is λσ² n₀/(n₀ + n): as a prior's, it falls with the observations and is small where there is little noise.
+    The network's penalty is λσ² n₀/(n₀ + n): as a prior's, it falls with the observations and with the noise.
     """
 
     learns_at_once = True
@@ -94,8 +92,6 @@ class Hybrid(AdamLearner):
 
     def __init__(self, settings: HybridSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        # The hidden head has its noise.
-        self._estimates_noise = False
         runs, width = buffer.runs, buffer.contexts.shape[2] + 1
         self._linear = LinearPosterior.prior(runs, n_arms, width, _SHAPE, self.device)
         self._hidden = LinearPosterior.prior(runs, n_arms, settings.hidden[-1] + 1, _SHAPE, self.device)
@@ -123,8 +119,6 @@ class Hybrid(AdamLearner):
         moments = (mean, found.covariance, found.shape.expand(self.n_arms), torch.zeros_like(mean[..., 0]))
         self._linear = LinearPosterior(*(part.repeat(self.buffer.runs, *[1] * part.dim()) for part in moments))
         self._memory |= {f"linear.{part}": tensor for part, tensor in vars(self._linear).items()}
-
-    # --- units
 
     def _range(self) -> Tensor:
         """R in units of the targets, (runs, 1)."""
@@ -161,14 +155,10 @@ class Hybrid(AdamLearner):
         found = (self._variance(head).squeeze(1) * squares / function).clamp(1e-8, 1e8)
         return found[:, None, None, None] * torch.eye(head.mean.shape[3]).to(found)
 
-    # --- choosing
-
     def _fades(self) -> float:
-        """n₀/(n₀ + n)."""
         return self.settings.settling / (self.settings.settling + self.buffer.count)
 
     def _given(self, contexts: Tensor) -> Tensor:
-        """Features that no training changes."""
         return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
 
     def _likely(self) -> Tensor:
@@ -190,11 +180,9 @@ class Hybrid(AdamLearner):
         """Mean and standard deviation of f given the drawn components, shaped like these, in units of the targets."""
         least, share = self.settings.exploration**2, self._share[..., None, None]
         tempered = least + (1 - least) * self._fades()
-        mean, std = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for head, x, weight in (
-            (self._linear, self._given(contexts), 1 - share),
-            (self._hidden, self._last_hidden(contexts), share),
-        ):
+        mean = std = torch.zeros((), device=self.device)
+        features = self._given(contexts), self._last_hidden(contexts)
+        for head, x, weight in zip((self._linear, self._hidden), features, (1 - share, share), strict=True):
             shape, scale = self._pooled(head)
             noise = (tempered * scale + self._noise(head).unsqueeze(2)) / shape
             means = (x.unsqueeze(1) @ head.mean.mT).transpose(1, 2)
@@ -208,8 +196,6 @@ class Hybrid(AdamLearner):
         shapes = self._pooled(self._linear)[0].mT.unsqueeze(1).expand(drawn.shape)
         scales = (shapes / streams.gamma(shapes)).sqrt()
         return (mean + std * scales * streams.normal(*drawn.shape[1:])).float()
-
-    # --- learning
 
     def observe(self, rows: slice) -> None:
         """Update both heads."""

@@ -21,9 +21,6 @@ from bayesadam.errors import SettingError
 _ROWS_AT_ONCE = 1 << 14
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
-
-
 class Check(NamedTuple):
     """A condition on the values of a setting; it stands in the field's type."""
 
@@ -65,10 +62,9 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
             for check in getattr(hint, "__metadata__", ()):
-                if not check.holds(value):
-                    raise SettingError(f"{name} must be {check.meaning}, got {value!r}")
+                if not check.holds(getattr(self, name)):
+                    raise SettingError(f"{name} must be {check.meaning}, got {getattr(self, name)!r}")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -77,15 +73,11 @@ class AgentSettings:
 
     def plain(self) -> dict[str, Any]:
         """The values by name, as JSON has them."""
-        values = {name: getattr(self, name) for name in self.names()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
-        missing = [name for name in cls.names() if name not in given]
-        if missing:
-            raise SettingError(f"the saved settings lack {', '.join(missing)}, which {cls.__name__} has")
         values: dict[str, Any] = {name: given[name] for name in cls.names()}
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values)
@@ -98,9 +90,6 @@ class Entry(NamedTuple):
     settings: type[AgentSettings] = AgentSettings
     tuned: Mapping[str, Any] = MappingProxyType({})
     paper: Mapping[str, Any] = MappingProxyType({})
-
-
-# --- observations ---------------------------------------------------------------------------------------------------
 
 
 class Buffer:
@@ -139,8 +128,6 @@ class Buffer:
         """2^(−age/h) of observations, with the newest one's age 0, float64."""
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=self.contexts.device)
-        if math.isinf(self.half_life):
-            return torch.ones_like(rows, dtype=torch.float64)
         return torch.exp2((rows - (self.count - 1)).double() / self.half_life)
 
     @property
@@ -168,23 +155,21 @@ class Buffer:
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of contexts (n, b, features), arms and rewards (n, b) at rows (n, b), n a multiple of the runs."""
         n, b = rows.shape
-        first = self._first_row.repeat_interleave(n // self.runs, dim=0) if n > self.runs else self._first_row
-        index = (rows + first).flatten()
+        index = (rows + self._first_row.repeat_interleave(n // self.runs, dim=0)).flatten()
         contexts = self.contexts.view(-1, self.contexts.shape[2]).index_select(0, index)
         arms, rewards = (of.view(-1).index_select(0, index).view(n, b) for of in (self.arms, self.rewards))
         return contexts.view(n, b, -1), arms, rewards
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Weighted mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
-        mean, square = (self.sums / max(self.effective_count, 1)).unbind(dim=1)
+        means = self.sums / max(self.effective_count, 1)
+        mean, square = means[:, :1], means[:, 1:]
         variance = square - mean.square()
-        std = torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
-        return mean.unsqueeze(1), std.unsqueeze(1)
+        return mean, torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of all but the contexts, on the CPU."""
-        seen = {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
-        return {name: tensor.cpu().clone() for name, tensor in seen.items()}
+        """All but the contexts."""
+        return {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken, with the same contexts."""
@@ -207,9 +192,6 @@ def with_constant(x: Tensor) -> Tensor:
     return F.pad(x.double(), (0, 1), value=1.0)
 
 
-# --- learners -------------------------------------------------------------------------------------------------------
-
-
 class Learner(ABC):
     """Scores the arms of contexts, one independent draw per row, and learns from a buffer; one seed per run."""
 
@@ -220,7 +202,7 @@ class Learner(ABC):
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         self.settings, self.buffer, self.n_arms = settings, buffer, n_arms
         self.device, self.seeds = buffer.contexts.device, tuple(seeds)
-        # The state besides that of the networks, by name, and the sources: of exploration, and of a choice's scores.
+        # The state besides that of the networks, and the sources of random numbers, by name.
         self._memory: dict[str, Tensor] = {}
         self._streams: dict[str, Streams] = {}
         self._choice = self._explore = self._stream("explore", seeds)

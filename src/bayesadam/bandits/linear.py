@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,13 +102,12 @@ class LinearPosterior:
     @classmethod
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
         """C⁻¹ = λ1 + Σ x xᵀ, μ = C Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ C⁻¹ μ)."""
-        inverse = data.gram.clone()
-        inverse.diagonal(dim1=2, dim2=3).add_(precision)
-        factor = torch.linalg.cholesky(inverse)
-        mean = torch.cholesky_solve(data.cross.unsqueeze(3), factor).squeeze(3)
-        residual = 0.5 * (data.squares - (data.cross * mean).sum(dim=2)).clamp(min=0)
-        count, covariance = data.gram[..., -1, -1], torch.cholesky_inverse(factor)
-        return cls(mean.unsqueeze(2), covariance, shape + 0.5 * count, (scale + residual).unsqueeze(2))
+        around, ridge = (
+            torch.zeros_like(data.cross).unsqueeze(2),
+            precision * torch.eye(data.cross.shape[2]).to(data.cross),
+        )
+        covariance, mean, residual = normal_equations(data, around, ridge)
+        return cls(mean, covariance, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
         """Refit μ and C around μ₀ with Λ₀, in place; returns the third of `normal_equations`."""
@@ -244,38 +242,21 @@ class NeuralLinear(Linear, AdamLearner):
 
     settings: NeuralLinearSettings
 
-    def __init__(self, settings: NeuralLinearSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        super().__init__(settings, buffer, n_arms, seeds)
-        self._newest = torch.zeros(buffer.runs, n_arms, settings.window, dtype=torch.int64, device=self.device)
-        self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
-        self._memory |= {"newest": self._newest, "pulls": self._pulls}
-
     def _features(self, contexts: Tensor) -> Tensor:
         return self._last_hidden(contexts)
-
-    def observe(self, rows: slice) -> None:
-        """Put the new observations in their arms' windows, over the oldest."""
-        super().observe(rows)
-        window, arms = self.settings.window, self.buffer.arms[:, rows]
-        chosen = F.one_hot(arms, self.n_arms)
-        before = (self._pulls.unsqueeze(1) + chosen.cumsum(dim=1) - chosen).gather(2, arms.unsqueeze(2)).squeeze(2)
-        numbers = torch.arange(rows.start, rows.stop, device=self.device).expand_as(arms)
-        self._newest.view(self.buffer.runs, -1).scatter_(1, arms * window + before % window, numbers)
-        self._pulls += chosen.sum(dim=1)
 
     def train(self) -> None:
         """Train the network, then recompute the statistics at its new features."""
         super().train()
         # The last feature is the constant: its square sums the weights of all observations.
-        forgets = math.isfinite(self.buffer.half_life)
-        counts = self.statistics.gram[..., -1, -1].clone() if forgets else self._pulls.double()
+        counts, n = self.statistics.gram[..., -1, -1].clone(), self.buffer.count
         self.statistics.fade(0.0)
-        size, tiny = min(self.settings.window, self.buffer.count), torch.finfo(torch.float64).tiny
-        slots = torch.arange(size, device=self.device)
+        numbers, tiny = torch.arange(n, device=self.device), torch.finfo(torch.float64).tiny
         for arm in range(self.n_arms):
-            newest = self._newest[:, arm, :size]
-            contexts, _, rewards = self.buffer.at(newest)
-            weights = torch.where(slots < self._pulls[:, arm : arm + 1], self.buffer.weights(newest), 0.0)
+            own = torch.where(self.buffer.arms[:, :n] == arm, numbers, -1)
+            newest = own.topk(min(self.settings.window, n), dim=1).values
+            contexts, _, rewards = self.buffer.at(newest.clamp(min=0))
+            weights = torch.where(newest < 0, 0.0, self.buffer.weights(newest))
             weights *= counts[:, arm : arm + 1] / weights.sum(dim=1, keepdim=True).clamp(min=tiny)
             self.statistics.add(torch.full_like(newest, arm), self._features(contexts), rewards.double(), weights)
         self._linear = None

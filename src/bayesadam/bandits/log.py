@@ -70,26 +70,23 @@ class Standing:
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
-        kind, rows = event["event"], list[tuple[Any, Any, float]]()
+        kind, rows = event["event"], list[tuple[Any, Any, Any]]()
         if kind == "decision":
-            rows = [(event["context"], arm, 0.0) for arm in event["arms"]]
-            shares = dict(zip(event["arms"], event["probabilities"], strict=True))
-            if event["decision"] < self.next_id:
-                raise ValueError(f"decision {event['decision']} comes after decision {self.next_id - 1}")
-            if shares[event["arm"]] != event["probability"] or not 0 < event["probability"] <= 1 + 1e-9:
-                raise ValueError(f"arm {event['arm']} was chosen with probability {event['probability']}")
+            chosen = event["arm"] in event["arms"] and 0 < event["probability"] <= 1 + 1e-9
+            if event["decision"] < self.next_id or not chosen:
+                raise ValueError(f"decision {event['decision']} is out of order, or its arm impossible")
+            shares = zip(event["arms"], event["probabilities"], strict=True)
+            rows = [(event["context"], arm, share) for arm, share in shares]
         elif kind in ("reward", "forget"):
             rows = [(*self.waiting[event["decision"]], event["reward"] if kind == "reward" else 0.0)]
         elif kind == "update":
             rows = list(zip(event["contexts"], event["arms"], event["rewards"], strict=True))
-        elif kind == "arm":
+        else:
             known = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-            if event["arm"] not in known[event["change"]]:
-                raise ValueError(f"arm {event['arm']!r} cannot be {event['change']} here")
-        if not rows and kind != "arm":
-            raise ValueError(f"an event {kind!r} without contexts")
-        for context, arm, reward in rows:
-            if len(context) != self.n_features or not all(map(math.isfinite, (*context, reward))):
+            if kind != "arm" or event["arm"] not in known[event["change"]]:
+                raise ValueError(f"an event {kind!r} that cannot be here")
+        for context, arm, number in rows:
+            if len(context) != self.n_features or not all(map(math.isfinite, (*context, number))):
                 raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
             if arm not in range(self.n_arms):
                 raise ValueError(f"there is no arm {arm} yet")
@@ -108,13 +105,10 @@ class Standing:
         return [{"event": "arm", "arm": arm, "change": change} for change, arms in changes.items() for arm in arms]
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 class LogReader:
     """A log as it is now: its header, its events with the byte at which each begins, the standing after them.
 
-    `rest` bytes of a half-written line may follow the byte `end`. Any other damage is an error that names the line.
+    A half-written line after the byte `end` is left out, with a warning. Other damage is an error that names the line.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -133,56 +127,40 @@ class LogReader:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}") from error
         self.events: list[tuple[int, Event]] = []
-        self.end, self.rest = len(first), 0
+        self.end = len(first)
         for number, line in enumerate(lines, 2):
             if not line.endswith(b"\n"):
-                self.rest = len(line)
+                warn(f"the last line of {self.path}, {len(line)} bytes, was only half written and is left out")
                 break
             try:
                 event = json.loads(line)
                 self.standing.check(event)
                 self.standing.take(event)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                said = f"{self.path} is damaged in line {number} ({error!r}): mend or remove the line"
-                raise FileError(said) from None
+                raise FileError(f"{self.path} is damaged in line {number} ({error!r}): mend or remove it") from None
             self.events.append((self.end, event))
             self.end += len(line)
 
-    def check_width(self, n_features: int) -> None:
-        """Raise where the log's contexts are not an agent's."""
-        if self.standing.n_features != n_features:
-            wide = self.standing.n_features
-            raise MatchError(f"{self.path} has contexts of {wide} numbers, the agent of {n_features}")
-
-    def warn_of_rest(self, consequence: str) -> None:
-        """Warn of a half-written last line."""
-        if self.rest:
-            warn(f"the last line of {self.path}, {self.rest} bytes, was only half written and {consequence}")
-
 
 class LogFile:
-    """A log that is written: open, and locked against other writers. `written` is what it had before."""
+    """A log that is written: open, and locked against other writers. `before` is what it had; None for a new one."""
 
     def __init__(self, path: AnyPath, header: Mapping[str, Any], *, sync: bool) -> None:
         self.path, self._sync, self._process, self.end = Path(path), sync, os.getpid(), 0
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        except FileNotFoundError as error:
-            raise MissingFileError(f"cannot log to {path}: the folder {self.path.parent} does not exist") from error
         except OSError as error:
             raise FileError(f"cannot log to {self.path}: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
             _lock(self._descriptor, self.path)
-            if not os.fstat(self._descriptor).st_size:
-                about = {"event": _KIND.header, "format": storage.FORMAT_VERSION, **header, "id": secrets.token_hex(8)}
-                self.write(about)
-            self.written = LogReader(self.path)
-            self.written.check_width(header["n_features"])
-            self.id, self.end = self.written.id, self.written.end
-            if self.written.rest:
+            self.before = LogReader(self.path) if os.fstat(self._descriptor).st_size else None
+            if self.before is None:
+                self.id = secrets.token_hex(8)
+                self.write({"event": _KIND.header, "format": storage.FORMAT_VERSION, **header, "id": self.id})
+            else:
+                self.id, self.end = self.before.id, self.before.end
                 os.ftruncate(self._descriptor, self.end)
-                self.written.warn_of_rest("is cut off")
         except BaseException:
             self.close()
             raise
@@ -190,8 +168,7 @@ class LogFile:
     def write(self, event: Event) -> None:
         """Append a line, whole or not at all."""
         if self._process != os.getpid():
-            said = f"{self.path} is the log of process {self._process}"
-            raise FileError(f"{said}: attach one in this process, {os.getpid()}")
+            raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
         line = json.dumps(event, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
         try:
             written = os.write(self._descriptor, line)
@@ -215,9 +192,6 @@ def _lock(descriptor: int, path: Path) -> None:
         return
     except BlockingIOError:
         raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
-
-
-# --- arrays ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,16 +241,17 @@ class Log:
         """
         chosen, given = np.asarray(arms), np.asarray(probabilities, np.float64)
         table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
-        if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or chosen.min(initial=0) < 0:
-            raise MatchError(f"arms must be (n,) whole numbers from 0 on, got {chosen.dtype} of shape {chosen.shape}")
-        n, rows, most = len(chosen), np.arange(len(chosen)), int(chosen.max(initial=0)) + 1
-        mask = np.ones((n, n_arms or most), bool) if allowed is None else np.asarray(allowed, bool)
-        if len(table) != n or table.ndim != 2 or mask.shape[:1] != (n,) or mask.ndim != 2:
-            raise MatchError(f"contexts must be (n, features), allowed (n, arms), got {table.shape} and {mask.shape}")
-        if not given.shape == paid.shape == (n,):
-            raise MatchError(f"probabilities and rewards must be ({n},), got {given.shape} and {paid.shape}")
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+            raise MatchError(f"arms must be (n,) whole numbers, got {chosen.dtype} of shape {chosen.shape}")
+        n, rows = len(chosen), np.arange(len(chosen))
+        many = n_arms or int(chosen.max(initial=0)) + 1
+        mask = np.ones((n, many), bool) if allowed is None else np.asarray(allowed, bool)
+        shapes = table.shape[:1], mask.shape[:1], given.shape, paid.shape
+        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2:
+            raise MatchError(f"contexts and allowed must have {n} rows, probabilities and rewards be ({n},)")
+        known = (chosen >= 0) & (chosen < mask.shape[1])
         for rule, holds in (
-            ("arms must be among those allowed", np.pad(mask, ((0, 0), (0, most)))[rows, chosen]),
+            ("arms must be among those allowed", known & mask[rows, np.where(known, chosen, 0)]),
             ("probabilities must be above 0 and at most 1", (given > 0) & (given <= 1)),
             ("contexts must be finite", np.isfinite(table).all(axis=1)),
             ("rewards must be finite, or NaN where none came", ~np.isinf(paid)),
@@ -297,7 +272,6 @@ class Log:
 def read_log(path: AnyPath) -> Log:
     """The log that `Agent.log` wrote, also while it is written."""
     reader = LogReader(path)
-    reader.warn_of_rest("is left out")
     rows: list[Event] = []
     # The rewards of decisions, by id.
     paid: dict[int, float] = {}

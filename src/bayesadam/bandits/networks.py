@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -42,17 +42,13 @@ def _is_share(value: Any) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
-def _are_betas(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_share, value))
-
-
-def _are_widths(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(is_count, value))
+def _all(holds: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(holds, value))
 
 
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
-Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
-Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
+Betas = Annotated[tuple[float, float], Check(lambda v: _all(_is_share, v) and len(v) == 2, "two numbers in [0, 1)")]
+Widths = Annotated[tuple[int, ...], Check(partial(_all, is_count), "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 
@@ -87,14 +83,10 @@ class NetworkSettings(AgentSettings):
 class NetworkLearner(Learner):
     """A network per run, trained by one of the engine's rules on the squared error of the chosen arm.
 
-    Scores are outputs at draws from the Gaussian that the rule ends with. The rewards' noise is the mean squared
-    error, in units of the targets, of predictions made before their rewards were learnt: unlike the training error it
-    does not fall when the network memorises.
+    Scores are outputs at draws from the Gaussian that the rule ends with.
     """
 
     settings: NetworkSettings
-    # Whether a training needs the variance of the rewards' noise.
-    _estimates_noise = False
 
     def __init__(self, settings: NetworkSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
@@ -124,8 +116,7 @@ class NetworkLearner(Learner):
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._shift = torch.zeros(len(self.owners), 1, device=self.device)
         self._scale = torch.ones_like(self._shift)
-        self._errors = torch.full((len(self.owners), 2), _NOISE_START, device=self.device)
-        self._memory |= {"shift": self._shift, "scale": self._scale, "errors": self._errors}
+        self._memory |= {"shift": self._shift, "scale": self._scale}
 
     @abstractmethod
     def _rule(self) -> Rule:
@@ -142,33 +133,17 @@ class NetworkLearner(Learner):
         own = self.settings
         return own.n_data(self.buffer.effective_count) if isinstance(own, GaussianSettings) else 1.0
 
-    def gaussian(self) -> Gaussian:
+    def gaussian(self) -> Gaussian | None:
         """Mean and variance of the weights, (networks, weights), of agents with a Gaussian over them."""
-        found = self.stack.gaussian()
-        assert found is not None
-        return found
+        return self.stack.gaussian()
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         if self._moments is None:
-            mean, variance = self.gaussian()
-            self._moments = unflatten(self.network, mean), unflatten(self.network, variance)
+            found = self.gaussian()
+            assert found is not None
+            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
         scores = sampled_outputs(self.network, *self._moments, contexts.repeat_interleave(n, dim=1), streams)
         return scores.view(*contexts.shape[:2], n, self.n_arms)
-
-    def observe(self, rows: slice) -> None:
-        """Compare the new rewards with the predictions of the network, which has not seen them."""
-        if not (self._estimates_noise and self.stack.done):
-            return
-        contexts, arms, rewards = map(self._by_network, self.buffer.seen(rows))
-        found = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
-        errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
-        count = rows.stop - rows.start
-        memory = min(_NOISE_MEMORY, self.buffer.faded(1)) ** count
-        self._errors.mul_(memory).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
-
-    def noise_variance(self) -> Tensor:
-        """Of the rewards in units of the targets, (networks, 1)."""
-        return self._errors[:, :1] / self._errors[:, 1:]
 
     def _by_network(self, of_runs: Tensor) -> Tensor:
         return of_runs.repeat_interleave(len(self.owners) // self.buffer.runs, dim=0)
@@ -251,13 +226,18 @@ class GreedySettings(NetworkSettings):
 
 
 class AdamLearner(NetworkLearner):
-    """Networks trained by Adam with an L2 penalty and dropout."""
+    """Networks trained by Adam with an L2 penalty and dropout.
+
+    The rewards' noise is the mean squared error, in units of the targets, of predictions made before their rewards were
+    learnt: unlike the training error it does not fall when the network memorises.
+    """
 
     settings: GreedySettings
 
     def __init__(self, settings: GreedySettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        self._estimates_noise = settings.l2_by_noise
+        self._errors = torch.full((len(self.owners), 2), _NOISE_START, device=self.device)
+        self._memory["errors"] = self._errors
         self._l2 = torch.full((len(self.owners), 1), settings.l2, device=self.device)
         self.stack.penalty = self._l2 if settings.l2 else None
 
@@ -268,6 +248,21 @@ class AdamLearner(NetworkLearner):
         super()._prepare()
         if self.settings.l2_by_noise:
             torch.mul(self.noise_variance(), self.settings.l2, out=self._l2)
+
+    def observe(self, rows: slice) -> None:
+        """Compare the new rewards with the predictions of the network, which has not seen them."""
+        if not (self.settings.l2_by_noise and self.stack.done):
+            return
+        contexts, arms, rewards = map(self._by_network, self.buffer.seen(rows))
+        found = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
+        errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
+        count = rows.stop - rows.start
+        memory = min(_NOISE_MEMORY, self.buffer.faded(1)) ** count
+        self._errors.mul_(memory).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
+
+    def noise_variance(self) -> Tensor:
+        """Of the rewards in units of the targets, (networks, 1)."""
+        return self._errors[:, :1] / self._errors[:, 1:]
 
     def _last_hidden(self, contexts: Tensor) -> Tensor:
         """The last hidden layer with a constant 1 appended, float64."""
@@ -355,11 +350,11 @@ class VariationalSettings(GaussianSettings):
     """A rule that learns a Gaussian by perturbing the weights: Bayes by Backprop, Vadam, IVON.
 
     Attributes:
-        noise_variance: of a reward; None to estimate it from the errors of predictions made before it was learnt.
+        noise_variance: of a reward.
         initial_std: the standard deviation that every weight starts from.
     """
 
-    noise_variance: PositiveOrNone = 0.5
+    noise_variance: Positive = 0.5
     initial_std: Positive = 0.02
 
     def __post_init__(self) -> None:
@@ -379,19 +374,13 @@ class Variational(NetworkLearner):
     ) -> None:
         self._kind = kind
         super().__init__(settings, buffer, n_arms, seeds)
-        self._estimates_noise = settings.noise_variance is None
-        self.stack.scale.fill_(0.5 / (settings.noise_variance or 1))
+        self.stack.scale.fill_(0.5 / settings.noise_variance)
 
     def _rule(self) -> Rule:
         own = self.settings
         # The engine's IVON calls betas `averages`, and takes its initial Hessian from `initial_std` where it is None.
         given = {"averages": own.betas, "prior_precision": 1 / own.prior_variance, "initial_hessian": None}
         return self._kind.with_settings(**vars(own), **given)
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        if self._estimates_noise:
-            torch.div(0.5, self.noise_variance(), out=self.stack.scale)
 
 
 _BBB = {"lr": 4.93e-4, "betas": (0.9, 0.9999), "train_steps": 100, "standardise": False, "prior_variance": 0.189}

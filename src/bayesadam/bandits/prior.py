@@ -18,7 +18,6 @@ from bayesadam import _storage as storage
 from bayesadam.bandits.linear import Statistics, normal_equations
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.problems import BanditProblem
-from bayesadam.bandits.problems import problem as named_problem
 from bayesadam.engine.network import Network, forward, initial
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
@@ -151,24 +150,19 @@ def fit_prior(
     >>> agent = make_agent("hybrid", n_features=2, n_arms=5, prior=prior)
 
     Args:
-        sources: problems or their names, of which every arm's reward is seen; logs or their paths, of which the rewards
-            that came.
+        sources: problems, of which every arm's reward is seen; logs or their paths, of which the rewards that came.
         arms: `"same"` where an arm means the same in every problem; `"exchangeable"` where arms are permuted, or their
             numbers differ: any arm may be like any earlier one.
         rounds: of every problem; logs are used whole.
         steps: mini-batches of training.
         device: to fit it on; the prior itself is on the CPU.
     """
-    if arms not in ("same", "exchangeable"):
-        raise SettingError(f"arms must be one of same, exchangeable, got {arms!r}")
-    if len(sources) < 2:
-        raise SettingError(f"a prior is what problems have in common: give two or more, got {len(sources)}")
+    if arms not in ("same", "exchangeable") or len(sources) < 2:
+        raise SettingError("give two sources or more, and arms='same' or 'exchangeable'")
     seen = [_seen(source, rounds, stream_seed(seed, "prior", number), device) for number, source in enumerate(sources)]
     widths, numbers = {one.shape[1] for one, _ in seen}, {rewards.shape[1] for _, rewards in seen}
-    if len(widths) > 1:
-        raise MatchError(f"the sources have contexts of {sorted(widths)} numbers: they must agree")
-    if len(numbers) > 1 and arms == "same":
-        raise MatchError(f"the sources have {sorted(numbers)} arms: they must agree, or be arms='exchangeable'")
+    if len(widths) > 1 or (len(numbers) > 1 and arms == "same"):
+        raise MatchError(f"the sources have {sorted(widths)} features and {sorted(numbers)} arms: they must agree")
     if arms == "exchangeable":
         # Every arm of which a reward was seen is a problem with one arm.
         every = [(x, own, ~own.isnan()) for x, rewards in seen for own in rewards.unbind(dim=1)]
@@ -195,8 +189,6 @@ def fit_prior(
 
 def _seen(source: Source, rounds: int, seed: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
     """Contexts (n, features) of a problem or a log, and rewards (n, arms), NaN where they were not seen."""
-    if isinstance(source, str) and not os.path.exists(source):
-        source = named_problem(source)
     if isinstance(source, BanditProblem):
         most = source.most_rounds
         played = source.run(seed, rounds if most is None else min(rounds, most))

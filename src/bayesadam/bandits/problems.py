@@ -6,20 +6,17 @@ A run's rounds depend on the run's seed alone, and a shorter run is the beginnin
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bayesadam._checks import count
-from bayesadam._extras import require
 from bayesadam.data import load_table
-from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
+from bayesadam.errors import DataError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 
 Numbers = npt.NDArray[Any]
@@ -27,8 +24,6 @@ Numbers = npt.NDArray[Any]
 EDIBLE, POISONED = 5.0, -35.0
 _FINANCIAL_ARMS, _JESTER_FEATURES = 8, 32
 _WHEEL_MEANS, _WHEEL_ROUNDS = np.array([1.0, 1.0, 1.0, 1.0, 1.2]), 80_000
-# A column with more texts than this is a name or a key, not a category.
-_MOST_CATEGORIES = 200
 _CHUNK = 65_536
 
 
@@ -113,9 +108,9 @@ def problem(name: str) -> BanditProblem:
     if name == "mushroom":
         make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
         return BanditProblem(name, width, 2, n, None, make)
+    found = _known(name, table.contexts, table.labels, table.n_labels)
     # The paper plays fewer rounds of the two largest tables.
-    rounds = 10_000 if name in ("covertype", "census") else n
-    return _known(name, table.contexts, table.labels, table.n_labels, rounds)
+    return replace(found, rounds=min(10_000, n)) if name in ("covertype", "census") else found
 
 
 def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:
@@ -125,23 +120,19 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     2
 
     Args:
-        X: contexts, (rows, features): numpy, pandas or nested lists. A text column of a pandas table becomes one column
-            of zeros and ones for each of its values.
+        X: contexts, (rows, features), numbers: numpy, pandas or nested lists.
         y: labels, (rows,), of any kind that can be sorted; the arms are the values that occur, in order.
         standardise: whether to scale columns to mean 0 and standard deviation 1, in float64; constant ones become 0.
     """
-    contexts = _contexts(X, name)
-    labels = np.asarray(y)
+    contexts, labels = _numbers(X, name, "contexts"), np.asarray(y)
     if labels.ndim != 1 or len(labels) != len(contexts):
         raise MatchError(f"{name}: {len(contexts)} rows of X need as many labels, got y of shape {labels.shape}")
-    # NaN differs from itself, and pandas.NA says neither that it does nor that it does not.
-    missing = [row for row, label in enumerate(labels.tolist()) if label is None or (label != label) is not False]
+    # NaN differs from itself.
+    missing = [row for row, label in enumerate(labels.tolist()) if label is None or label != label]
     if missing:
-        raise DataError(f"{name}: the label of row {missing[0]} is missing; {len(missing)} rows have none: drop them")
-    values, codes = np.unique(labels.astype(str) if labels.dtype == object else labels, return_inverse=True)
-    if len(values) < 2:
-        raise DataError(f"{name}: every label is {values[0]!r}; a bandit needs two arms or more")
-    return _known(name, contexts, codes.reshape(-1), len(values), len(labels), standardise=standardise)
+        raise DataError(f"{name}: the label of row {missing[0]} is missing: drop the row")
+    values, codes = np.unique(labels, return_inverse=True)
+    return _known(name, contexts, codes, len(values), standardise=standardise)
 
 
 def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standardise: bool = True) -> BanditProblem:
@@ -152,48 +143,10 @@ def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standa
 
     Contexts, (rows, features), are as in `classification_problem`; rewards are (rows, arms).
     """
-    table = _contexts(contexts, name)
-    pays = _numbers(rewards, name, "rewards")
+    table, pays = _numbers(contexts, name, "contexts"), _numbers(rewards, name, "rewards").astype(np.float32)
     if len(pays) != len(table):
         raise MatchError(f"{name}: {len(table)} contexts need as many rows of rewards, got {len(pays)}")
-    if pays.shape[1] < 2:
-        raise DataError(f"{name}: the rewards have one column; a bandit needs two arms or more")
-    return _known(name, table, pays.astype(np.float32), pays.shape[1], len(pays), standardise=standardise)
-
-
-def problem_from_file(
-    path: str | os.PathLike[str],
-    *,
-    label: str | None = None,
-    rewards: Sequence[str] | None = None,
-    contexts: Sequence[str] | None = None,
-    name: str | None = None,
-    standardise: bool = True,
-) -> BanditProblem:
-    """A CSV or Parquet file as a bandit; needs pandas, and pyarrow for Parquet.
-
-    Args:
-        path: `.csv`, `.csv.gz` and the like, or `.parquet`.
-        label: the column of labels, for a classification problem.
-        rewards: or the columns of rewards, one per arm.
-        contexts: the columns that are contexts; None takes all others.
-    """
-    if (label is None) == (rewards is None):
-        raise SettingError("pass either label='column' or rewards=['column', ...]")
-    pandas, path = require("pandas"), Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"no file at {path}")
-    targets = [label] if label is not None else list(rewards or ())
-    try:
-        frame = pandas.read_parquet(path) if path.suffix in (".parquet", ".pq") else pandas.read_csv(path)
-        chosen = frame.drop(columns=targets) if contexts is None else frame[list(contexts)]
-        pays = frame[targets]
-    except (ValueError, OSError, KeyError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    name = path.name.partition(".")[0] if name is None else name
-    if label is not None:
-        return classification_problem(chosen, pays[label], name=name, standardise=standardise)
-    return reward_problem(chosen, pays, name=name, standardise=standardise)
+    return _known(name, table, pays, pays.shape[1], standardise=standardise)
 
 
 def wheel(delta: float = 0.95) -> BanditProblem:
@@ -239,8 +192,15 @@ def _shuffled(n: int, seed: int, rounds: int) -> Numbers:
     return _random(seed, "rows").permutation(n)[:rounds]
 
 
+def _known(name: str, contexts: Numbers, rewards: Numbers, n_arms: int, *, standardise: bool = True) -> BanditProblem:
+    """A problem whose rewards are known: those of all arms, (rows, arms), or labels (rows,) of which one is right."""
+    if n_arms < 2:
+        raise DataError(f"{name}: a bandit needs two arms or more, got {n_arms}")
+    n, make = len(contexts), partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
+    return BanditProblem(name, contexts.shape[1], n_arms, n, n, make)
+
+
 def _known_rounds(table: _Table, rewards: Numbers, n_arms: int, seed: int, rounds: int) -> Rounds:
-    """Rows whose rewards are known: those of all arms, (rows, arms), or labels (rows,) of which one is right."""
     rows = _shuffled(len(rewards), seed, rounds)
     found = rewards[rows]
     if found.ndim == 1:
@@ -290,13 +250,6 @@ def _wheel_rounds(delta: float, seed: int, rounds: int) -> Rounds:
     return Rounds(contexts, rewards.astype(np.float32), expected.astype(np.float32))
 
 
-def _known(
-    name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int, *, standardise: bool = True
-) -> BanditProblem:
-    n, make = len(contexts), partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
-    return BanditProblem(name, contexts.shape[1], n_arms, min(rounds, n), n, make)
-
-
 # The tables and the type that each is kept in.
 _TABLES: dict[str, npt.DTypeLike] = {
     "mushroom": np.uint8,
@@ -310,31 +263,14 @@ _TABLES: dict[str, npt.DTypeLike] = {
 PROBLEMS = (*_TABLES, "wheel")
 
 
-def _contexts(values: Any, name: str) -> Numbers:
-    """A user's contexts, (rows, features), float64; text columns of a pandas table one-hot, after the others."""
-    if hasattr(values, "columns") and hasattr(values, "iloc"):
-        for column in values.columns:
-            missing = np.flatnonzero(values[column].isna())
-            if len(missing):
-                raise DataError(
-                    f"{name}: column {column!r} has no value in row {missing[0]}: fill it in or drop the row"
-                )
-            if values[column].dtype.kind not in "biuf" and values[column].nunique() > _MOST_CATEGORIES:
-                raise DataError(f"{name}: column {column!r} has too many different texts for a category: drop it")
-        values = require("pandas").get_dummies(values, dtype=np.float64).to_numpy(np.float64)
-    return _numbers(values, name, "contexts")
-
-
 def _numbers(values: Any, name: str, what: str) -> Numbers:
-    """A table of finite numbers, float64."""
+    """A table of numbers that are finite in float32, as float64."""
     try:
         table = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name}: the {what} are not a table of numbers: {error}") from None
     if table.ndim != 2 or not table.size:
         raise DataError(f"{name}: the {what} must be a table that is not empty, got shape {table.shape}")
-    wrong = np.argwhere(~(np.abs(table) <= np.finfo(np.float32).max))
-    if len(wrong):
-        row, column = wrong[0]
-        raise DataError(f"{name}: {what}, row {row}, column {column}: {table[row, column]} is not a finite float32")
+    if not (np.abs(table) <= np.finfo(np.float32).max).all():
+        raise DataError(f"{name}: the {what} have numbers that are not finite in float32")
     return table

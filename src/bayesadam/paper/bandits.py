@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -79,17 +78,11 @@ class BanditSettings:
 Cell = dict[str, Any]
 
 
-def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path) -> Playing:
-    """One cell under way; its state goes to the folder, so that a killed one resumes."""
-    problem, _, agent = name.partition("/")
-    checkpoint = folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
-    asked: Any = {"runs": settings.runs, "rounds": settings.rounds, "settings": settings.of(agent)}
-    return Playing(problem, agent, seed=seed, device=device, checkpoint=checkpoint, **asked)
-
-
-def play(names: Sequence[str], *, device: str, **given: Any) -> Iterator[tuple[str, Cell]]:
+def play(names: Sequence[str], *, seed: int, settings: BanditSettings, device: str) -> Iterator[tuple[str, Cell]]:
     """Finished cells as plain data, as they come."""
-    cells = [partial(start, name, device=device, **given) for name in names]
+    given: Any = {"runs": settings.runs, "rounds": settings.rounds, "seed": seed, "device": device}
+    pairs = [name.split("/") for name in names]
+    cells = [partial(Playing, problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs]
     for number, found in in_turn(cells, _AT_ONCE[device]):
         regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
         mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
@@ -172,9 +165,7 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
     with run.prepared():
         names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
-        unfinished = out / "unfinished"
-        unfinished.mkdir(exist_ok=True)
-        work = partial(play, seed=seed, settings=settings, device=device, folder=unfinished.resolve())
+        work = partial(play, seed=seed, settings=settings, device=device)
 
         def so_far(done: Mapping[str, Cell]) -> None:
             run.write({"metrics.json": run.metrics(by_problem(done))})
@@ -183,6 +174,4 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
         found = tables(results, asdict(settings))
         run.show(*found)
         table1 = "\n".join(table.markdown() for table in found)
-        paths = run.finish({"table1.md": table1, "regret.png": plots.png(picture(results, settings))}, results)
-        rmtree(unfinished, ignore_errors=True)
-        return paths
+        return run.finish({"table1.md": table1, "regret.png": plots.png(picture(results, settings))}, results)
