@@ -126,7 +126,6 @@ Out = Annotated[Path, _out("DIR", "Where the results go: a folder, made if absen
 OutFile = Annotated[Path, _out("PATH", "Where the result goes: a folder, or a file's name, which has an ending.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
 Device = Annotated[str | None, _named(":cpu cuda", "Where to compute; by default on cuda where there is one.")]
-Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
 Json = Annotated[bool, Option("--json", help='Print what was found, or {"error": …}, as one JSON object alone.')]
 NData = Annotated[float | None, Option(metavar="N", help="Training examples, where the checkpoint does not say.")]
 _Saved = typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
@@ -350,7 +349,6 @@ def regression(
     seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
     gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
     quick: Annotated[bool, Option("--quick", help="Two seeds and 500 epochs.")] = False,
-    jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/regression"),
     quiet: Quiet = False,
@@ -360,7 +358,7 @@ def regression(
     from bayesadam.paper.regression import RegressionSettings, run_regression
 
     settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **_given(methods=methods))
-    run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
+    run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings)
 
 
 @_of_the_paper
@@ -372,7 +370,6 @@ def pruning(
     activation: Annotated[str, _named("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
     sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
     device: Device = None,
-    jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/pruning"),
     quiet: Quiet = False,
@@ -383,7 +380,7 @@ def pruning(
 
     own: Any = {"activation": activation, "sparse": sparse, **_given(methods=methods)}
     settings = PruningSettings(data=data, n_seeds=seeds, epochs=epochs, **own)
-    run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=_device(device), jobs=jobs)
+    run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=_device(device))
 
 
 _Settings = _named("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
@@ -428,7 +425,6 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
     quick: Annotated[bool, Option("--quick", help="Few epochs, seeds and rounds, on this machine's data.")] = False,
     device: Device = None,
-    jobs: Jobs = 2,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -440,7 +436,7 @@ def report(
     require("jinja2")
     from bayesadam.paper.report import run_report
 
-    run_report(seed=seed, out=folder, quiet=quiet, quick=quick, device=_device(device), jobs=jobs)
+    run_report(seed=seed, out=folder, quiet=quiet, quick=quick, device=_device(device))
 
 
 def _data_sets(what: str) -> Any:

@@ -122,7 +122,7 @@ def nothing_runs(monkeypatch):
 
 
 def reported(root: Path, *, quick: bool = False) -> tuple[str, dict]:
-    run_report(seed=0, out=root, quiet=True, quick=quick, device="cpu", jobs=1)
+    run_report(seed=0, out=root, quiet=True, quick=quick, device="cpu")
     return (root / "report.html").read_text(encoding="utf-8"), json.loads((root / "report.json").read_text())
 
 

@@ -179,7 +179,7 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
         def so_far(done: Mapping[str, Cell]) -> None:
             run.write({"metrics.json": run.metrics(by_problem(done))})
 
-        results = by_problem(run_parts(run, names, work, groups=lambda left: [left], on_part=so_far))
+        results = by_problem(run_parts(run, names, work, so_far))
         found = tables(results, asdict(settings))
         run.show(*found)
         table1 = "\n".join(table.markdown() for table in found)

@@ -80,7 +80,7 @@ class Report:
         return environment.get_template("report.html").render(report=self, version=__version__, **tools)
 
 
-def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str, jobs: int = 2) -> tuple[Path, ...]:
+def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple[Path, ...]:
     """The `report` command: `out/regression`, `out/pruning` and `out/bandits` hold the runs, `report.html` is the page.
 
     The page is written again after each experiment, so that a long reproduction can be read while it runs.
@@ -91,7 +91,7 @@ def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str, j
         for experiment in EXPERIMENTS:
             if not main_run(out, experiment, quick):
                 folder = out / QUICK / experiment if quick else out / experiment
-                given: Any = {"seed": seed, "out": folder, "quiet": quiet, "device": device, "jobs": jobs}
+                given: Any = {"seed": seed, "out": folder, "quiet": quiet, "device": device}
                 try:
                     reason = run_missing(experiment, quick, **given)
                 except BayesAdamError as error:
@@ -119,13 +119,13 @@ def present(root: Path, experiment: str, quick: bool) -> list[Finished]:
     return main_run(root, experiment, quick) + [run for run in further if run is not None and run.complete]
 
 
-def run_missing(experiment: str, quick: bool, *, device: str, jobs: int, **given: Any) -> str:
+def run_missing(experiment: str, quick: bool, *, device: str, **given: Any) -> str:
     """Run an experiment; returns which data could not be had."""
     if experiment == "regression":
-        run_regression(**given, settings=RegressionSettings().quick() if quick else RegressionSettings(), jobs=jobs)
+        run_regression(**given, settings=RegressionSettings().quick() if quick else RegressionSettings())
         return ""
     if experiment == "pruning":
-        run_pruning(**given, settings=QUICK_PRUNING if quick else PruningSettings(), device=device, jobs=jobs)
+        run_pruning(**given, settings=QUICK_PRUNING if quick else PruningSettings(), device=device)
         return ""
     settings = QUICK_BANDITS if quick else BanditSettings(problems=tuple(bandits.PAPER["badam"]))
     # The census is a third of a gigabyte, and fetched by name alone.
