@@ -175,6 +175,8 @@ def test_finished_runs_are_taken_as_they_are(whole, capsys):
     assert found["command"] == "report"
     assert found["results"]["missing"] == {}
     assert ".741" in text
+    assert "<code>bayesadam paper bandits --seed 0 --problems mushroom,financial,jester,statlog,adult --runs 3" in text
+    assert "--settings paper --device cpu</code>" in text
     assert not list(whole.glob(".report*"))
 
 

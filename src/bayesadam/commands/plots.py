@@ -173,5 +173,6 @@ def inspection_picture(inspection: Inspection) -> Figure:
             axes.text(1.01, number, f"{row.weights:,}{dead}", **beside)
         if inspection.threshold:
             axes.axvline(inspection.threshold, color=colour("magnitude"), linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_title("weights", loc="right", fontsize=7.5)
         axes.set_xlabel(f"{inspection.quantity}: median, 5 to 95 %  ({scale})")
     return figure

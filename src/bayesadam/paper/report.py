@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from bayesadam._extras import require
 from bayesadam._version import __version__
 from bayesadam.commands.running import Run, Table
 from bayesadam.data import data_set, find, locate
@@ -66,18 +65,19 @@ class Report:
     def plain(self) -> dict[str, Any]:
         """Claims, checks and runs, for `report.json`."""
         runs = [
-            {"file": f"{run.name}/metrics.json", "settings": dict(run.settings), "departures": run.departures}
+            {"file": f"{run.name}/metrics.json", "command": run.command, "departures": run.departures}
             for run in self.every_run
         ]
         return {"claims": [one.plain() for one in self.claims], "runs": runs, "missing": dict(self.missing)}
 
     def page(self) -> str:
         """The whole file, out of the template `report.html`; what is not markup already is escaped."""
-        loader = PackageLoader(__package__, ".")
-        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+        jinja2 = require("jinja2")
+        given: Any = {"loader": jinja2.PackageLoader(__package__, "."), "undefined": jinja2.StrictUndefined}
+        environment = jinja2.Environment(**given, autoescape=True, keep_trailing_newline=True)
         tools: Any = {"tables_of": tables_of, "verdicts": list(Verdict), "headings": HEADINGS}
         tools["base64"] = lambda content: base64.b64encode(content).decode()
-        return environment.get_template("report.html").render(report=self, version=__version__, **tools)
+        return str(environment.get_template("report.html").render(report=self, version=__version__, **tools))
 
 
 def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple[Path, ...]:
@@ -85,6 +85,7 @@ def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -
 
     The page is written again after each experiment, so that a long reproduction can be read while it runs.
     """
+    require("jinja2")
     run = Run("report", seed, out, {"quick": quick}, device=device, quiet=quiet)
     with run.prepared():
         missing: dict[str, str] = {}
