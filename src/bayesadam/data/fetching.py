@@ -9,16 +9,16 @@ import gzip
 import hashlib
 import lzma
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam._progress import Bar
 from bayesadam.errors import DataError, MissingExtraError, SettingError
 
 DATA_VARIABLE = "BAYESADAM_DATA"
@@ -57,7 +57,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` found for one file: its published sha256, and that of what is there, unpacked."""
+    """What `verify` found for one file: its published sha256, and that of the file that is there, unpacked."""
 
     data_set: str
     file: str
@@ -255,16 +255,20 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
         f"in {folder}, below {record.folder}: put it there by hand, or use the embedded set {record.instead!r}"
     )
     try:
-        require("pooch")
+        # A server that packs what it sends would have it unpacked on arrival, .gz files included.
+        download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
     except MissingExtraError as error:
         raise DataError(f"{absent}; to download it, {error}") from error
     target, reasons = (folder or Path()) / record.folder / file.name, []
     for url in file.urls:
+        if progress:
+            print(f"{record.name}: {file.n_bytes:,} bytes from {url}", file=sys.stderr)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target) as temporary:
-                _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else "")
-                _unpack(temporary, PurePosixPath(url).suffix, file)
+                download(url, temporary, None)
+                if url.endswith((".gz", ".zip")) and not url.endswith(file.name):
+                    _unpack(temporary, url, file.n_bytes)
                 if (digest := _sha256(temporary)) != file.sha256:
                     raise DataError(f"wrong checksum: sha256 {digest}, expected {file.sha256}")
             return target
@@ -273,37 +277,14 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
     raise DataError(f"{absent}; no source delivered it ({'; '.join(reasons) or 'no public source is known'})")
 
 
-def _get(url: str, path: Path, bar_name: str) -> None:
-    # It comes with pooch.
-    requests = require("requests")
-    try:
-        # A server that packs what it sends would have it unpacked on arrival, .gz files included.
-        plain = {"Accept-Encoding": "identity"}
-        with requests.get(url, stream=True, timeout=TIMEOUT, headers=plain) as answer, path.open("wb") as file:
-            answer.raise_for_status()
-            with Bar(bar_name, int(answer.headers.get("content-length", 0)) or None) as bar:
-                for chunk in answer.iter_content(1 << 16):
-                    file.write(chunk)
-                    if bar_name:
-                        bar.step(len(chunk))
-    except requests.RequestException as error:
-        raise DataError(str(error)) from error
-
-
-def _unpack(path: Path, packing: str, file: DataFile) -> None:
+def _unpack(path: Path, url: str, n_bytes: int) -> None:
     """Replace what a source delivers packed by the file in it, of an archive the largest."""
-    if packing not in (".gz", ".zip") or file.name.endswith(packing):
-        return
-    # One byte more than expected shows a wrong file, whatever it would unpack to.
-    size = file.n_bytes + 1
     try:
-        if packing == ".gz":
-            with gzip.open(path) as stream:
-                content = stream.read(size)
-        else:
-            with zipfile.ZipFile(path) as archive:
-                largest = max(archive.infolist(), key=lambda member: member.file_size)
-                content = archive.open(largest).read(size)
+        with gzip.open(path) if url.endswith(".gz") else zipfile.ZipFile(path) as packed:
+            if isinstance(packed, zipfile.ZipFile):
+                packed = packed.open(max(packed.infolist(), key=lambda member: member.file_size))
+            # One byte more than expected shows a wrong file, whatever it would unpack to.
+            content = packed.read(n_bytes + 1)
     except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"not a {packing} file: {error}") from error
+        raise DataError(f"not a packed file: {error}") from error
     path.write_bytes(content)
