@@ -52,7 +52,7 @@ class Slider:
     about: str
 
 
-_BOTH = "Badam, Kronecker at once; BBB, Vadam retrain"
+_BOTH = "Badam at once; BBB, Vadam retrain"
 SLIDERS = (
     Slider("n_data", "N", 1, 10_000, 40, True, True, f"data counted: {_BOTH}"),
     Slider("prior_precision", "δ", 0.01, 1000, 5, True, False, f"prior precision: {_BOTH}"),
