@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, forward, member
+from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
@@ -74,26 +75,6 @@ class Bands:
         return bool((torch.isfinite(self.mean) & torch.isfinite(self.std)).all())
 
 
-def gaussian_process(
-    x: Tensor, y: Tensor, grid: Tensor, *, noise: float, lengthscale: float, signal: float
-) -> tuple[float, Bands]:
-    """log p(y), and the exact process on a grid, for k(a, b) = s² exp(−(a − b)²/2ℓ²) and K = k + σ².
-
-    log p(y) = −½ yᵀ K⁻¹ y − ½ log det K − n/2 log 2π; mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ.
-    """
-    x, y, grid = x.double(), y.double(), grid.double()
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return signal**2 * torch.exp(-0.5 * ((a[:, None] - b[None, :]) / lengthscale).square())
-
-    factor = torch.linalg.cholesky(kernel(x, x) + noise**2 * torch.eye(len(x), dtype=x.dtype))
-    solved = torch.cholesky_solve(y[:, None], factor).squeeze(1)
-    evidence = -0.5 * float(y @ solved) - float(factor.diagonal().log().sum()) - len(y) / 2 * math.log(2 * math.pi)
-    cross = kernel(x, grid)
-    explained = torch.linalg.solve_triangular(factor, cross, upper=False).square().sum(dim=0)
-    return evidence, Bands((cross.T @ solved).float(), (signal**2 - explained).clamp(min=0).sqrt().float())
-
-
 def curvature_of(read: Posterior) -> float:
     """Σ B^(2p−1) v̂ᵖ over all weights: the total curvature of an example, in the units it was read in."""
     settings = read.settings
@@ -132,23 +113,25 @@ class GaussianProcess(Learner):
         key = (request.points, request.noise)
         if key != self._key:
             x, y = request.columns()
-            self._x, self._y, self._noise, self._key = x.squeeze(1), y.squeeze(1), request.noise, key
+            self._x, self._y, self._noise, self._key = x, y.squeeze(1), request.noise, key
             self._tried: list[tuple[float, float, float]] = []
             self.left, self.taken = len(LENGTHSCALES), 0
 
-    def _process(self, grid: Tensor, lengthscale: float, signal: float) -> tuple[float, Bands]:
-        own: Any = {"noise": self._noise, "lengthscale": lengthscale, "signal": signal}
-        return gaussian_process(self._x, self._y, grid, **own)
+    def _process(self, grid: Tensor, lengthscale: float, signal: float) -> tuple[Tensor, ...]:
+        log_variances = 2 * math.log(signal), 2 * math.log(self._noise)
+        theta = torch.tensor([math.log(lengthscale), *log_variances, 0.0], dtype=torch.float64)
+        return gaussian_process(theta, self._x.double(), self._y.double(), grid.double())
 
     def step(self) -> None:
         """Try one lengthscale, with every signal."""
         at = LENGTHSCALES[self.taken]
-        self._tried += [(self._process(self._x, at, signal)[0], at, signal) for signal in SIGNALS]
+        self._tried += [(float(self._process(self._x, at, signal)[0]), at, signal) for signal in SIGNALS]
         super().step()
 
     def bands(self, grid: Tensor) -> Bands:
         """The exact posterior of f, with the best kernel so far."""
-        return self._process(grid, *max(self._tried)[1:])[1]
+        _, mean, variance = self._process(grid[:, None], *max(self._tried)[1:])
+        return Bands(mean.float(), variance.sqrt().float())
 
 
 class RuleLearner(Learner):
