@@ -31,13 +31,11 @@ QUICK_PRUNING = PruningSettings(data="digits", methods=pruning.PAPER, n_seeds=2,
 QUICK_BANDITS = BanditSettings(problems=("mushroom", "financial", "statlog", "wheel"), runs=2, rounds=400)
 
 
-def tables_of(run: Finished) -> list[Table]:
-    """Every table of a run."""
-    if run.experiment == "regression":
-        return [regression.table(run.results, run.settings["n_seeds"])]
-    if run.experiment == "pruning":
-        return [pruning.table(run.results, run.settings["n_seeds"])]
-    return bandits.tables(run.results, run.settings)
+def table_of(run: Finished) -> Table:
+    """The table of a run."""
+    if run.experiment == "bandits":
+        return bandits.table(run.results, run.settings)
+    return {"regression": regression, "pruning": pruning}[run.experiment].table(run.results, run.settings["n_seeds"])
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Report:
         jinja2 = require("jinja2")
         given: Any = {"loader": jinja2.PackageLoader(__package__, "."), "undefined": jinja2.StrictUndefined}
         environment = jinja2.Environment(**given, autoescape=True, keep_trailing_newline=True)
-        tools: Any = {"tables_of": tables_of, "verdicts": list(Verdict), "headings": HEADINGS}
+        tools: Any = {"table_of": table_of, "verdicts": list(Verdict), "headings": HEADINGS}
         tools["base64"] = lambda content: base64.b64encode(content).decode()
         return str(environment.get_template("report.html").render(report=self, version=__version__, **tools))
 
