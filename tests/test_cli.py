@@ -652,13 +652,6 @@ def test_fetch_goes_on_after_a_failure_and_ends_with_code_1(tiny):
     assert done.stderr.count("\n") == 1
 
 
-def test_fetch_into_a_folder_looks_there_alone(tiny, tmp_path):
-    done = data("fetch", "tiny", "--out", tmp_path / "mine")
-    assert done.exit_code == 1
-    assert "a.csv of the data set 'tiny'" in done.stderr
-    assert str(tmp_path / "mine") in done.stderr
-
-
 def test_verify_with_names_wants_every_file(tiny):
     done = data("verify", "tiny")
     assert done.exit_code == 1
@@ -669,19 +662,17 @@ def test_verify_with_names_wants_every_file(tiny):
     assert data("verify", "tiny", "--quiet").output == ""
 
 
-@pytest.mark.parametrize("every", [(), ("all",)])
-def test_verify_of_all_passes_over_what_was_never_fetched(tiny, every):
+def test_verify_of_all_passes_over_what_was_never_fetched(tiny):
     (tiny / "a.csv").unlink()
-    done = data("verify", *every)
+    done = data("verify")
     assert done.exit_code == 0
     assert done.stdout == "missing  tiny/a.csv\nmissing  tiny/b.csv\n"
-    assert data("verify", *every, "--quiet").output == ""
+    assert data("verify", "--quiet").output == ""
     assert data("verify", "tiny").exit_code == 1
 
 
-@pytest.mark.parametrize("every", [(), ("all",)])
-def test_verify_of_all_wants_the_rest_of_what_was_begun(tiny, every):
-    done = data("verify", *every)
+def test_verify_of_all_wants_the_rest_of_what_was_begun(tiny):
+    done = data("verify")
     assert done.exit_code == 1
     assert done.stdout == f"ok  {tiny / 'a.csv'}\n"
     assert done.stderr == "missing  tiny/b.csv\n"

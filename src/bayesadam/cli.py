@@ -443,7 +443,6 @@ def list_data() -> None:
 @data_app.command("fetch")
 def fetch_data(
     sets: Annotated[list[str], _data_sets("Data sets, or `all`; `bayesadam data list` shows them.")],
-    out: Annotated[Path | None, _out("DIR", "A folder to bring them to, for use as BAYESADAM_DATA.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Bring data sets to this machine.
@@ -456,7 +455,7 @@ def fetch_data(
     # Every name is checked before any work.
     for record in data_sets() if sets == ["all"] else [data_set(name) for name in sets]:
         try:
-            for path in fetch(record.name, folder=out, progress=not quiet):
+            for path in fetch(record.name, progress=not quiet):
                 typer.echo(path)
         except BayesAdamError as error:
             typer.echo(f"bayesadam: {error}", err=True)
@@ -478,12 +477,12 @@ def verify_data(
     """
     from bayesadam.data import data_set, data_sets, verify
 
-    failed, every = False, sets in (None, [], ["all"])
-    for record in data_sets() if every else [data_set(name) for name in sets or ()]:
+    failed = False
+    for record in [data_set(name) for name in sets] if sets else data_sets():
         checks = verify(record.name)
-        begun = any(check.path for check in checks)
+        wanted = bool(sets) or any(check.path for check in checks)
         for check in checks:
-            wrong = check.status == "wrong checksum" or (check.status == "missing" and (begun or not every))
+            wrong = check.status == "wrong checksum" or (check.status == "missing" and wanted)
             failed |= wrong
             hashes = f": expected sha256 {check.expected}, found {check.found}" if wrong and check.path else ""
             if wrong or not quiet:

@@ -152,15 +152,6 @@ def test_an_embedded_set_has_nothing_to_fetch(cache):
     assert verify("toy") == []
 
 
-def test_a_folder_of_ones_own_can_serve_as_the_users(tiny, server, tmp_path, monkeypatch):
-    server.answers = {"/first": [CONTENT]}
-    (path,) = fetch("tiny", folder=tmp_path / "mine", progress=False)
-    assert path == tmp_path / "mine" / "tables" / "tiny" / "tiny.csv"
-    assert not tiny.exists()
-    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "mine"))
-    assert locate("tiny") == {"tiny.csv": path}
-
-
 def test_a_users_folder_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(SettingError, match="nowhere, which is not a folder"):

@@ -170,10 +170,10 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str, folder: Path | None = None) -> dict[str, Path]:
-    """The files of a data set in one folder, or in the usual ones, by published name; nothing is fetched."""
+def find(name: str) -> dict[str, Path]:
+    """The files of a data set on this machine, by published name; nothing is fetched."""
     record, found = data_set(name), dict[str, Path]()
-    for place in filter(None, (folder,) if folder else (data_folder(), cache_folder())):
+    for place in filter(None, (data_folder(), cache_folder())):
         for file in record.files:
             for form in (file.name, f"{file.name}.gz", f"{file.name}.xz"):
                 if (path := place / record.folder / form).is_file():
@@ -191,7 +191,7 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     for file in record.files:
         if files is not None and file.name not in files:
             continue
-        path = paths[file.name] = present.get(file.name) or _download(record, file, cache_folder(), progress)
+        path = paths[file.name] = present.get(file.name) or _download(record, file, progress)
         # A truncated file is caught without reading it.
         if path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
             raise DataError(
@@ -201,32 +201,26 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     return paths
 
 
-def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
+def fetch(name: str, *, progress: bool = True) -> tuple[Path, ...]:
     """Bring every file of a data set to this machine, check it against its checksum, and return the paths.
 
     A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error.
-
-    Args:
-        folder: where the files go, for use as BAYESADAM_DATA; by default the usual folders are searched, and the cache
-            takes what is in neither.
     """
-    record, users = data_set(name), data_folder()
-    target = cache_folder() if folder is None else Path(folder)
-    paths = []
-    for file, check in zip(record.files, verify(name, None if folder is None else Path(folder)), strict=True):
+    record, users, paths = data_set(name), data_folder(), []
+    for file, check in zip(record.files, verify(name), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
             raise DataError(
                 f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}: replace it, or "
                 "remove it to have it fetched"
             )
         whole = check.path if check.status == "ok" else None
-        paths.append(whole or _download(record, file, target, progress))
+        paths.append(whole or _download(record, file, progress))
     return tuple(paths)
 
 
-def verify(name: str, folder: Path | None = None) -> list[FileCheck]:
+def verify(name: str) -> list[FileCheck]:
     """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
-    record, present, checks = data_set(name), find(name, folder), []
+    record, present, checks = data_set(name), find(name), []
     for file in record.files:
         path = present.get(file.name)
         digest = None if path is None else _sha256(path, packed=path.name != file.name)
@@ -248,8 +242,9 @@ def _sha256(path: Path, *, packed: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
-    """Download one file into `folder` from the first source that delivers it; it has its name only once it is whole."""
+def _download(record: DataSet, file: DataFile, progress: bool) -> Path:
+    """Download one file to the cache from the first source that delivers it; it has its name only once it is whole."""
+    folder = cache_folder()
     absent = (
         f"{file.name} of the data set {record.name!r} is neither in {DATA_VARIABLE} ({data_folder() or 'not set'}) nor "
         f"in {folder}, below {record.folder}: put it there by hand, or use the embedded set {record.instead!r}"
