@@ -51,7 +51,7 @@ _LOOKS: Any = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_except
 _LOOKS |= {"context_settings": {"max_content_width": 120}}
 app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
 paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
-data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them, verify them.", **_LOOKS)
+data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them.", **_LOOKS)
 app.add_typer(paper)
 app.add_typer(data_app)
 
@@ -447,7 +447,7 @@ def fetch_data(
 ) -> None:
     """Bring data sets to this machine.
 
-    What BAYESADAM_DATA or the cache has is checked, the rest is downloaded.
+    What BAYESADAM_DATA or the cache has is checked, the rest is downloaded. Ends with code 1 where a set is not whole.
     """
     from bayesadam.data import data_set, data_sets, fetch
 
@@ -462,30 +462,5 @@ def fetch_data(
             failed = True
         if record.embedded and not quiet:
             typer.echo(f"{record.name} is embedded: there is nothing to fetch")
-    if failed:
-        raise typer.Exit(1)
-
-
-@data_app.command("verify")
-def verify_data(
-    sets: Annotated[list[str] | None, _data_sets("Data sets that must be there; by default those begun.")] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only what is wrong.")] = False,
-) -> None:
-    """Compare the files on this machine with their published checksums.
-
-    Ends with code 1 where a checksum is wrong, and where a file is missing of a set that was named or begun.
-    """
-    from bayesadam.data import data_set, data_sets, verify
-
-    failed = False
-    for record in [data_set(name) for name in sets] if sets else data_sets():
-        checks = verify(record.name)
-        wanted = bool(sets) or any(check.path for check in checks)
-        for check in checks:
-            wrong = check.status == "wrong checksum" or (check.status == "missing" and wanted)
-            failed |= wrong
-            hashes = f": expected sha256 {check.expected}, found {check.found}" if wrong and check.path else ""
-            if wrong or not quiet:
-                typer.echo(f"{check.status}  {check.path or f'{record.name}/{check.file}'}{hashes}", err=wrong)
     if failed:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bayesadam.data import fetch, fetching, find, locate, verify
+from bayesadam.data import fetch, fetching, find, locate
 from bayesadam.data.fetching import DataFile, DataSet
 from bayesadam.errors import DataError, SettingError
 from processes import PATIENCE, SOURCE, eventually, run_python
@@ -124,7 +124,6 @@ def test_the_users_folder_comes_first_in_either_form(tiny, server, tmp_path, mon
     path = users(tmp_path, monkeypatch, name, content)
     assert locate("tiny") == {"tiny.csv": path}
     assert fetch("tiny") == (path,)
-    assert [check.status for check in verify("tiny")] == ["ok"]
     assert server.asked == []
 
 
@@ -149,7 +148,6 @@ def test_only_the_wanted_files_are_fetched(tiny, server):
 def test_an_embedded_set_has_nothing_to_fetch(cache):
     assert fetch("digits") == ()
     assert locate("wheel") == {}
-    assert verify("toy") == []
 
 
 def test_a_users_folder_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch):
@@ -247,7 +245,7 @@ def test_without_pooch_the_error_names_the_extra_and_local_files_still_serve(tin
         locate("tiny")
     path = users(tmp_path, monkeypatch, "tiny.csv", CONTENT)
     assert locate("tiny") == {"tiny.csv": path}
-    assert verify("tiny")[0].status == "ok"
+    assert fetch("tiny") == (path,)
 
 
 # --- files that are whole or absent ---------------------------------------------------------------------------------
@@ -319,18 +317,13 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-def test_verify_tells_ok_missing_and_wrong(tiny, tmp_path, monkeypatch):
-    (check,) = verify("tiny")
-    assert (check.status, check.path, check.found) == ("missing", None, None)
-    assert check.expected == digest(CONTENT)
-    path = users(tmp_path, monkeypatch, "tiny.csv.gz", gzip.compress(b"other"))
-    (check,) = verify("tiny")
-    assert (check.status, check.path) == ("wrong checksum", path)
-    assert (check.expected, check.found) == (digest(CONTENT), digest(b"other"))
-    path.write_bytes(PACKED[:100])
-    assert verify("tiny")[0].status == "wrong checksum"
+@pytest.mark.parametrize("content", [gzip.compress(b"other"), PACKED[:100]])
+def test_a_packed_file_of_the_users_is_checked_by_its_content(tiny, tmp_path, monkeypatch, content):
+    path = users(tmp_path, monkeypatch, "tiny.csv.gz", content)
+    with pytest.raises(DataError, match="is damaged"):
+        fetch("tiny")
     path.write_bytes(PACKED)
-    assert verify("tiny")[0].status == "ok"
+    assert fetch("tiny") == (path,)
 
 
 def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
@@ -53,18 +53,6 @@ class DataSet:
     def embedded(self) -> bool:
         """Whether it needs no file."""
         return not self.files
-
-
-@dataclass(frozen=True)
-class FileCheck:
-    """What `verify` found for one file: its published sha256, and that of the file that is there, unpacked."""
-
-    data_set: str
-    file: str
-    status: Literal["ok", "missing", "wrong checksum"]
-    expected: str
-    found: str | None = None
-    path: Path | None = None
 
 
 # Folder and name, bytes, sha256.
@@ -206,27 +194,17 @@ def fetch(name: str, *, progress: bool = True) -> tuple[Path, ...]:
 
     A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error.
     """
-    record, users, paths = data_set(name), data_folder(), []
-    for file, check in zip(record.files, verify(name), strict=True):
-        if check.status == "wrong checksum" and check.path and users in check.path.parents:
-            raise DataError(
-                f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}: replace it, or "
-                "remove it to have it fetched"
-            )
-        whole = check.path if check.status == "ok" else None
-        paths.append(whole or _download(record, file, progress))
-    return tuple(paths)
-
-
-def verify(name: str) -> list[FileCheck]:
-    """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
-    record, present, checks = data_set(name), find(name), []
+    record, users, present, paths = data_set(name), data_folder(), find(name), []
     for file in record.files:
         path = present.get(file.name)
         digest = None if path is None else _sha256(path, packed=path.name != file.name)
-        status: Any = "missing" if path is None else "ok" if digest == file.sha256 else "wrong checksum"
-        checks.append(FileCheck(record.name, file.name, status, file.sha256, digest, path))
-    return checks
+        if path and digest != file.sha256 and users in path.parents:
+            raise DataError(
+                f"{path} is damaged: its sha256 is {digest}, expected {file.sha256}: replace it, or remove it to have "
+                "it fetched"
+            )
+        paths.append(path if path and digest == file.sha256 else _download(record, file, progress))
+    return tuple(paths)
 
 
 def _sha256(path: Path, *, packed: bool = False) -> str:
