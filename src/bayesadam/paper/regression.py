@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,6 @@ class RegressionSettings:
     n_held_out: int = 50
     n_test: int = 500
     gap: bool = False
-
-    def quick(self) -> RegressionSettings:
-        """Two seeds and few epochs: the same command in under a minute."""
-        return replace(self, n_seeds=2, epochs=500)
 
 
 def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
