@@ -253,8 +253,8 @@ def _download(record: DataSet, file: DataFile, progress: bool) -> Path:
 def _unpack(path: Path, url: str, n_bytes: int) -> None:
     """Replace what a source delivers packed by the file in it, of an archive the largest."""
     try:
-        opened: Any = gzip.open(path) if url.endswith(".gz") else zipfile.ZipFile(path)
-        with opened as packed:
+        opener: Any = gzip.open if url.endswith(".gz") else zipfile.ZipFile
+        with opener(path) as packed:
             if isinstance(packed, zipfile.ZipFile):
                 packed = packed.open(max(packed.infolist(), key=lambda member: member.file_size))
             # One byte more than expected shows a wrong file, whatever it would unpack to.
