@@ -168,7 +168,7 @@ def _of_the_paper(settings: str) -> Callable[..., Any]:
             require("matplotlib")
             given |= command(**given) or {}
             module = import_module(f"bayesadam.paper.{command.__name__}")
-            own = {name: given.pop(name) for name in ("seed", "out", "quiet", "quick") if name in given}
+            own: dict[str, Any] = {name: given.pop(name) for name in ("seed", "out", "quiet", "quick") if name in given}
             if "device" in given:
                 own["device"] = _device(given.pop("device"))
             if settings:

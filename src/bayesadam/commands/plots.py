@@ -73,11 +73,11 @@ def colour(method: str) -> str:
 
 
 @contextmanager
-def house_style(changes: Mapping[Any, Any] = {}) -> Iterator[None]:
-    """Our style inside, with some changes, whatever the user's is; theirs again outside."""
+def house_style() -> Iterator[None]:
+    """Our style inside, whatever the user's is; theirs again outside."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({**_STYLE, **changes})
+        matplotlib.rcParams.update(_STYLE)
         yield
 
 

@@ -17,7 +17,8 @@ def gaussian_process(theta: Tensor, x: Tensor, y: Tensor, at: Tensor) -> tuple[T
     lengthscales, (signal, noise), mean = theta[:-3].exp(), theta[-3:-1].exp(), theta[-1]
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return signal * torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1))
+        square = ((a[:, None] - b) / lengthscales).square().sum(dim=-1)
+        return torch.exp(-0.5 * square).mul(signal)
 
     root = torch.linalg.cholesky(kernel(x, x) + (noise + 1e-6) * torch.eye(len(x), dtype=x.dtype))
     residual = y - mean

@@ -175,7 +175,7 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
         results = by_problem(run_parts(run, names, work, so_far))
         found = table(results, asdict(settings))
         run.show(found)
-        files = {"table1.md": found.markdown(), "regret.png": plots.png(picture(results, settings))}
+        files: Any = {"table1.md": found.markdown(), "regret.png": plots.png(picture(results, settings))}
         paths = run.finish(files, results)
         rmtree(unfinished, ignore_errors=True)
         return paths

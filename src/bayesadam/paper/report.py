@@ -36,7 +36,8 @@ def table_of(run: Finished) -> Table:
     """The table of a run."""
     if run.experiment == "bandits":
         return bandits.table(run.results, run.settings)
-    return {"regression": regression, "pruning": pruning}[run.experiment].table(run.results, run.settings["n_seeds"])
+    of = regression.table if run.experiment == "regression" else pruning.table
+    return of(run.results, run.settings["n_seeds"])
 
 
 @dataclass(frozen=True)
