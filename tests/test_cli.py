@@ -652,58 +652,15 @@ def test_fetch_goes_on_after_a_failure_and_ends_with_code_1(tiny):
     assert done.stderr.count("\n") == 1
 
 
-def test_fetch_into_a_folder_looks_there_alone(tiny, tmp_path):
-    done = data("fetch", "tiny", "--out", tmp_path / "mine")
-    assert done.exit_code == 1
-    assert "a.csv of the data set 'tiny'" in done.stderr
-    assert str(tmp_path / "mine") in done.stderr
-
-
-def test_verify_with_names_wants_every_file(tiny):
-    done = data("verify", "tiny")
-    assert done.exit_code == 1
-    assert done.stdout == f"ok  {tiny / 'a.csv'}\n"
-    assert done.stderr == "missing  tiny/b.csv\n"
-    (tiny / "b.csv").write_bytes(CONTENT)
-    assert data("verify", "tiny").exit_code == 0
-    assert data("verify", "tiny", "--quiet").output == ""
-
-
-@pytest.mark.parametrize("every", [(), ("all",)])
-def test_verify_of_all_passes_over_what_was_never_fetched(tiny, every):
-    (tiny / "a.csv").unlink()
-    done = data("verify", *every)
-    assert done.exit_code == 0
-    assert done.stdout == "missing  tiny/a.csv\nmissing  tiny/b.csv\n"
-    assert data("verify", *every, "--quiet").output == ""
-    assert data("verify", "tiny").exit_code == 1
-
-
-@pytest.mark.parametrize("every", [(), ("all",)])
-def test_verify_of_all_wants_the_rest_of_what_was_begun(tiny, every):
-    done = data("verify", *every)
-    assert done.exit_code == 1
-    assert done.stdout == f"ok  {tiny / 'a.csv'}\n"
-    assert done.stderr == "missing  tiny/b.csv\n"
-
-
-def test_verify_says_what_its_code_means():
-    told = " ".join(data("verify", "--help").stdout.replace("│", " ").split())
-    assert "Ends with code 1 where a checksum is wrong, and where a file is missing of a set" in told
-
-
-def test_verify_without_names_checks_what_is_there(tiny):
-    (tiny / "b.csv").write_bytes(CONTENT)
-    assert data("verify").exit_code == 0
-    (tiny / "a.csv").write_bytes(b"other data")
-    done = data("verify", "--quiet")
+def test_fetch_names_a_damaged_file(tiny):
+    (tiny / "b.csv").write_bytes(b"other data")
+    done = data("fetch", "tiny")
     assert done.exit_code == 1
     expected, found = (hashlib.sha256(content).hexdigest() for content in (CONTENT, b"other data"))
-    assert done.stderr == f"wrong checksum  {tiny / 'a.csv'}: expected sha256 {expected}, found {found}\n"
+    assert f"{tiny / 'b.csv'} is damaged: its sha256 is {found}, expected {expected}" in done.stderr
 
 
 def test_an_unknown_name_is_refused_before_any_work(tiny):
-    for command in ("fetch", "verify"):
-        done = data(command, "tiny", "nonsense")
-        assert isinstance(done.exception, SettingError)
-        assert done.output == ""
+    done = data("fetch", "tiny", "nonsense")
+    assert isinstance(done.exception, SettingError)
+    assert done.output == ""

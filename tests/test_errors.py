@@ -13,7 +13,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import bandits, errors
 from bayesadam._files import replacing
-from bayesadam.data.loaders import read_idx, read_statlog
+from bayesadam.data.loaders import read_statlog
 from bayesadam.gaussian.diagonal import Diagonal
 from cases import mlp
 
@@ -129,7 +129,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
         lambda: ba.inspect_checkpoint(nowhere),
         lambda: ba.pruning.load_masks(nowhere),
         lambda: bandits.Agent.load(nowhere),
-        lambda: read_idx(nowhere),
+        lambda: read_statlog(nowhere),
         lambda: posterior.save(nowhere),
     ):
         with pytest.raises(FileNotFoundError, match="nowhere") as caught:

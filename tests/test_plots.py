@@ -75,14 +75,14 @@ def test_bands_reach_from_quantile_to_quantile():
     assert_close(dots.get_ydata(), (p.mean + 0.1).flatten().numpy(), rtol=1e-6)
 
 
-def test_without_x_there_is_a_bar_for_every_example():
+def test_without_x_the_examples_are_in_the_order_of_their_means():
     p = numbers(n=5, outputs=2)
     ax = p.plot(targets=p.mean.numpy())
-    assert ax.get_xlabel() == "example"
+    assert ax.get_xlabel() == "examples by mean"
     assert labels(ax) == ["95 % of observations", "95 % of the function", "output 0", "targets", "output 1"]
-    low, high = p.interval(0.95)
-    segments = np.array(ax.collections[0].get_segments())
-    assert_close(segments[:, :, 1], torch.stack([low[:, 0], high[:, 0]], dim=1).numpy(), rtol=1e-5)
+    order = p.mean[:, 0].argsort()
+    assert_close(ax.lines[0].get_ydata(), p.mean[order, 0].numpy())
+    assert_close(ax.lines[2].get_ydata(), p.mean[order, 1].numpy())
 
 
 def test_an_unknown_noise_leaves_the_function_alone_and_says_nothing():
@@ -117,10 +117,9 @@ def test_a_reliability_diagram_shows_the_calibration_error():
         assert sure == approx(confidence.numpy()[inside].mean(), rel=1e-5)
 
 
-def test_probabilities_are_means_or_lines_over_x():
+def test_probabilities_are_lines_over_x_or_over_the_examples():
     p, _ = classes(n=20, k=3)
-    bars = p.plot().patches
-    assert_close([bar.get_height() for bar in bars], p.probs.mean(dim=0).numpy(), rtol=1e-6)
+    assert p.plot().get_xlabel() == "examples by probability of class 0"
     ax = p.plot(torch.arange(20.0))
     assert labels(ax) == ["class 0", "class 1", "class 2"]
     assert_close(ax.lines[1].get_ydata(), p.probs[:, 1].numpy(), rtol=1e-6)

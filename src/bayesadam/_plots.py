@@ -18,8 +18,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
 INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
 Array = NDArray[np.float64]
 _BINS = 15
-# More lines cannot be told apart.
-_MOST_OUTPUTS = 8
 
 
 def chance_above(inside: Tensor, outside: Tensor) -> float:
@@ -54,25 +52,28 @@ def predictive(p: Any, x: Any, targets: Any, other: Any, kind: str | None, level
         kind = "novelty" if other is not None else first
     if kind not in allowed:
         raise SettingError(f"kind must be one of {allowed} for a {type(p).__name__}, got {kind!r}")
-    n = len(p.mean)
-    places = None if x is None else _array(torch.as_tensor(x)).reshape(-1)
-    if places is not None and len(places) != n:
-        raise MatchError(
-            f"x has {len(places)} numbers and the prediction {n} examples: it must have one number for each, such as "
-            "one column of the inputs"
-        )
     y = None if targets is None else torch.as_tensor(targets)
     if kind == "novelty":
-        groups, title = {"these": _array(p.novelty)}, ""
-        if other is not None:
-            groups["other"] = _array(other.novelty)
-            title = f"AUROC {chance_above(p.novelty, other.novelty.to(p.novelty.device)):.3f}"
-        return histogram(ax, groups, label="novelty (nats)", title=title)
+        return _novelty(ax, p, other)
+    if kind == "reliability":
+        return _reliability(ax, p.class_probs, y)
+    lines = _array(p.predicted_mean.reshape(len(p.mean), -1) if is_numeric else p.class_probs.flatten(0, -2))
+    # Without x the examples are in the order of the first line.
+    places = np.argsort(np.argsort(lines[:, 0])).astype(float) if x is None else _array(torch.as_tensor(x)).reshape(-1)
+    if len(places) != len(lines):
+        raise MatchError(
+            f"x has {len(places)} numbers and the prediction {len(lines)} examples: it must have one number for each, "
+            "such as one column of the inputs"
+        )
+    ax = axes_or_new(ax)
+    ax.set_xlabel("x" if x is not None else f"examples by {'mean' if is_numeric else 'probability of class 0'}")
+    order = np.argsort(places, kind="stable")
     if kind == "bands":
-        return _bands(p, places, y, level, ax)
-    if kind == "probabilities":
-        return _probabilities(ax, places, _array(p.class_probs.flatten(0, -2)))
-    return _reliability(ax, p.class_probs, y)
+        return _bands(ax, p, places, order, lines, y, level)
+    for k, line in enumerate(lines.T):
+        ax.plot(places[order], line[order], color=COLOURS[k % len(COLOURS)], linewidth=1.6, label=f"class {k}")
+    ax.set(ylim=(-0.02, 1.02), ylabel="probability")
+    return _with_legend(ax)
 
 
 def _array(tensor: Tensor) -> Array:
@@ -95,14 +96,12 @@ def _with_legend(ax: Any) -> Any:
     return ax
 
 
-def _bands(p: Any, x: Array | None, y: Tensor | None, level: float, ax: Any) -> Any:
-    """Means with their intervals: lines and bands over x, or dots and bars example by example."""
-    n, centre = len(p.mean), p.predicted_mean
-    means = _array(centre.reshape(n, -1))
-    outputs = means.shape[1]
-    if outputs > _MOST_OUTPUTS:
+def _bands(ax: Any, p: Any, x: Array, order: Any, means: Array, y: Tensor | None, level: float) -> Any:
+    """Means with their intervals over x."""
+    n, outputs = means.shape
+    if outputs > len(COLOURS):
         raise SettingError(
-            f"{outputs} outputs are too many for one picture, which holds {_MOST_OUTPUTS}: predict some of them, "
+            f"{outputs} outputs are too many for one picture, which holds {len(COLOURS)}: predict some of them, "
             "predict(..., outputs=[0, 1])"
         )
     intervals: dict[str, tuple[Array, Array]] = {}
@@ -115,55 +114,22 @@ def _bands(p: Any, x: Array | None, y: Tensor | None, level: float, ax: Any) -> 
         reach = z * np.sqrt(_array(p.variance.reshape(n, -1))[:, :outputs])
         intervals["the function"] = means - reach, means + reach
     targets = None if y is None else _array(p.likelihood.matched(y, p.mean).reshape(n, -1))
-    ax = axes_or_new(ax)
-    places = np.arange(n, dtype=float) if x is None else x
-    order = np.argsort(places, kind="stable")
     for k in range(outputs):
-        shade, name = COLOURS[k], "mean" if outputs == 1 else f"output {k}"
-        # Without x the outputs of an example are beside each other, so that none hides another.
-        here = places if x is not None else places + 0.6 * (k - (outputs - 1) / 2) / outputs
-        for (of, (low, high)), (alpha, width) in zip(intervals.items(), ((0.16, 1.2), (0.34, 3.0)), strict=False):
+        shade, at = COLOURS[k], x[order]
+        for (of, (low, high)), alpha in zip(intervals.items(), (0.16, 0.34), strict=False):
             # The first output's bands stand for all in the legend.
             label = f"{100 * level:g} % of {of}" if k == 0 else None
-            if x is None:
-                ax.vlines(here, low[:, k], high[:, k], color=shade, alpha=2 * alpha, linewidth=width, label=label)
-            else:
-                ax.fill_between(here[order], low[order, k], high[order, k], color=shade, alpha=alpha, lw=0, label=label)
-        if x is None:
-            ax.plot(here, means[:, k], "o", color=shade, markersize=3.5, markeredgewidth=0, label=name)
-        else:
-            ax.plot(here[order], means[order, k], color=shade, linewidth=1.6, label=name)
+            ax.fill_between(at, low[order, k], high[order, k], color=shade, alpha=alpha, linewidth=0, label=label)
+        ax.plot(at, means[order, k], color=shade, linewidth=1.6, label="mean" if outputs == 1 else f"output {k}")
         if targets is not None:
             label = "targets" if k == 0 else None
-            ax.plot(here, targets[:, k], "o", color=INK, ms=2.6, mew=0, alpha=0.6, label=label, zorder=3)
-    ax.set_xlabel("example" if x is None else "x")
+            ax.plot(x, targets[:, k], "o", color=INK, ms=2.6, mew=0, alpha=0.6, label=label, zorder=3)
     ax.set_ylabel("y")
-    if x is None:
-        ax.xaxis.set_major_locator(require("matplotlib.ticker").MaxNLocator(integer=True))
-    return _with_legend(ax)
-
-
-def _probabilities(ax: Any, x: Array | None, probs: Array) -> Any:
-    """The probability of every class over x, or its mean over the examples as bars."""
-    ax = axes_or_new(ax)
-    n, classes = probs.shape
-    if x is None:
-        ax.bar(np.arange(classes), probs.mean(axis=0), color=COLOURS[0], width=0.7)
-        ax.set_xlabel("class")
-        ax.set_ylabel(f"mean probability of {n:,} examples")
-        ax.xaxis.set_major_locator(require("matplotlib.ticker").MaxNLocator(integer=True))
-        return ax
-    order = np.argsort(x, kind="stable")
-    for k in range(classes):
-        ax.plot(x[order], probs[order, k], color=COLOURS[k % len(COLOURS)], linewidth=1.6, label=f"class {k}")
-    ax.set_ylim(-0.02, 1.02)
-    ax.set_xlabel("x")
-    ax.set_ylabel("probability")
     return _with_legend(ax)
 
 
 def _reliability(ax: Any, probs: Tensor, y: Tensor | None) -> Any:
-    """Accuracy against confidence, ± a standard error, bin by bin, and Σ_k (n_k/n) |accuracy_k − confidence_k|."""
+    """Accuracy against confidence, bin by bin, and Σ_k (n_k/n) |accuracy_k − confidence_k|."""
     if y is None:
         raise SettingError("a reliability diagram needs targets=, the classes that were right")
     if y.numel() != probs[..., 0].numel():
@@ -179,31 +145,26 @@ def _reliability(ax: Any, probs: Tensor, y: Tensor | None) -> Any:
     ax = axes_or_new(ax, height=4.4)
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="as sure as right")
     label = f"bins of {n.sum():,.0f} examples, area by number"
-    error = np.sqrt(share * (1 - share) / n)
-    ax.errorbar(sure, share, error, fmt="none", ecolor=COLOURS[0], elinewidth=1, alpha=0.7)
     ax.scatter(sure, share, s=10 + 110 * n / n.max(), color=COLOURS[0], linewidth=0, zorder=3, label=label)
-    ax.set_xlim(0, 1.03)
-    ax.set_ylim(0, 1.03)
-    ax.set_aspect("equal")
+    ax.set(xlim=(0, 1.03), ylim=(0, 1.03), aspect="equal", ylabel="accuracy")
     ax.set_xlabel("confidence, the probability of the likeliest class")
-    ax.set_ylabel("accuracy")
     ax.set_title(f"expected calibration error {ece:.3f}", loc="left", fontsize="medium")
     ax.legend(frameon=False, fontsize="small", loc="upper left")
     return ax
 
 
-def histogram(ax: Any, groups: Mapping[str, Array], *, label: str, title: str = "") -> Any:
-    """How each group is distributed, as shares of it over common bins."""
+def _novelty(ax: Any, p: Any, other: Any) -> Any:
+    """How the novelty is distributed, here and in the other prediction, as shares over common bins."""
+    groups, title = {"these": _array(p.novelty)}, ""
+    if other is not None:
+        groups["other"] = _array(other.novelty)
+        title = f"AUROC {chance_above(p.novelty, other.novelty.to(p.novelty.device)):.3f}"
     ax = axes_or_new(ax)
-    every = np.concatenate(list(groups.values()))
-    edges = np.histogram_bin_edges(every, bins=30)
-    for number, (name, values) in enumerate(groups.items()):
-        shade = COLOURS[number % len(COLOURS)]
-        own: Any = {"bins": edges, "weights": np.full(len(values), 1 / len(values))}
-        ax.hist(values, **own, color=shade, alpha=0.25)
-        ax.hist(values, **own, histtype="step", color=shade, linewidth=1.4, label=f"{name}, {len(values):,} examples")
-    ax.set_xlabel(label)
-    ax.set_ylabel("share of examples")
+    edges = np.histogram_bin_edges(np.concatenate(list(groups.values())), bins=30)
+    for shade, (name, values) in zip(COLOURS, groups.items(), strict=False):
+        own: Any = {"bins": edges, "weights": np.full(len(values), 1 / len(values)), "color": shade}
+        ax.hist(values, **own, histtype="stepfilled", alpha=0.5, label=f"{name}, {len(values):,} examples")
+    ax.set(xlabel="novelty (nats)", ylabel="share of examples")
     ax.set_title(title, loc="right", fontsize="medium")
     return _with_legend(ax)
 

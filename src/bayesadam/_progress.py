@@ -23,9 +23,9 @@ class Bar:
         self.done, self.started = 0, time.monotonic()
         self._drawn: Any = None
 
-    def step(self, amount: int = 1) -> None:
-        """One more is done, or several."""
-        self.done += amount
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
         if self._drawn is None and time.monotonic() - self.started >= PATIENCE and sys.stderr.isatty():
             self._draw()
         if self._drawn is not None:

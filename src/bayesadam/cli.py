@@ -6,6 +6,7 @@ its help, its check or its completion needs them.
 
 from ast import literal_eval
 from collections.abc import Callable
+from functools import partial, wraps
 from importlib import import_module
 from inspect import Signature, signature
 from pathlib import Path
@@ -19,23 +20,9 @@ from bayesadam._extras import require
 from bayesadam._version import __version__
 from bayesadam.errors import BayesAdamError, SettingError
 
-_FILES = "On a file of yours (no model and no data needed)"
-_LOOK = "To look at"
-_PAPER = "The paper's experiments, and data"
-
 
 class _Group(TyperGroup):
-    """Lists its commands panel by panel, and ends Ctrl-C in one line and exit code 130, in every version of typer."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for name, command in self.commands.items():
-            if not command.hidden:
-                panel = getattr(command, "rich_help_panel", None) or "Commands"
-                panels.setdefault(panel, []).append((name, command.get_short_help_str(formatter.width)))
-        for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(rows)
+    """Ends Ctrl-C in one line and exit code 130, in every version of typer."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,9 +51,9 @@ _LOOKS: Any = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_except
 _LOOKS |= {"context_settings": {"max_content_width": 120}}
 app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
 paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
-data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them, verify them.", **_LOOKS)
-app.add_typer(paper, rich_help_panel=_PAPER)
-app.add_typer(data_app, rich_help_panel=_PAPER)
+data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them.", **_LOOKS)
+app.add_typer(paper)
+app.add_typer(data_app)
 
 
 def names(source: str) -> tuple[str, ...]:
@@ -104,17 +91,11 @@ def _named(source: str, what: str, *, several: bool = False) -> Any:
     return Option(metavar=metavar, help=what, callback=known, autocompletion=complete)
 
 
-def _list_of(source: str, what: str) -> Any:
-    return _named(source, what, several=True)
+_names_of = partial(_named, several=True)
 
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; what was left out stands for its default."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _out(metavar: str, help: str) -> Any:
@@ -126,7 +107,6 @@ Out = Annotated[Path, _out("DIR", "Where the results go: a folder, made if absen
 OutFile = Annotated[Path, _out("PATH", "Where the result goes: a folder, or a file's name, which has an ending.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
 Device = Annotated[str | None, _named(":cpu cuda", "Where to compute; by default on cuda where there is one.")]
-Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
 Json = Annotated[bool, Option("--json", help='Print what was found, or {"error": …}, as one JSON object alone.')]
 NData = Annotated[float | None, Option(metavar="N", help="Training examples, where the checkpoint does not say.")]
 _Saved = typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
@@ -172,13 +152,33 @@ def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return app.command(cls=_Command, rich_help_panel=_FILES)(run)
+    return app.command(cls=_Command)(run)
 
 
-def _of_the_paper(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of `bayesadam paper`, which also runs without that word."""
-    app.command(hidden=True, cls=_Command)(command)
-    return paper.command(cls=_Command)(command)
+def _of_the_paper(settings: str) -> Callable[..., Any]:
+    """A command `name` of `bayesadam paper`, which also runs without that word.
+
+    Its work is `paper.NAME.run_NAME`. All but the common options are fields of its `settings`; what the command
+    returns replaces them.
+    """
+
+    def register(command: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            require("matplotlib")
+            given |= command(**given) or {}
+            module = import_module(f"bayesadam.paper.{command.__name__}")
+            own: dict[str, Any] = {name: given.pop(name) for name in ("seed", "out", "quiet", "quick") if name in given}
+            if "device" in given:
+                own["device"] = _device(given.pop("device"))
+            if settings:
+                own["settings"] = getattr(module, settings)(**{k: v for k, v in given.items() if v is not None})
+            getattr(module, f"run_{command.__name__}")(**own)
+
+        app.command(hidden=True, cls=_Command)(run)
+        return paper.command(cls=_Command)(run)
+
+    return register
 
 
 def _device(asked: str | None) -> str:
@@ -306,15 +306,15 @@ def export(
     out: OutFile = Path("out/export"),
     quiet: Quiet = False,
 ) -> None:
-    """Write the posterior as a small file to publish beside the weights.
+    """Write the posterior as a small file, to publish.
 
     Without --out it is out/export/posterior.safetensors.
     """
 
 
-@app.command(rich_help_panel=_LOOK)
+@app.command()
 def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> None:
-    """Train a small network, read its posterior, calibrate, predict, prune.
+    """Train a small network, read its posterior, calibrate, prune.
 
     In ten seconds, on embedded data: one picture, one table.
     """
@@ -325,7 +325,7 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
     run_demo(seed=seed, out=out, quiet=quiet)
 
 
-@app.command(rich_help_panel=_LOOK)
+@app.command()
 def play(
     port: Annotated[int, Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")] = 8765,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Show the page in a browser.")] = True,
@@ -340,92 +340,73 @@ def play(
     run_play(port=port, open_browser=open_browser, quiet=quiet)
 
 
-@_of_the_paper
+@_of_the_paper("RegressionSettings")
 def regression(
-    methods: Annotated[str | None, _list_of("bayesadam.paper.regression:TITLES", "Methods, by default all")] = None,
+    methods: Annotated[str | None, _names_of("bayesadam.paper.regression:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
-    seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
+    n_seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
     gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
-    quick: Annotated[bool, Option("--quick", help="Two seeds and 500 epochs.")] = False,
-    jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/regression"),
     quiet: Quiet = False,
 ) -> None:
     """Figure 1: the paper's toy regression with every method."""
-    require("matplotlib")
-    from bayesadam.paper.regression import RegressionSettings, run_regression
-
-    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **_given(methods=methods))
-    run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
 
 
-@_of_the_paper
+@_of_the_paper("PruningSettings")
 def pruning(
     data: Annotated[str, _named("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
-    methods: Annotated[str | None, _list_of("bayesadam.paper.pruning:TITLES", "Methods, by default all")] = None,
+    methods: Annotated[str | None, _names_of("bayesadam.paper.pruning:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
-    seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
+    n_seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
     activation: Annotated[str, _named("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
     sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
     device: Device = None,
-    jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/pruning"),
     quiet: Quiet = False,
 ) -> None:
     """Figure 2: accuracy after pruning, with every method."""
-    require("matplotlib")
-    from bayesadam.paper.pruning import PruningSettings, run_pruning
 
-    own: Any = {"activation": activation, "sparse": sparse, **_given(methods=methods)}
-    settings = PruningSettings(data=data, n_seeds=seeds, epochs=epochs, **own)
-    run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=_device(device), jobs=jobs)
+
+def _change(text: str) -> tuple[str, Any]:
+    """Name and value: one of Python's numbers or tuples, True, False, None, or else text."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if not (name and value):
+        raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
+    try:
+        return name, literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 _Settings = _named("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
-_Problems = _list_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
+_Problems = _names_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
 _Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as epsilon=0.02; repeatable.")
 
 
-@_of_the_paper
+@_of_the_paper("BanditSettings")
 def bandits(
     problems: Annotated[str | None, _Problems] = None,
-    agents: Annotated[str | None, _list_of("bayesadam.bandits:AGENTS", "Agents, by default the paper's")] = None,
+    agents: Annotated[str | None, _names_of("bayesadam.bandits:AGENTS", "Agents, by default the paper's")] = None,
     runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, _Settings] = "tuned",
-    change: Annotated[list[str] | None, _Set] = None,
+    changes: Annotated[list[str] | None, _Set] = None,
     device: Device = None,
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
     quiet: Quiet = False,
-) -> None:
+) -> Any:
     """Table 1: Thompson sampling on the bandit problems."""
-    require("matplotlib")
-    from bayesadam.paper.bandits import BanditSettings, run_bandits
-
-    # Values are Python's numbers, tuples, True, False and None, all else is text.
-    changes: dict[str, Any] = {}
-    for text in change or []:
-        name, _, value = (part.strip() for part in text.partition("="))
-        if not (name and value):
-            raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
-        try:
-            changes[name] = literal_eval(value)
-        except (ValueError, SyntaxError):
-            changes[name] = value
-    chosen = _given(problems=problems, agents=agents)
-    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
-    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device))
+    return {"changes": dict(map(_change, changes or ()))}
 
 
-@_of_the_paper
+@_of_the_paper("")
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
     quick: Annotated[bool, Option("--quick", help="Few epochs, seeds and rounds, on this machine's data.")] = False,
     device: Device = None,
-    jobs: Jobs = 2,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -433,11 +414,6 @@ def report(
 
     Runs in DIR are taken as they are, missing ones are run.
     """
-    require("matplotlib")
-    require("jinja2")
-    from bayesadam.paper.report import run_report
-
-    run_report(seed=seed, out=folder, quiet=quiet, quick=quick, device=_device(device), jobs=jobs)
 
 
 def _data_sets(what: str) -> Any:
@@ -464,12 +440,11 @@ def list_data() -> None:
 @data_app.command("fetch")
 def fetch_data(
     sets: Annotated[list[str], _data_sets("Data sets, or `all`; `bayesadam data list` shows them.")],
-    out: Annotated[Path | None, _out("DIR", "A folder to bring them to, for use as BAYESADAM_DATA.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Bring data sets to this machine.
 
-    What BAYESADAM_DATA or the cache has is checked, the rest is downloaded.
+    What BAYESADAM_DATA or the cache has is checked, the rest is downloaded. Ends with code 1 where a set is not whole.
     """
     from bayesadam.data import data_set, data_sets, fetch
 
@@ -477,37 +452,12 @@ def fetch_data(
     # Every name is checked before any work.
     for record in data_sets() if sets == ["all"] else [data_set(name) for name in sets]:
         try:
-            for path in fetch(record.name, folder=out, progress=not quiet):
+            for path in fetch(record.name, progress=not quiet):
                 typer.echo(path)
         except BayesAdamError as error:
             typer.echo(f"bayesadam: {error}", err=True)
             failed = True
         if record.embedded and not quiet:
             typer.echo(f"{record.name} is embedded: there is nothing to fetch")
-    if failed:
-        raise typer.Exit(1)
-
-
-@data_app.command("verify")
-def verify_data(
-    sets: Annotated[list[str] | None, _data_sets("Data sets that must be there; by default those begun.")] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only what is wrong.")] = False,
-) -> None:
-    """Compare the files on this machine with their published checksums.
-
-    Ends with code 1 where a checksum is wrong, and where a file is missing of a set that was named or begun.
-    """
-    from bayesadam.data import data_set, data_sets, verify
-
-    failed, every = False, sets in (None, [], ["all"])
-    for record in data_sets() if every else [data_set(name) for name in sets or ()]:
-        checks = verify(record.name)
-        begun = any(check.path for check in checks)
-        for check in checks:
-            wrong = check.status == "wrong checksum" or (check.status == "missing" and (begun or not every))
-            failed |= wrong
-            hashes = f": expected sha256 {check.expected}, found {check.found}" if wrong and check.path else ""
-            if wrong or not quiet:
-                typer.echo(f"{check.status}  {check.path or f'{record.name}/{check.file}'}{hashes}", err=wrong)
     if failed:
         raise typer.Exit(1)

@@ -46,11 +46,10 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
         for problem, agent, value, lost in (("mushroom", "badam", 0.9, False), ("mushroom", "greedy", 0.2, True))
     }
     settings = asdict(BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
-    text = "\n".join(table.markdown() for table in bandits.tables(bandits.by_problem(cells), settings))
+    text = bandits.table(bandits.by_problem(cells), settings).markdown()
     assert "| Badam | **.800 ± .100** (.700) |" in text
     assert "| Greedy | .100 ± .100 (.000, 1 lost) |" in text
     assert "| *in the paper* | .740 ± .090 |" in text
-    assert "| Badam | 30.00 ± 5.00 (35.00) |" in text
 
 
 def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam._progress import Bar
 from bayesadam.engine.network import flatten, forward, initial, member
 from bayesadam.engine.rules import SWAG, Dropout
 from bayesadam.engine.streams import Blocks, Streams
@@ -220,27 +219,6 @@ def test_fit_takes_a_users_own_data():
         methods.fit("magic", x, labels, likelihood="classification")
     with pytest.raises(ba.BayesAdamError, match="held_out"):
         methods.fit("map", x, labels, likelihood="classification", held_out=1.0)
-
-
-@pytest.mark.parametrize("n", [100, 2000], ids=["drawn", "epochs"])
-def test_fit_shows_how_far_it_is_and_a_method_alone_does_not(n, monkeypatch):
-    steps: list[tuple[str, int | None]] = []
-    monkeypatch.setattr(Bar, "step", lambda bar: steps.append((bar.description, bar.total)))
-    x = torch.randn(n, 2)
-    methods.fit(
-        "map", x, x.sum(dim=1), likelihood="regression", hidden=(4,), epochs=300 if n == 100 else 2, batch_size=50
-    )
-    assert steps == [("fit", 2)] * 2
-    METHODS["map"](problem((1,)))
-    assert len(steps) == 2
-
-
-def test_the_gaussian_process_shows_how_far_it_is(monkeypatch):
-    steps: list[str] = []
-    monkeypatch.setattr(Bar, "step", lambda bar: steps.append(bar.description))
-    x = torch.randn(30, 1)
-    methods.fit("gp", x, x.sin(), likelihood="regression")
-    assert set(steps) == {"fit"}
 
 
 @pytest.mark.parametrize(("n", "size", "steps"), [(100, 10, 1000), (100, 10, 256), (1000, 10, 250), (1000, 10, 300)])

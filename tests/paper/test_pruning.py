@@ -124,15 +124,6 @@ def test_what_is_kept_outlives_a_failure_to_write_the_results(images, tmp_path, 
     assert not list(tmp_path.glob("unfinished*"))
 
 
-@pytest.mark.slow
-def test_processes_side_by_side_give_the_same_numbers(tmp_path):
-    pytest.importorskip("sklearn")
-    settings = PruningSettings("digits", ("badam", "mc-dropout"), 1, 1, (8, 7))
-    given = {"seed": 0, "quiet": True, "settings": settings, "device": "cpu"}
-    one, two = (pruning.run_pruning(out=tmp_path / str(jobs), jobs=jobs, **given) for jobs in (1, 2))
-    assert json.loads(one[-1].read_text())["results"] == json.loads(two[-1].read_text())["results"]
-
-
 def test_another_setting_has_another_ledger(tmp_path):
     one, other = (Run("pruning", 0, tmp_path, {"epochs": epochs}) for epochs in (5, 6))
     assert one.ledger != other.ledger
@@ -143,7 +134,7 @@ def test_the_commands_write_their_picture_and_metrics(images, tmp_path, monkeypa
     monkeypatch.setattr(
         pruning, "RECIPES", tuple(replace(recipe, hidden=(8, 8), longer=1) for recipe in pruning.RECIPES[:2])
     )
-    base = ["pruning", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--jobs", "1", "--out"]
+    base = ["pruning", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--out"]
     for extra, picture in (
         (["--methods", "badam"], "figure2.png"),
         (["--sparse"], "figure2-sparse.png"),

@@ -15,18 +15,16 @@ from bayesadam.paper.regression import (
     METRICS,
     RegressionSettings,
     drawn,
-    fit_group,
-    groups,
+    fit_methods,
     picture,
     run_regression,
 )
-from floats import approx
 
 SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_seeds=2, epochs=5, n_test=30)
 
 
 def test_the_command_writes_its_figure_and_metrics(tmp_path):
-    paths = run_regression(seed=3, out=tmp_path, quiet=True, settings=SMALL, jobs=1)
+    paths = run_regression(seed=3, out=tmp_path, quiet=True, settings=SMALL)
     assert {path.name for path in paths} == {"figure1.png", "metrics.json"}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert set(metrics["results"]) == set(SMALL.methods)
@@ -39,16 +37,6 @@ def results_of(folder):
     return json.loads((folder / "metrics.json").read_text())["results"]
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_numbers_in_one_process_or_two(tmp_path):
-    for jobs in (1, 2):
-        run_regression(seed=0, out=tmp_path / str(jobs), quiet=True, settings=SMALL, jobs=jobs)
-    alone, together = results_of(tmp_path / "1"), results_of(tmp_path / "2")
-    for method, scores in alone.items():
-        for name, values in scores.items():
-            assert together[method][name] == approx(values, rel=1e-4)
-
-
 def test_data_lie_where_they_should_and_the_gap_is_empty():
     train, held_out, inside, outside = drawn(0, SMALL)
     for part in (train, held_out, inside):
@@ -59,14 +47,8 @@ def test_data_lie_where_they_should_and_the_gap_is_empty():
     assert not ((gap.x > 0.17) & (gap.x < 0.33)).any()
 
 
-def test_every_method_is_in_one_group():
-    settings = RegressionSettings()
-    jobs = groups(settings.methods)
-    assert sorted(name for job in jobs for name in job) == sorted(settings.methods)
-
-
 def test_panels_share_their_axes():
-    rows = dict(fit_group(SMALL.methods, seed=0, settings=SMALL))
+    rows = dict(fit_methods(SMALL.methods, seed=0, settings=SMALL))
     axes = [a for a in picture(rows, 0, SMALL).axes if a.axison]
     assert len({(a.get_xlim(), a.get_ylim()) for a in axes}) == 1
     assert all(map(math.isfinite, rows[SMALL.methods[0]]["std"]))
@@ -94,7 +76,7 @@ def stopping_at(method, monkeypatch):
 
 @pytest.mark.parametrize("method", ["laplace-full", pytest.param("mc-dropout", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monkeypatch):
-    given = {"seed": 3, "quiet": True, "settings": SMALL, "jobs": 1}
+    given = {"seed": 3, "quiet": True, "settings": SMALL}
     run_regression(out=tmp_path / "whole", **given)
     cut = tmp_path / "cut"
     stopped = stopping_at(method, monkeypatch)
@@ -112,7 +94,6 @@ def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monk
     began = time.perf_counter()
     run_regression(out=cut, **given)
     took = time.perf_counter() - began
-    # A method of the same group is not fitted again for the sake of the others.
     assert not set(finished) & {name for name, _ in gone_on}
     assert (cut / "figure1.png").read_bytes() == (tmp_path / "whole" / "figure1.png").read_bytes()
     assert results_of(cut) == results_of(tmp_path / "whole")
@@ -124,17 +105,17 @@ def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monk
 def test_other_settings_do_not_take_what_is_kept_and_other_methods_do(tmp_path, monkeypatch):
     stopping_at("mc-dropout", monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        run_regression(seed=0, out=tmp_path, quiet=True, settings=SMALL, jobs=1)
+        run_regression(seed=0, out=tmp_path, quiet=True, settings=SMALL)
     (ledger,) = tmp_path.glob("unfinished-*.json")
     calls = stopping_at(None, monkeypatch)
     for seed, settings in ((1, SMALL), (0, replace(SMALL, epochs=6)), (0, replace(SMALL, gap=True))):
         calls.clear()
-        run_regression(seed=seed, out=tmp_path, quiet=True, settings=settings, jobs=1)
+        run_regression(seed=seed, out=tmp_path, quiet=True, settings=settings)
         assert [name for name, _ in calls] == list(SMALL.methods)
         assert list(tmp_path.glob("unfinished-*.json")) == [ledger]
     calls.clear()
     settings = replace(SMALL, methods=("map", "badam"))
-    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings)
     assert [name for name, _ in calls] == ["map"]
     assert set(results_of(tmp_path)) == {"map", "badam"}
     assert not list(tmp_path.glob("unfinished*"))
@@ -151,8 +132,8 @@ def test_numbers_that_are_not_finite_are_kept(tmp_path, monkeypatch):
         patched.setattr(regression, "_scored", diverged)
         stopping_at("mc-dropout", patched)
         with pytest.raises(KeyboardInterrupt):
-            run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
-    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+            run_regression(seed=0, out=tmp_path, quiet=True, settings=settings)
+    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings)
     found = results_of(tmp_path)
     assert found["badam"]["nll_out"] == [None, None]
     assert None not in found["mc-dropout"]["nll_out"]

@@ -10,19 +10,10 @@ from torch.func import functional_call, jacrev
 
 from bayesadam.engine.gradients import loss_and_slope
 from bayesadam.engine.network import flatten, forward, initial, member, unflatten
+from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import IVON, RULES
 from bayesadam.engine.stack import Stack, train
-from bayesadam.play.learners import (
-    _SIGNALS,
-    LENGTHSCALES,
-    PANELS,
-    Kernel,
-    Panel,
-    Request,
-    curvature_of,
-    gp_bands,
-    kronecker_posterior,
-)
+from bayesadam.play.learners import LENGTHSCALES, PANELS, SIGNALS, Panel, Request
 from bayesadam.posterior import Mixture, Posterior
 from floats import approx, assert_close
 
@@ -40,8 +31,8 @@ def learner_of(method, **changes):
 KINDS = {panel.method: panel for panel in (*PANELS, Panel("ivon", "IVON", rule=IVON))}
 
 
-def kernel(a, b, k):
-    return k.signal**2 * np.exp(-0.5 * (a[:, None] - b[None, :]) ** 2 / k.lengthscale**2)
+def kernel(a, b, lengthscale, signal):
+    return signal**2 * np.exp(-0.5 * (a[:, None] - b[None, :]) ** 2 / lengthscale**2)
 
 
 # --- the Gaussian process -------------------------------------------------------------------------------------------
@@ -49,20 +40,21 @@ def kernel(a, b, k):
 
 def test_the_process_is_numpys():
     x, y = np.array(POINTS).T
-    found = gp_bands(torch.tensor(x), torch.tensor(y), GRID, 0.2, k := Kernel(0.7, 1.3, 0.0))
-    gram = kernel(x, x, k) + 0.04 * np.eye(20)
-    cross = kernel(GRID.numpy().astype(float), x, k)
-    assert_close(found.mean, cross @ np.linalg.solve(gram, y), atol=1e-5)
-    variance = k.signal**2 - np.einsum("gi,ig->g", cross, np.linalg.solve(gram, cross.T))
-    assert_close(found.std, np.sqrt(variance), atol=1e-4)
+    theta = torch.tensor([math.log(0.7), 2 * math.log(1.3), 2 * math.log(0.2), 0.0], dtype=torch.float64)
+    _, mean, found = gaussian_process(theta, torch.tensor(x)[:, None], torch.tensor(y), GRID[:, None])
+    gram = kernel(x, x, 0.7, 1.3) + 0.04 * np.eye(20)
+    cross = kernel(GRID.numpy().astype(float), x, 0.7, 1.3)
+    assert_close(mean, cross @ np.linalg.solve(gram, y), atol=1e-4)
+    variance = 1.3**2 - np.einsum("gi,ig->g", cross, np.linalg.solve(gram, cross.T))
+    assert_close(found.sqrt(), np.sqrt(variance), atol=1e-4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 20])
 def test_the_kernel_is_the_one_of_greatest_evidence(n):
     x, y = np.array(POINTS[:n]).T
 
-    def evidence(k):
-        gram = kernel(x, x, k) + 0.01 * np.eye(n)
+    def evidence(*of):
+        gram = kernel(x, x, *of) + 0.01 * np.eye(n)
         _, logdet = np.linalg.slogdet(gram)
         return -0.5 * (y @ np.linalg.solve(gram, y) + logdet + n * math.log(2 * math.pi))
 
@@ -71,10 +63,10 @@ def test_the_kernel_is_the_one_of_greatest_evidence(n):
     for _ in LENGTHSCALES:
         process.step()
     assert process.left == 0
-    found = process.kernel
-    everywhere = [evidence(Kernel(a, float(s), 0.0)) for a in LENGTHSCALES for s in _SIGNALS]
-    assert found.evidence == approx(max(everywhere), abs=1e-3)
-    assert evidence(found) == approx(found.evidence, abs=1e-3)
+    found, *best = max(process._tried)
+    everywhere = [evidence(a, s) for a in LENGTHSCALES for s in SIGNALS]
+    assert found == approx(max(everywhere), abs=1e-3)
+    assert evidence(*best) == approx(found, abs=1e-3)
 
 
 def test_points_on_top_of_each_other_do_not_break_the_process():
@@ -98,13 +90,9 @@ def trained():
 
 
 def jacobian(model, x):
-    return torch.cat(list(jacobian_by_name(model, x).values()), dim=1)
-
-
-def jacobian_by_name(model, x):
     params = {name: p.detach().double() for name, p in model.named_parameters()}
     parts = jacrev(lambda p: functional_call(model, p, (x.double(),)).squeeze(1))(params)
-    return {name: part.flatten(1) for name, part in parts.items()}
+    return torch.cat([part.flatten(1) for part in parts.values()], dim=1)
 
 
 def test_badams_bands_are_those_of_the_full_jacobian(trained):
@@ -148,44 +136,6 @@ def test_the_sliders_of_the_posterior_train_nothing_and_move_the_band_the_right_
     assert_close(trained.bands(GRID).std, base.std)
 
 
-def test_the_kronecker_band_of_one_point_is_that_of_the_exact_blocks():
-    """One gradient's matrix is of rank one, and its Kronecker factors are then exact, parameter by parameter."""
-    learner = learner_of("kronecker")
-    learner.accept(replace(REQUEST, points=((0.7, 0.3),)))
-    for _ in range(20):
-        learner.step()
-    model = learner.posterior().model.double()
-    at, grid = jacobian_by_name(model, learner.x), jacobian_by_name(model, GRID[:, None])
-    expected = torch.zeros(len(GRID), dtype=torch.float64)
-    for name, j in at.items():
-        curvature = REQUEST.n_data / REQUEST.noise**2 * (j.T @ j)
-        covariance = torch.linalg.inv(curvature + REQUEST.prior_precision * torch.eye(j.shape[1]))
-        expected += ((grid[name] @ covariance) * grid[name]).sum(dim=1)
-    model.float()
-    assert_close(learner.bands(GRID).std.double(), expected.sqrt(), rtol=2e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("n", [2, 5, 25, 50])
-def test_the_kronecker_curvature_is_the_gauss_newton_matrixs(n):
-    model, _ = _module_and_adam()
-    x = torch.randn(n, 1, generator=torch.Generator().manual_seed(n))
-    found = kronecker_posterior(model, x, keep=50)
-    expected = float(jacobian(model.double(), x).square().sum(dim=1).mean())
-    assert curvature_of(found) == approx(expected, rel=1e-4)
-
-
-def test_the_sliders_move_the_kronecker_band_and_train_nothing():
-    learner = learner_of("kronecker")
-    learner.accept(REQUEST)
-    for _ in range(50):
-        learner.step()
-    before, base = (learner.left, learner.taken), learner.bands(GRID)
-    for change in ({"n_data": 200.0}, {"prior_precision": 50.0}, {"noise": 0.05}):
-        learner.accept(replace(REQUEST, **change))
-        assert (learner.left, learner.taken) == before
-        assert bool((learner.bands(GRID).std < base.std).all())
-
-
 # --- the ensemble ---------------------------------------------------------------------------------------------------
 
 
@@ -216,19 +166,11 @@ def test_a_network_of_the_ensemble_learns_as_it_would_alone():
     assert_close(learner.stack.weights[:1], alone.stack.weights, rtol=1e-4, atol=1e-5)
 
 
-def _module_and_adam():
-    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    adam = torch.optim.Adam(model.parameters())
-    model(torch.ones(3, 1)).square().mean().backward()
-    adam.step()
-    return model, adam
-
-
 # --- learners -------------------------------------------------------------------------------------------------------
 
-NETWORKS = ["badam", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble", "ivon"]
+NETWORKS = ["badam", "mc-dropout", "bbb", "vadam", "ensemble", "ivon"]
 LISTENS_TO = {
-    **{kind: {"points"} for kind in ("badam", "kronecker", "ensemble")},
+    **{kind: {"points"} for kind in ("badam", "ensemble")},
     "mc-dropout": {"points", "dropout"},
     **{kind: {"points", "n_data", "prior_precision", "noise"} for kind in ("bbb", "vadam", "ivon")},
 }

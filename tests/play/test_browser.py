@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not both installed"),
 ]
-METHODS = ("badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble")
+METHODS = ("badam", "gp", "mc-dropout", "bbb", "vadam", "ensemble")
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def test_every_method_answers_and_badam_first(server):
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/x-ndjson")
     found = lines(raw)
     order = list(dict.fromkeys(m["method"] for m in found if m["type"] == "bands"))
-    assert order == ["badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble"]
+    assert order == ["badam", "gp", "mc-dropout", "bbb", "vadam", "ensemble"]
     assert found[-1]["type"] == "done"
     for message in found[:-1]:
         assert len(message["mean"]) == len(message["std"]) == len(GRID)
@@ -128,7 +128,6 @@ def test_every_method_answers_and_badam_first(server):
         "mc-dropout": 20,
         "bbb": 20,
         "vadam": 20,
-        "kronecker": 20,
         "ensemble": 20,
     }
 
@@ -159,7 +158,7 @@ def test_a_rule_with_a_panel_is_on_the_page(server, monkeypatch):
     monkeypatch.setattr(learners, "PANELS", (*learners.PANELS, Panel("ivon", "IVON", rule=IVON, budget=20)))
     told = json.loads(request(server, path="/config")[1])["panels"]
     methods = [panel["method"] for panel in told]
-    assert methods == ["badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble", "ivon"]
+    assert methods == ["badam", "gp", "mc-dropout", "bbb", "vadam", "ensemble", "ivon"]
     assert [panel["exact"] for panel in told] == [method == "gp" for method in methods]
     assert "ivon" in {m["method"] for m in lines(post(server, ask())[1])[:-1]}
 

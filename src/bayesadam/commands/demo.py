@@ -103,10 +103,10 @@ def compute(settings: DemoSettings, seed: int, track: Track = lambda items, desc
 
     second_moment, parameters = readers.read_optimizer(model, optimizer).second_moment, []
     for name, snr in posterior.snr().items():
-        found = zip(("snr_median", "snr_q05", "snr_q95"), quantiles(snr.flatten(), (0.5, 0.05, 0.95)), strict=True)
+        found = {"snr": quantiles(snr.flatten(), (0.05, 0.5, 0.95))}
         dead = float((second_moment[name] == 0).float().mean())
         shape = {"name": name, "shape": tuple(snr.shape), "weights": snr.numel()}
-        parameters.append({**shape, **dict(found), "share_v_zero": dead})
+        parameters.append({**shape, **found, "share_v_zero": dead})
     outside = ((grid.x < TRAIN_INTERVAL[0]) | (grid.x > TRAIN_INTERVAL[1])).squeeze(1)
     diagnosis = doctor(model, optimizer, n_data=len(train))
     rmse = {ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")}
@@ -134,10 +134,9 @@ def table(demo: Demo) -> Table:
     """One row per parameter."""
     rows = []
     for found in demo.results["parameters"]:
-        numbers = (f"{found[name]:.3g}" for name in ("snr_median", "snr_q05", "snr_q95"))
         cells = found["name"], " × ".join(map(str, found["shape"])), f"{found['weights']:,}"
-        rows.append((*cells, *numbers, f"{found['share_v_zero']:.0%}"))
-    columns = ("parameter", "shape", "weights", "median", "5 %", "95 %", "v = 0")
+        rows.append((*cells, *(f"{value:.3g}" for value in found["snr"]), f"{found['share_v_zero']:.0%}"))
+    columns = ("parameter", "shape", "weights", "5 %", "median", "95 %", "v = 0")
     return Table("Signal-to-noise ratio |μ|/σ of the weights", columns, rows)
 
 
@@ -160,13 +159,8 @@ def picture(demo: Demo) -> Figure:
         rows: Any = [["functions", "snr"], ["functions", "snr"], ["functions", "pruning"], ["novelty", "pruning"]]
         panels = figure.subplot_mosaic(rows, width_ratios=[1.4, 1])
         _draw_functions(panels["functions"], panels["novelty"], demo)
-        axes, shade, parameters = panels["snr"], plots.colour("snr"), demo.results["parameters"]
-        for row, found in enumerate(parameters):
-            axes.plot([found["snr_q05"], found["snr_q95"]], [row, row], color=shade, alpha=0.4, linewidth=8)
-            axes.plot(found["snr_median"], row, "o", color=shade)
-        axes.set_yticks(range(len(parameters)), [found["name"] for found in parameters])
-        axes.invert_yaxis()
-        axes.set(title="(c) Signal-to-noise ratio of the weights", xlabel="|μ| / σ: median, 5 to 95 %", xscale="log")
+        plots.spread_rows(panels["snr"], {found["name"]: found["snr"] for found in demo.results["parameters"]})
+        panels["snr"].set(title="(c) Signal-to-noise ratio of the weights", xlabel="|μ| / σ: median, 5 to 95 %")
         axes = panels["pruning"]
         for ranking, label in (("snr", "signal-to-noise ratio"), ("magnitude", "magnitude")):
             style: Any = {"color": plots.colour(ranking), "markersize": 3, "linewidth": 1.5, "label": label}

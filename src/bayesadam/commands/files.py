@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,8 @@ _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 def run_prune(*, checkpoint: Path, out: Path, **given: Any) -> None:
     """Write the pruned file, and a record next to it; the settings are those of `prune_checkpoint`."""
     again = checkpoint.is_file() and checkpoint.suffix in _REWRITTEN
-
-    def work(file: Path, **settings: Any) -> Any:
-        return prune_checkpoint(checkpoint, file, **settings)
-
-    _write("prune", work, checkpoint, target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}"), **given)
+    where = target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
+    _write("prune", partial(prune_checkpoint, checkpoint), checkpoint, where, **given)
 
 
 def run_sample(*, checkpoint: Path, out: Path, seed: int, **given: Any) -> None:
@@ -56,11 +55,8 @@ def run_export(*, checkpoint: Path, out: Path, **given: Any) -> None:
 
 def run_merge(*, checkpoints: Sequence[Path], out: Path, weights: Sequence[float] | None, **given: Any) -> None:
     """Write the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
-
-    def work(file: Path, **settings: Any) -> Any:
-        return merge_checkpoints(checkpoints, file, **settings)
-
-    _write("merge", work, checkpoints, target(out, "merged.safetensors"), weights=weights or None, **given)
+    where = target(out, "merged.safetensors")
+    _write("merge", partial(merge_checkpoints, checkpoints), checkpoints, where, weights=weights or None, **given)
 
 
 def _write(
@@ -89,11 +85,23 @@ def _write(
 
 
 def _plain(settings: Mapping[str, Any], options: CheckpointOptions) -> dict[str, Any]:
-    def text(value: Any) -> Any:
-        return [text(item) for item in value] if isinstance(value, list) else str(value)
+    """For `metrics.json`, with paths as text."""
+    return json.loads(json.dumps({**settings, **vars(options)}, default=str))  # type: ignore[no-any-return]
 
-    found = {**settings, **vars(options)}
-    return {key: text(value) if isinstance(value, Path | list) else value for key, value in found.items()}
+
+def _tell(
+    run: Run, results: Mapping[str, Any], reports: Sequence[Any], as_object: bool, files: Any, name: str = ""
+) -> None:
+    """Show the reports, or the results as one JSON object alone; write the files, and the record where it is named."""
+    if not as_object:
+        run.show(*reports)
+    with redirect_stdout(sys.stderr) if as_object else nullcontext():
+        if name:
+            run.finish(files, results, name=name)
+        elif files:
+            print(*run.write(files))
+    if as_object:
+        print(as_json(results))
 
 
 def run_doctor(
@@ -104,13 +112,7 @@ def run_doctor(
     with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
         diagnosis = diagnose_checkpoint(checkpoint, n_data=n_data, **vars(options))
     results = {**diagnosis.to_dict(), "healthy": diagnosis.healthy}
-    if not json:
-        run.show(in_options(str(diagnosis)))
-    with redirect_stdout(sys.stderr) if json else nullcontext():
-        if out is not None:
-            run.finish({}, results)
-    if json:
-        print(as_json(results))
+    _tell(run, results, [in_options(str(diagnosis))], json, {}, "metrics.json" if out is not None else "")
     return all(finding.severity != "error" for finding in diagnosis.findings)
 
 
@@ -120,9 +122,9 @@ def run_inspect(
     quiet: bool,
     checkpoint: Path,
     options: CheckpointOptions,
-    plot: bool = False,
-    json: bool = False,
-    why: bool = False,
+    plot: bool,
+    json: bool,
+    why: bool,
     **settings: Any,
 ) -> None:
     """Print an inspection; the settings are those of `inspect_checkpoint`.
@@ -140,17 +142,9 @@ def run_inspect(
     run = Run("inspect", 0, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
     with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
         inspection = inspect_checkpoint(checkpoint, **settings, **vars(options))
-    if not json:
-        heading, *rows = inspection.rows()
-        what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
-        table = Table(f"{what} of the weights", heading, rows)
-        reasons = ["\n".join(inspection.why)] if why else []
-        run.show(*reasons, str(inspection.diagnosis), table, inspection.legend)
-    with redirect_stdout(sys.stderr) if json else nullcontext():
-        picture = {file.name: png(inspection_picture(inspection))} if plot or out is not None else {}
-        if out is not None:
-            run.finish(picture, inspection.to_dict(), name=record)
-        elif plot:
-            print(*run.write(picture))
-    if json:
-        print(as_json(inspection.to_dict()))
+    heading, *rows = inspection.rows()
+    what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
+    reasons = ["\n".join(inspection.why)] if why else []
+    shown = [*reasons, str(inspection.diagnosis), Table(f"{what} of the weights", heading, rows), inspection.legend]
+    picture = {file.name: png(inspection_picture(inspection))} if plot or out is not None else {}
+    _tell(run, inspection.to_dict(), shown, json, picture, record if out is not None else "")

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from bayesadam._plots import FAINT as FAINT
 from bayesadam._plots import INK as INK
 from bayesadam._plots import MUTED as MUTED
-from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport
+from bayesadam.inspect import Inspection
 
 # Okabe and Ito's palette, safe for the colour-blind; one colour per method, the same in every picture.
 COLOURS: Mapping[str, str] = {
@@ -41,7 +41,7 @@ METHOD_TITLES = {
     "laplace-diagonal": "Laplace, diagonal GGN",
 }
 
-# More rows than this cannot be read; the picture of an inspection shows the largest parameters.
+# More rows than this cannot be read.
 _ROWS = 40
 
 _STYLE: dict[Any, Any] = {
@@ -73,11 +73,11 @@ def colour(method: str) -> str:
 
 
 @contextmanager
-def house_style(changes: Mapping[Any, Any] = {}) -> Iterator[None]:
-    """Our style inside, with some changes, whatever the user's is; theirs again outside."""
+def house_style() -> Iterator[None]:
+    """Our style inside, whatever the user's is; theirs again outside."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({**_STYLE, **changes})
+        matplotlib.rcParams.update(_STYLE)
         yield
 
 
@@ -146,50 +146,33 @@ def predictive_panel(
     axes.plot(x, mean, color=shade, linewidth=1.8, label="mean")
 
 
+def spread_rows(axes: Axes, rows: Mapping[str, Sequence[float]]) -> None:
+    """The 5 %, 50 % and 95 % quantiles of each row on a logarithmic axis, the first row on top."""
+    shade = colour("snr")
+    for number, (low, median, high) in enumerate(rows.values()):
+        axes.plot([low, high], [number, number], color=shade, alpha=0.4, linewidth=6)
+        axes.plot(median, number, "o", color=shade)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set(xscale="log", ylim=(len(rows) - 0.4, -0.6))
+
+
 def inspection_picture(inspection: Inspection) -> Figure:
-    """A histogram of log₁₀ |μ|/σ, or of log₁₀ σ, for each parameter, and its number of weights and dead weights."""
+    """Quantiles of |μ|/σ, or of σ, for each of the largest parameters, with its number of weights and dead weights."""
     largest = {row.name for row in sorted(inspection.parameters, key=lambda row: -row.weights)[:_ROWS]}
     shown = [row for row in inspection.parameters if row.name in largest]
     few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
     title = f"{Path(inspection.source).name}: {inspection.weights:,} weights, read as {inspection.optimizer}{few}"
+    scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
     with house_style():
-        figure = new_figure(11, 1.6 + 0.34 * max(len(shown), 3), title)
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
-        _draw_histograms(left, shown, inspection)
-        right.barh(range(len(shown)), [row.weights for row in shown], height=0.62, color=FAINT)
+        figure = new_figure(9, 1.6 + 0.3 * max(len(shown), 3), title)
+        axes = figure.subplots()
+        spread_rows(axes, {row.name: row.quantiles for row in shown})
         for number, row in enumerate(shown):
             dead = f", {row.dead / row.weights:.1%} dead" if row.dead else ""
-            right.text(max(row.weights, 0.5), number, f" {row.weights:,}{dead}", va="center", fontsize=7.5)
-        right.set(xscale="log", xlim=(0.5, 100 * max(2, *(row.weights for row in shown))), xlabel="weights")
-        right.set(title="Weights, and the share with v = 0")
-        for axes in (left, right):
-            axes.tick_params(axis="y", length=0, labelleft=axes is left)
-            axes.spines["left"].set_visible(False)
+            beside: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5}
+            axes.text(1.01, number, f"{row.weights:,}{dead}", **beside)
+        if inspection.below is not None:
+            axes.axvline(1, color=colour("magnitude"), linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_title("weights", loc="right", fontsize=7.5)
+        axes.set_xlabel(f"{inspection.quantity}: median, 5 to 95 %  ({scale})")
     return figure
-
-
-def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: Inspection) -> None:
-    edges = 10 ** np.linspace(*LOG_RANGE, BINS + 1)
-    histograms = np.array([row.histogram for row in shown], dtype=float)
-    histograms /= histograms.max(axis=1, keepdims=True).clip(min=1)
-    for number, (row, heights) in enumerate(zip(shown, histograms, strict=True)):
-        if heights.any():
-            # Upwards is towards smaller numbers: the first parameter is on top.
-            base, shade = number + 0.4, colour("snr")
-            axes.stairs(base - 0.8 * heights, edges, baseline=base, fill=True, color=shade, alpha=0.75)
-            axes.plot([row.quantiles[1]] * 2, [number - 0.4, number + 0.4], color=INK, linewidth=1.4)
-    axes.plot([], [], color=INK, linewidth=1.4, label="median")
-    if inspection.below is not None:
-        line: Any = {"color": colour("magnitude"), "linewidth": 1}
-        axes.axvline(1, linestyle=(0, (4, 3)), label="|μ|/σ = 1", **line)
-    axes.set_xscale("log")
-    # Tails too thin to be seen are not worth the room.
-    occupied = np.flatnonzero(histograms.max(axis=0) > 0.01)
-    if occupied.size:
-        axes.set_xlim(edges[max(occupied[0] - 3, 0)], edges[min(occupied[-1] + 4, BINS)])
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
-    title = "Signal-to-noise ratio of the weights" if inspection.has_weights else "Standard deviation of the weights"
-    axes.set(title=title, xlabel=f"{inspection.quantity}  ({scale})")
-    axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)

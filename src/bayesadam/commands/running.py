@@ -8,14 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +31,7 @@ from bayesadam.gaussian.noise import stream_seed
 Content = str | Callable[[Path], object]
 # Goes through a sequence, and may show how far it has come.
 Track = Callable[[Any, str], Any]
-# Does parts that belong together, and yields each by name when it is done, as plain data.
+# Does the named parts, and yields each by name when it is done, as plain data.
 Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 # Settings that choose parts, and so do not change what a part's result is.
 _CHOICES = ("methods", "problems", "agents")
@@ -198,62 +194,18 @@ class Run:
 
 
 def run_parts(
-    run: Run,
-    names: Sequence[str],
-    work: Work,
-    *,
-    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda left: list(zip(left, strict=True)),
-    jobs: int = 1,
-    on_part: Callable[[Mapping[str, Any]], object] = lambda done: None,
+    run: Run, names: Sequence[str], work: Work, on_part: Callable[[Mapping[str, Any]], object] = lambda done: None
 ) -> dict[str, Any]:
     """Each name's result, from the ledger or by work; the ledger's seconds count as the run's.
 
-    Args:
-        groups: the unfinished names as groups, each done by one process; by default each is a group of its own.
-        jobs: the number of processes, each on one core; with 1 the work is done in this one.
-        on_part: called with all finished parts after each.
+    `on_part` is called with all finished parts after each.
     """
     kept = json.loads(run.ledger.read_text(encoding="utf-8")) if run.ledger.exists() else {}
     run.started -= kept.get("seconds", 0.0)
     done = {name: result for name, result in kept.items() if name in names}
     left = [name for name in names if name not in done]
-    with closing(_results(groups(left) if left else (), work, jobs)) as results:
-        for (name, result), _ in zip(results, run.track(left, run.command), strict=True):
-            done[name] = result
-            run.write({run.ledger.name: json.dumps({**done, "seconds": run.seconds})})
-            on_part(done)
+    for (name, result), _ in zip(work(left), run.track(left, run.command), strict=True):
+        done[name] = result
+        run.write({run.ledger.name: json.dumps({**done, "seconds": run.seconds})})
+        on_part(done)
     return {name: done[name] for name in names}
-
-
-def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Any:
-    """What the work yields, as it comes, from several processes group by group; these end with the generator."""
-    if min(jobs, len(groups)) <= 1:
-        for group in groups:
-            yield from work(group)
-        return
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(jobs, len(groups)), multiprocessing.get_context("spawn"), _start_worker)
-    try:
-        for future in as_completed([pool.submit(_all, work, group) for group in groups]):
-            yield from future.result()
-        pool.shutdown()
-    finally:
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.kill()
-        pool.shutdown(cancel_futures=True)
-
-
-def _all(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
-    return list(work(group))
-
-
-def _start_worker() -> None:
-    def end_with_parent() -> None:
-        if parent := multiprocessing.parent_process():
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # Ctrl-C goes to every process of a terminal; the parent ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)

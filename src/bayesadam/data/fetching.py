@@ -9,16 +9,16 @@ import gzip
 import hashlib
 import lzma
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam._progress import Bar
 from bayesadam.errors import DataError, MissingExtraError, SettingError
 
 DATA_VARIABLE = "BAYESADAM_DATA"
@@ -53,18 +53,6 @@ class DataSet:
     def embedded(self) -> bool:
         """Whether it needs no file."""
         return not self.files
-
-
-@dataclass(frozen=True)
-class FileCheck:
-    """What `verify` found for one file: its published sha256, and that of what is there, unpacked."""
-
-    data_set: str
-    file: str
-    status: Literal["ok", "missing", "wrong checksum"]
-    expected: str
-    found: str | None = None
-    path: Path | None = None
 
 
 # Folder and name, bytes, sha256.
@@ -170,10 +158,10 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str, folder: Path | None = None) -> dict[str, Path]:
-    """The files of a data set in one folder, or in the usual ones, by published name; nothing is fetched."""
+def find(name: str) -> dict[str, Path]:
+    """The files of a data set on this machine, by published name; nothing is fetched."""
     record, found = data_set(name), dict[str, Path]()
-    for place in filter(None, (folder,) if folder else (data_folder(), cache_folder())):
+    for place in filter(None, (data_folder(), cache_folder())):
         for file in record.files:
             for form in (file.name, f"{file.name}.gz", f"{file.name}.xz"):
                 if (path := place / record.folder / form).is_file():
@@ -191,7 +179,7 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     for file in record.files:
         if files is not None and file.name not in files:
             continue
-        path = paths[file.name] = present.get(file.name) or _download(record, file, cache_folder(), progress)
+        path = paths[file.name] = present.get(file.name) or _download(record, file, progress)
         # A truncated file is caught without reading it.
         if path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
             raise DataError(
@@ -201,38 +189,22 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     return paths
 
 
-def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
+def fetch(name: str, *, progress: bool = True) -> tuple[Path, ...]:
     """Bring every file of a data set to this machine, check it against its checksum, and return the paths.
 
     A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error.
-
-    Args:
-        folder: where the files go, for use as BAYESADAM_DATA; by default the usual folders are searched, and the cache
-            takes what is in neither.
     """
-    record, users = data_set(name), data_folder()
-    target = cache_folder() if folder is None else Path(folder)
-    paths = []
-    for file, check in zip(record.files, verify(name, None if folder is None else Path(folder)), strict=True):
-        if check.status == "wrong checksum" and check.path and users in check.path.parents:
-            raise DataError(
-                f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}: replace it, or "
-                "remove it to have it fetched"
-            )
-        whole = check.path if check.status == "ok" else None
-        paths.append(whole or _download(record, file, target, progress))
-    return tuple(paths)
-
-
-def verify(name: str, folder: Path | None = None) -> list[FileCheck]:
-    """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
-    record, present, checks = data_set(name), find(name, folder), []
+    record, users, present, paths = data_set(name), data_folder(), find(name), []
     for file in record.files:
         path = present.get(file.name)
         digest = None if path is None else _sha256(path, packed=path.name != file.name)
-        status: Any = "missing" if path is None else "ok" if digest == file.sha256 else "wrong checksum"
-        checks.append(FileCheck(record.name, file.name, status, file.sha256, digest, path))
-    return checks
+        if path and digest != file.sha256 and users in path.parents:
+            raise DataError(
+                f"{path} is damaged: its sha256 is {digest}, expected {file.sha256}: replace it, or remove it to have "
+                "it fetched"
+            )
+        paths.append(path if path and digest == file.sha256 else _download(record, file, progress))
+    return tuple(paths)
 
 
 def _sha256(path: Path, *, packed: bool = False) -> str:
@@ -248,23 +220,28 @@ def _sha256(path: Path, *, packed: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
-    """Download one file into `folder` from the first source that delivers it; it has its name only once it is whole."""
+def _download(record: DataSet, file: DataFile, progress: bool) -> Path:
+    """Download one file to the cache from the first source that delivers it; it has its name only once it is whole."""
+    folder = cache_folder()
     absent = (
         f"{file.name} of the data set {record.name!r} is neither in {DATA_VARIABLE} ({data_folder() or 'not set'}) nor "
         f"in {folder}, below {record.folder}: put it there by hand, or use the embedded set {record.instead!r}"
     )
     try:
-        require("pooch")
+        # A server that packs what it sends would have it unpacked on arrival, .gz files included.
+        download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
     except MissingExtraError as error:
         raise DataError(f"{absent}; to download it, {error}") from error
     target, reasons = (folder or Path()) / record.folder / file.name, []
     for url in file.urls:
+        if progress:
+            print(f"{record.name}: {file.n_bytes:,} bytes from {url}", file=sys.stderr)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target) as temporary:
-                _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else "")
-                _unpack(temporary, PurePosixPath(url).suffix, file)
+                download(url, temporary, None)
+                if url.endswith((".gz", ".zip")) and not url.endswith(file.name):
+                    _unpack(temporary, url, file.n_bytes)
                 if (digest := _sha256(temporary)) != file.sha256:
                     raise DataError(f"wrong checksum: sha256 {digest}, expected {file.sha256}")
             return target
@@ -273,37 +250,15 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
     raise DataError(f"{absent}; no source delivered it ({'; '.join(reasons) or 'no public source is known'})")
 
 
-def _get(url: str, path: Path, bar_name: str) -> None:
-    # It comes with pooch.
-    requests = require("requests")
-    try:
-        # A server that packs what it sends would have it unpacked on arrival, .gz files included.
-        plain = {"Accept-Encoding": "identity"}
-        with requests.get(url, stream=True, timeout=TIMEOUT, headers=plain) as answer, path.open("wb") as file:
-            answer.raise_for_status()
-            with Bar(bar_name, int(answer.headers.get("content-length", 0)) or None) as bar:
-                for chunk in answer.iter_content(1 << 16):
-                    file.write(chunk)
-                    if bar_name:
-                        bar.step(len(chunk))
-    except requests.RequestException as error:
-        raise DataError(str(error)) from error
-
-
-def _unpack(path: Path, packing: str, file: DataFile) -> None:
+def _unpack(path: Path, url: str, n_bytes: int) -> None:
     """Replace what a source delivers packed by the file in it, of an archive the largest."""
-    if packing not in (".gz", ".zip") or file.name.endswith(packing):
-        return
-    # One byte more than expected shows a wrong file, whatever it would unpack to.
-    size = file.n_bytes + 1
     try:
-        if packing == ".gz":
-            with gzip.open(path) as stream:
-                content = stream.read(size)
-        else:
-            with zipfile.ZipFile(path) as archive:
-                largest = max(archive.infolist(), key=lambda member: member.file_size)
-                content = archive.open(largest).read(size)
+        opener: Any = gzip.open if url.endswith(".gz") else zipfile.ZipFile
+        with opener(path) as packed:
+            if isinstance(packed, zipfile.ZipFile):
+                packed = packed.open(max(packed.infolist(), key=lambda member: member.file_size))
+            # One byte more than expected shows a wrong file, whatever it would unpack to.
+            content = packed.read(n_bytes + 1)
     except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"not a {packing} file: {error}") from error
+        raise DataError(f"not a packed file: {error}") from error
     path.write_bytes(content)

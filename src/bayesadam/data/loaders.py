@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -31,7 +32,6 @@ _FILES: dict[Split, tuple[str, str]] = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
-_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,23 +77,19 @@ def load_split(name: str, split: Split, *, progress: bool = False) -> tuple[Tens
     return torch.from_numpy(images).flatten(start_dim=1).float().div_(255), torch.from_numpy(labels).long()
 
 
-def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
-    """The array in an IDX file: two zero bytes, a type, the number of dimensions, their sizes, then the entries."""
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"no file at {path}")
+def read_idx(path: Path) -> npt.NDArray[np.uint8]:
+    """The bytes in an IDX file: 0, 0, the type 8, the number of dimensions, their sizes, then the entries."""
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raw = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(f"{path} is damaged: {error}") from error
-    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _IDX_TYPES:
-        raise FileError(f"{path} is not an IDX file: it starts with {raw[:4]!r}")
-    dims, body = raw[3], 4 + 4 * raw[3]
-    shape = struct.unpack(f">{dims}I", raw[4:body]) if len(raw) >= body else ()
-    dtype = np.dtype(_IDX_TYPES[raw[2]])
-    if len(shape) != dims or len(raw) - body != math.prod(shape) * dtype.itemsize:
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
+        raise FileError(f"{path} is not an IDX file of bytes: it starts with {raw[:4]!r}")
+    body = 4 + 4 * raw[3]
+    shape = struct.unpack(f">{raw[3]}I", raw[4:body]) if len(raw) >= body else ()
+    if len(shape) != raw[3] or len(raw) - body != math.prod(shape):
         raise FileError(f"{path} is truncated: {len(raw)} bytes do not hold an array of shape {shape}")
-    return np.frombuffer(raw, dtype, offset=body).reshape(shape)
+    return np.frombuffer(raw, np.uint8, offset=body).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +111,7 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool =
     The contexts are neither scaled nor shuffled. A categorical column becomes one of zeros and ones for each value that
     occurs in it, in sorted order.
 
-    The `dtype` is that of the contexts. float32 holds every integer in these files exactly, but a mean over many rows
-    should be taken in float64. With uint8 the one-hot census takes 1 GB and not 4.
+    The `dtype` is that of the contexts. With uint8 the one-hot census takes 1 GB and not 4.
     """
     data_set(name)
     if name not in _READERS:
@@ -124,18 +119,18 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool =
     return _READERS[name](*locate(name, progress=progress).values(), dtype=dtype)
 
 
-def read_mushroom(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_mushroom(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
     rows = _read(path, ",", 23, str)
     return Table("mushroom", _one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
 
 
-def read_financial(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_financial(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
     return Table("financial", _read(path, None, 21, np.float64, skip=1).astype(dtype))
 
 
-def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_jester(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """The 40 jokes with the most ratings, in order of joke number, by the users who rated them all, in file order."""
     ratings = _read(path, ",", 101, np.float64)[:, 1:]
     rated = ratings != 99.0
@@ -144,19 +139,17 @@ def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table
     return Table("jester", ratings[np.ix_(users, jokes)].astype(dtype))
 
 
-def read_statlog(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
-    """9 integer columns, then the class, 1 to 7 in the file."""
-    rows = _read(path, None, 10, np.int32)
-    return Table("statlog", rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+def _read_classes(name: str, separator: str | None, width: int, path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+    """Integer columns, then the class, 1 to 7 in the file."""
+    rows = _read(path, separator, width + 1, np.int32)
+    return Table(name, rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
-def read_covertype(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
-    """54 integer columns, then the class, 1 to 7 in the file."""
-    rows = _read(path, ",", 55, np.int32)
-    return Table("covertype", rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+read_statlog = partial(_read_classes, "statlog", None, 9)
+read_covertype = partial(_read_classes, "covertype", ",", 54)
 
 
-def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """6 numeric columns, then 7 categorical ones and the income one-hot: 92 in all. The label is the occupation.
 
     Rows with "?" are dropped. The full stop that ends an income in `test` is dropped too: it would make two more
@@ -172,7 +165,7 @@ def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.
     return Table("adult", contexts, labels.astype(np.int64), len(occupations))
 
 
-def read_census(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_census(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """67 categorical columns one-hot. The label is dOccup, 0 to 8; caseid is left out."""
     with _open(path) as stream:
         header = stream.readline().strip().split(",")
@@ -192,22 +185,22 @@ _READERS: dict[str, Callable[..., Table]] = {
 }
 
 
-def _open(path: str | Path) -> TextIO:
+def _open(path: Path) -> TextIO:
     """The text of a plain, .gz or .xz file."""
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    opened: TextIO = openers.get(Path(path).suffix, open)(path, "rt", encoding="ascii")
+    opened: TextIO = openers.get(path.suffix, open)(path, "rt", encoding="ascii")
     return opened
 
 
 def _read(
-    path: str | Path, separator: str | None, width: int, dtype: npt.DTypeLike, *, skip: int = 0, comment: str = ""
+    path: Path, separator: str | None, width: int, dtype: npt.DTypeLike, *, skip: int = 0, comment: str | None = None
 ) -> Numbers:
     """A table of `width` columns, below `skip` lines of something else."""
     try:
         with _open(path) as stream, warnings.catch_warnings():
             # numpy warns of empty lines.
             warnings.simplefilter("ignore", UserWarning)
-            rows = np.loadtxt(stream, dtype, comments=comment or None, delimiter=separator, skiprows=skip, ndmin=2)
+            rows = np.loadtxt(stream, dtype, comments=comment, delimiter=separator, skiprows=skip, ndmin=2)
     except FileNotFoundError:
         raise MissingFileError(f"no file at {path}") from None
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
@@ -217,7 +210,7 @@ def _read(
     return rows
 
 
-def _classes(path: str | Path, labels: Numbers, n_labels: int) -> npt.NDArray[np.int64]:
+def _classes(path: Path, labels: Numbers, n_labels: int) -> npt.NDArray[np.int64]:
     if labels.min() < 0 or labels.max() >= n_labels:
         raise DataError(f"{path} has a class beyond the {n_labels} that there are")
     return labels.astype(np.int64)

@@ -313,8 +313,8 @@ class Predictive(ABC):
 
         | kind              | shows                                                           | default for          |
         |-------------------|-----------------------------------------------------------------|----------------------|
-        | `"bands"`         | mean and intervals over x, or example by example                | numbers              |
-        | `"probabilities"` | of classes over x, or their means                               | classes              |
+        | `"bands"`         | mean and intervals over x, or over the examples in their order  | numbers              |
+        | `"probabilities"` | of classes over x, or over the examples in their order          | classes              |
         | `"reliability"`   | accuracy against confidence, and the expected calibration error | classes with targets |
         | `"novelty"`       | a histogram of `novelty`; with `other`, both and the AUROC      | `other`              |
 

@@ -17,7 +17,7 @@ from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, run_parts
 from bayesadam.errors import SettingError
-from bayesadam.paper import MISSING, Sample, fixed, mean_error, percent
+from bayesadam.paper import MISSING, Sample, fixed, mean_error
 
 TITLES = {
     **plots.METHOD_TITLES,
@@ -110,34 +110,27 @@ def worst(cell: Cell) -> str:
     return fixed(min(value for value in cell["reward_ratio"] if value is not None)) + (f", {lost} lost" if lost else "")
 
 
-def tables(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> list[Table]:
-    """Reward over the optimum's, ours above the paper's, the best of each column and source in bold; then regret."""
+def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> Table:
+    """Reward over the optimum's, ours above the paper's, the best of each column and source in bold."""
     problems = [problem for problem in settings["problems"] if problem in results]
     agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
     ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in results[p].items()} for p in problems}
     best = {p: max((s.mean for s in samples.values() if s.values), default=None) for p, samples in ours.items()}
     published = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
-    rewards, regrets = [], []
+    rows = []
     for agent in agents:
-        shown, paper, regret = [], [], []
+        shown, paper = [], []
         for p in problems:
-            cell, (mean, sd) = results[p].get(agent), PAPER.get(agent, {}).get(p, (None, None))
-            sample = ours[p].get(agent, Sample(()))
+            sample, (mean, sd) = ours[p].get(agent, Sample(())), PAPER.get(agent, {}).get(p, (None, None))
             bold, star = ("**" if a == b else "" for a, b in ((sample.mean, best[p]), (mean, published.get(p))))
-            shown.append(f"{bold}{mean_error(sample)}{bold} ({worst(cell)})" if cell and sample.values else MISSING)
+            worst_run = worst(results[p][agent]) if sample.values else ""
+            shown.append(f"{bold}{mean_error(sample)}{bold} ({worst_run})" if sample.values else MISSING)
             paper.append(f"{star}{fixed(mean)}{star} ± {fixed(sd)}" if mean is not None else "")
-            share = Sample.of(cell["regret_ratio"] if cell else ())
-            error = f" ± {percent(share.standard_error)}" if len(share.values) > 1 else ""
-            regret.append(f"{percent(share.mean)}{error} ({percent(max(share.values, default=None))})")
-        title = TITLES.get(agent, agent)
-        rewards += [(title, *shown), *([("*in the paper*", *paper)] if any(paper) else [])]
-        regrets.append((title, *regret))
+        rows += [(TITLES.get(agent, agent), *shown), *([("*in the paper*", *paper)] if any(paper) else [])]
     changed = ", ".join(f"{name}={value}" for name, value in (settings.get("changes") or {}).items())
     played = f"{settings['runs']} runs, settings `{settings['settings']}`" + (f" with {changed}" if changed else "")
-    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})"
-    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)"
-    note, columns = "The paper's are means ± standard deviations.", ("agent", *problems)
-    return [Table(first, columns, rewards, note), Table(second, columns, regrets)]
+    title = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})"
+    return Table(title, ("agent", *problems), rows, "The paper's are means ± standard deviations.")
 
 
 def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings) -> Figure:
@@ -170,8 +163,8 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
         def so_far(done: Mapping[str, Cell]) -> None:
             run.write({"metrics.json": run.metrics(by_problem(done))})
 
-        results = by_problem(run_parts(run, names, work, groups=lambda left: [left], on_part=so_far))
-        found = tables(results, asdict(settings))
-        run.show(*found)
-        table1 = "\n".join(table.markdown() for table in found)
-        return run.finish({"table1.md": table1, "regret.png": plots.png(picture(results, settings))}, results)
+        results = by_problem(run_parts(run, names, work, so_far))
+        found = table(results, asdict(settings))
+        run.show(found)
+        files: Any = {"table1.md": found.markdown(), "regret.png": plots.png(picture(results, settings))}
+        return run.finish(files, results)

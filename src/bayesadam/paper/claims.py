@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -70,6 +71,20 @@ class Finished:
         return all(agent in self.results.get(problem, {}) for problem, agent in asked)
 
     @property
+    def command(self) -> str:
+        """What repeats the run: every setting that differs from its default, as an option."""
+        words = ["bayesadam", "paper", self.experiment, "--seed", str(self.metrics.get("seed", 0))]
+        for name, usual in vars(_PAPER[self.experiment]).items():
+            value, option = self.settings.get(name, usual), f"--{name.removeprefix('n_')}"
+            if name == "changes":
+                words += [word for key, each in value.items() for word in ("--set", f"{key}={_as_typed(each)}")]
+            elif value not in (usual, list(usual) if isinstance(usual, tuple) else usual):
+                words += [option] if value is True else [option, _as_typed(value)]
+        if self.experiment != "regression":
+            words += ["--device", self.metrics.get("device", "cpu")]
+        return shlex.join(words)
+
+    @property
     def too_short(self) -> bool:
         """Whether it trained or played for less than the paper; fewer seeds only widen the standard errors."""
         if self.experiment == "bandits":
@@ -102,6 +117,10 @@ class Finished:
         if asked[name] < getattr(paper, name):
             found.append(f"{asked[name]} {what} instead of {getattr(paper, name)}")
         return ", ".join(filter(None, found))
+
+
+def _as_typed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def read(root: Path, name: str, experiment: str) -> Finished | None:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from bayesadam._checks import positive
-from bayesadam._progress import Bar, progress
 from bayesadam.calibration import calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network as Network
 from bayesadam.engine.network import forward, member
+from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
@@ -70,10 +69,6 @@ class Training:
     sparsity: float = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
 
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "lr"):
-            positive(name, getattr(self, name), "see `Training`")
-
     def steps(self, n: int) -> int:
         """The number of steps for n examples."""
         return max(1, round(self.epochs * n / min(self.batch_size, n)))
@@ -88,7 +83,6 @@ class Problem:
     training: Training
     seeds: tuple[int, ...]
     draws: int = 100
-    progress: bool = False
 
     @cached_property
     def optimum(self) -> Stack:
@@ -104,7 +98,6 @@ class Problem:
 class Fitted:
     """One predictor per seed, from inputs (b, inputs) to a predictive distribution, and its posterior if it has one."""
 
-    method: str
     predictors: tuple[Callable[[Tensor], Any], ...]
     posteriors: tuple[Posterior, ...] = ()
 
@@ -157,7 +150,7 @@ def fit(
     rows, rest = orders[:, :n_train], orders[:, n_train:]
     network = Network(x.shape[1], hidden, kind.n_outputs(y), activation)
     data = Data(x[rows], y[rows], x[rest], y[rest], likelihood)
-    return METHODS[method](Problem(data, network, Training(**training), tuple(seeds), progress=True))
+    return METHODS[method](Problem(data, network, Training(**training), tuple(seeds)))
 
 
 def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **own: Any) -> Stack:
@@ -191,7 +184,7 @@ def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **ow
     steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
     schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
     rows = Blocks(n, min(training.batch_size, n), problem.seeds, steps)
-    train(stack, progress(rows, "fit") if problem.progress else rows, schedule)
+    train(stack, rows, schedule)
     return stack
 
 
@@ -238,7 +231,12 @@ def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
 
         return predict
 
-    return Fitted(name, tuple(map(predictor, range(len(problem.seeds)))), posteriors(problem, stack))
+    return Fitted(tuple(map(predictor, range(len(problem.seeds)))), posteriors(problem, stack))
+
+
+def _linearised(problem: Problem, found: Sequence[Posterior]) -> Fitted:
+    asked: Any = {"likelihood": problem.data.likelihood, "novelty": False}
+    return Fitted(tuple(partial(posterior.predict, **asked) for posterior in found), tuple(found))
 
 
 def fit_rule(name: str, problem: Problem) -> Fitted:
@@ -258,7 +256,7 @@ def fit_badam(problem: Problem) -> Fitted:
         method: Any = "validation" if likelihood_named(data.likelihood).tempered else None
         read = read.replace(prior_precision=1.0)
         found.append(calibrate(read, held_out, likelihood=data.likelihood, method=method))
-    return Fitted("badam", tuple(_linearised(p, problem) for p in found), tuple(found))
+    return _linearised(problem, found)
 
 
 def fit_laplace_diagonal(problem: Problem) -> Fitted:
@@ -273,7 +271,7 @@ def fit_laplace_diagonal(problem: Problem) -> Fitted:
         variance = {n: v.view_as(p) for n, v, p in zip(names, pieces, parameters, strict=True)}
         posterior = Posterior.from_moments(network, dict(network.named_parameters()), variance, len(problem.data))
         found.append(posterior.replace(noise_variance=noise))
-    return Fitted("laplace-diagonal", tuple(_linearised(p, problem) for p in found), tuple(found))
+    return _linearised(problem, found)
 
 
 def fit_laplace_full(problem: Problem) -> Fitted:
@@ -300,7 +298,7 @@ def fit_laplace_full(problem: Problem) -> Fitted:
 
         return predict
 
-    return Fitted("laplace-full", tuple(predictor(*each) for each in enumerate(problem.networks())))
+    return Fitted(tuple(predictor(*each) for each in enumerate(problem.networks())))
 
 
 def fit_ensemble(problem: Problem) -> Fitted:
@@ -326,7 +324,7 @@ def fit_ensemble(problem: Problem) -> Fitted:
 
         return predict
 
-    return Fitted("ensemble", tuple(map(predictor, range(len(problem.seeds)))))
+    return Fitted(tuple(map(predictor, range(len(problem.seeds)))))
 
 
 def fit_gp(problem: Problem) -> Fitted:
@@ -337,55 +335,33 @@ def fit_gp(problem: Problem) -> Fitted:
     if problem.data.likelihood != "regression":
         raise SettingError(f"the Gaussian process is for regression, not {problem.data.likelihood!r}")
 
-    def predictor(outputs: list[Callable[[Tensor], tuple[Tensor, ...]]]) -> Predictor:
-        def predict(x: Tensor) -> Predictive:
-            found = [process(x.double()) for process in outputs]
-            mean, variance, noise = (torch.stack(part, dim=-1).float() for part in zip(*found, strict=True))
+    def fitted(x: Tensor, y: Tensor) -> Tensor:
+        spread, variance = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6), y.var().clamp(min=1e-4)
+        theta = torch.cat([(0.3 * spread).log(), torch.stack([variance.log(), (0.1 * variance).log(), y.mean()])])
+        optimizer = torch.optim.LBFGS([theta.requires_grad_()], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = -gaussian_process(theta, x, y, x[:1])[0] / len(y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return theta.detach()
+
+    def predictor(x: Tensor, y: Tensor) -> Predictor:
+        outputs = [(fitted(x, column), column) for column in y.T]
+
+        def predict(at: Tensor) -> Predictive:
+            found = [gaussian_process(theta, x, column, at.double())[1:] for theta, column in outputs]
+            mean, variance = (torch.stack(part, dim=-1).float() for part in zip(*found, strict=True))
+            noise = torch.stack([theta[-2].exp() for theta, _ in outputs]).float()
             return problem.data.kind.predictive([Component(mean, variance, noise_variance=noise)])
 
         return predict
 
     pairs = zip(problem.data.x.double(), problem.data.y.double(), strict=True)
-    with Bar("fit") as bar:
-        step = bar.step if problem.progress else lambda: None
-        processes = [[_trained_gp(x, column, step) for column in y.T] for x, y in pairs]
-    return Fitted("gp", tuple(map(predictor, processes)))
-
-
-def _trained_gp(x: Tensor, y: Tensor, step: Callable[[], None]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """From inputs to mean and variance of f, and σ²; K = s² exp(−½ |Δx/ℓ|²) + σ², θ = (log ℓ, log s², log σ², m)."""
-    spread, variance = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6), y.var().clamp(min=1e-4)
-    theta = torch.cat([(0.3 * spread).log(), torch.stack([variance.log(), (0.1 * variance).log(), y.mean()])])
-    theta.requires_grad_()
-    optimizer = torch.optim.LBFGS([theta], max_iter=100, line_search_fn="strong_wolfe")
-
-    def kernel(at: Tensor) -> Tensor:
-        return theta[-3].exp() * torch.exp(-0.5 * ((x[:, None] - at) / theta[:-3].exp()).square().sum(dim=-1))
-
-    def factor() -> Tensor:
-        root: Tensor = torch.linalg.cholesky(kernel(x) + (theta[-2].exp() + 1e-6) * torch.eye(len(x), dtype=x.dtype))
-        return root
-
-    def weights(root: Tensor) -> Tensor:
-        return torch.cholesky_solve((y - theta[-1])[:, None], root).squeeze(1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        root = factor()
-        # −log p(y)/n, but for a constant.
-        loss = (0.5 * (y - theta[-1]) @ weights(root) + root.diagonal().log().sum()) / len(y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        step()
-        return loss
-
-    @torch.no_grad()
-    def predict(at: Tensor) -> tuple[Tensor, ...]:
-        root, cross = factor(), kernel(at)
-        explained = torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
-        return theta[-1] + cross.T @ weights(root), (theta[-3].exp() - explained).clamp(min=0), theta[-2].exp()
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return predict
+    return Fitted(tuple(predictor(*pair) for pair in pairs))
 
 
 METHODS: Mapping[str, Method] = {
@@ -419,10 +395,6 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
                 total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), inputs.detach().square())
                 total[f"layer{number}.bias"] += squares.sum(dim=1)
     return total
-
-
-def _linearised(posterior: Posterior, problem: Problem) -> Predictor:
-    return lambda x: posterior.predict(x, likelihood=problem.data.likelihood)
 
 
 def _jacobian(network: nn.Module, x: Tensor) -> Tensor:

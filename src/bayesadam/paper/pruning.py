@@ -233,9 +233,7 @@ def picture(results: Mapping[str, Any], title: str) -> Figure:
     return figure
 
 
-def run_pruning(
-    *, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str, jobs: int = 1
-) -> tuple[Path, ...]:
+def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
     """The `pruning` command."""
     if settings.sparse:
         title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
@@ -249,6 +247,6 @@ def run_pruning(
         # Here, so that missing data are reported, or fetched, before anything is trained.
         load_images(settings.data, progress=not quiet)
         work = partial(fit_part, seed=seed, settings=settings, device=device)
-        results = run_parts(run, names, work, jobs=jobs if device == "cpu" else 1)
+        results = run_parts(run, names, work)
         run.show(table(results, settings.n_seeds))
         return run.finish({file: plots.png(picture(results, title))}, results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ _OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble
 _BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
 TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND)}
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
-# Methods that start from the same trained networks are fitted together, so that these are trained once.
-_SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag", "ensemble")
 
 
 def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
@@ -54,10 +52,6 @@ class RegressionSettings:
     n_test: int = 500
     gap: bool = False
 
-    def quick(self) -> RegressionSettings:
-        """Two seeds and few epochs: the same command in under a minute."""
-        return replace(self, n_seeds=2, epochs=500)
-
 
 def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
     """Training, held-out, in-range and outside points of one seed."""
@@ -74,9 +68,8 @@ def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, To
 Row = dict[str, Any]
 
 
-def fit_group(methods: Sequence[str], *, seed: int, settings: RegressionSettings) -> Iterator[tuple[str, Row]]:
-    """Fit some methods on every seed at once, on one core, and score them."""
-    torch.set_num_threads(1)
+def fit_methods(methods: Sequence[str], *, seed: int, settings: RegressionSettings) -> Iterator[tuple[str, Row]]:
+    """Fit some methods on every seed at once, and score them."""
     seeds = seeds_of(seed, settings.n_seeds)
     sets = [drawn(s, settings) for s in seeds]
     x, y, x_held_out, y_held_out = (
@@ -98,13 +91,6 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
     shown: Any = fitted.predictors[0](toy_grid().x)
     mean, std = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.stddev))
     return {"scores": dict(zip(METRICS, zip(*rows, strict=True), strict=True)), "mean": mean, "std": std}
-
-
-def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
-    """The methods as groups that may run in parallel, the longest first."""
-    shared = tuple(name for name in methods if name in _SHARE_THE_OPTIMUM)
-    alone = [(name,) for name in methods if name not in _SHARE_THE_OPTIMUM and name != "gp"]
-    return list(filter(None, [shared, *alone, *[("gp",)] * ("gp" in methods)]))
 
 
 def table(results: Mapping[str, Any], n_seeds: int) -> Table:
@@ -143,14 +129,11 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
         return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
 
 
-def run_regression(
-    *, seed: int, out: Path, quiet: bool, settings: RegressionSettings, jobs: int = 2
-) -> tuple[Path, ...]:
+def run_regression(*, seed: int, out: Path, quiet: bool, settings: RegressionSettings) -> tuple[Path, ...]:
     """The `regression` command."""
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     with run.prepared():
-        work = partial(fit_group, seed=seed, settings=settings)
-        found = run_parts(run, settings.methods, work, groups=groups, jobs=jobs)
+        found = run_parts(run, settings.methods, partial(fit_methods, seed=seed, settings=settings))
         rows = {name: found[name] for name in TITLES if name in found}
         results = {method: row["scores"] for method, row in rows.items()}
         run.show(table(results, settings.n_seeds))

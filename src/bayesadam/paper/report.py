@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from bayesadam._extras import require
 from bayesadam._version import __version__
 from bayesadam.commands.running import Run, Table
 from bayesadam.data import data_set, find, locate
@@ -28,17 +27,17 @@ HEADINGS = {
 }
 # The quick version has a folder of its own, so that it never replaces the whole experiment.
 QUICK = "quick"
+QUICK_REGRESSION = RegressionSettings(n_seeds=2, epochs=500)
 QUICK_PRUNING = PruningSettings(data="digits", methods=pruning.PAPER, n_seeds=2, epochs=20)
 QUICK_BANDITS = BanditSettings(problems=("mushroom", "financial", "statlog", "wheel"), runs=2, rounds=400)
 
 
-def tables_of(run: Finished) -> list[Table]:
-    """Every table of a run."""
-    if run.experiment == "regression":
-        return [regression.table(run.results, run.settings["n_seeds"])]
-    if run.experiment == "pruning":
-        return [pruning.table(run.results, run.settings["n_seeds"])]
-    return bandits.tables(run.results, run.settings)
+def table_of(run: Finished) -> Table:
+    """The table of a run."""
+    if run.experiment == "bandits":
+        return bandits.table(run.results, run.settings)
+    of = regression.table if run.experiment == "regression" else pruning.table
+    return of(run.results, run.settings["n_seeds"])
 
 
 @dataclass(frozen=True)
@@ -66,32 +65,34 @@ class Report:
     def plain(self) -> dict[str, Any]:
         """Claims, checks and runs, for `report.json`."""
         runs = [
-            {"file": f"{run.name}/metrics.json", "settings": dict(run.settings), "departures": run.departures}
+            {"file": f"{run.name}/metrics.json", "command": run.command, "departures": run.departures}
             for run in self.every_run
         ]
         return {"claims": [one.plain() for one in self.claims], "runs": runs, "missing": dict(self.missing)}
 
     def page(self) -> str:
         """The whole file, out of the template `report.html`; what is not markup already is escaped."""
-        loader = PackageLoader(__package__, ".")
-        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-        tools: Any = {"tables_of": tables_of, "verdicts": list(Verdict), "headings": HEADINGS}
+        jinja2 = require("jinja2")
+        given: Any = {"loader": jinja2.PackageLoader(__package__, "."), "undefined": jinja2.StrictUndefined}
+        environment = jinja2.Environment(**given, autoescape=True, keep_trailing_newline=True)
+        tools: Any = {"table_of": table_of, "verdicts": list(Verdict), "headings": HEADINGS}
         tools["base64"] = lambda content: base64.b64encode(content).decode()
-        return environment.get_template("report.html").render(report=self, version=__version__, **tools)
+        return str(environment.get_template("report.html").render(report=self, version=__version__, **tools))
 
 
-def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str, jobs: int = 2) -> tuple[Path, ...]:
+def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple[Path, ...]:
     """The `report` command: `out/regression`, `out/pruning` and `out/bandits` hold the runs, `report.html` is the page.
 
     The page is written again after each experiment, so that a long reproduction can be read while it runs.
     """
+    require("jinja2")
     run = Run("report", seed, out, {"quick": quick}, device=device, quiet=quiet)
     with run.prepared():
         missing: dict[str, str] = {}
         for experiment in EXPERIMENTS:
-            if not main_run(out, experiment, quick):
+            if not any(run.name.endswith(experiment) for run in present(out, experiment, quick)):
                 folder = out / QUICK / experiment if quick else out / experiment
-                given: Any = {"seed": seed, "out": folder, "quiet": quiet, "device": device, "jobs": jobs}
+                given: Any = {"seed": seed, "out": folder, "quiet": quiet, "device": device}
                 try:
                     reason = run_missing(experiment, quick, **given)
                 except BayesAdamError as error:
@@ -106,44 +107,37 @@ def run_report(*, seed: int, out: Path, quiet: bool, quick: bool, device: str, j
         return run.finish({"report.html": report.page()}, report.plain(), name="report.json")
 
 
-def main_run(root: Path, experiment: str, quick: bool) -> list[Finished]:
-    """The finished run of an experiment, or the quick one where wanted; empty where there is none."""
-    found = [read(root, name, experiment) for name in [experiment, *([f"{QUICK}/{experiment}"] if quick else [])]]
-    return [run for run in found if run is not None and run.complete][:1]
-
-
 def present(root: Path, experiment: str, quick: bool) -> list[Finished]:
-    """The main run first, then those in folders such as `bandits-paper`."""
-    names = sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json"))
-    further = [read(root, name, experiment) for name in names]
-    return main_run(root, experiment, quick) + [run for run in further if run is not None and run.complete]
+    """The main run first, or the quick one where wanted, then those in folders such as `bandits-paper`."""
+    further = sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json"))
+    main = [experiment, *([f"{QUICK}/{experiment}"] if quick else [])]
+    first, rest = ([read(root, name, experiment) for name in names] for names in (main, further))
+    whole = [[run for run in runs if run is not None and run.complete] for runs in (first, rest)]
+    return whole[0][:1] + whole[1]
 
 
-def run_missing(experiment: str, quick: bool, *, device: str, jobs: int, **given: Any) -> str:
+def run_missing(experiment: str, quick: bool, *, device: str, **given: Any) -> str:
     """Run an experiment; returns which data could not be had."""
     if experiment == "regression":
-        run_regression(**given, settings=RegressionSettings().quick() if quick else RegressionSettings(), jobs=jobs)
+        run_regression(**given, settings=QUICK_REGRESSION if quick else RegressionSettings())
         return ""
     if experiment == "pruning":
-        run_pruning(**given, settings=QUICK_PRUNING if quick else PruningSettings(), device=device, jobs=jobs)
+        run_pruning(**given, settings=QUICK_PRUNING if quick else PruningSettings(), device=device)
         return ""
     settings = QUICK_BANDITS if quick else BanditSettings(problems=tuple(bandits.PAPER["badam"]))
-    # The census is a third of a gigabyte, and fetched by name alone.
-    absent = {name: unavailable(name, fetch=not quick and name != "census") for name in settings.problems}
-    there = tuple(name for name, reason in absent.items() if not reason)
-    told = " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items() if reason)
+    absent = {}
+    for name in settings.problems:
+        # The census is a third of a gigabyte, and fetched by name alone; the quick version fetches nothing.
+        if (quick or name == "census") and len(find(name)) < len(data_set(name).files):
+            absent[name] = f"It is not on this machine: `bayesadam data fetch {name}`."
+        else:
+            try:
+                locate(name)
+            except DataError as error:
+                absent[name] = f"{error}."
+    there = tuple(name for name in settings.problems if name not in absent)
+    told = " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
     if not there:
         raise DataError(told)
     run_bandits(**given, settings=replace(settings, problems=there), device=device)
     return told
-
-
-def unavailable(name: str, *, fetch: bool) -> str:
-    """Why a data set cannot be had; empty where it is on this machine, now."""
-    if not fetch and len(find(name)) < len(data_set(name).files):
-        return f"It is not on this machine: `bayesadam data fetch {name}`."
-    try:
-        locate(name)
-    except DataError as error:
-        return f"{error}."
-    return ""

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, forward, member
+from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.posterior import Posterior
-from bayesadam.readers.recorder import Recorder
 
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
 LENGTHSCALES = tuple(torch.logspace(math.log10(0.3), math.log10(3.0), 11, dtype=torch.float64).tolist())
-_SIGNALS = torch.logspace(math.log10(0.3), math.log10(3.0), 9, dtype=torch.float64)
+SIGNALS = LENGTHSCALES
 # The learning rate falls geometrically from the first to the second over a learner's steps. A change of the data sets
 # it back to this share of the way, where what was learnt is not lost and can still move.
 _RATES = (1e-2, 1e-3)
@@ -75,65 +75,11 @@ class Bands:
         return bool((torch.isfinite(self.mean) & torch.isfinite(self.std)).all())
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """k(a, b) = s² exp(−(a − b)²/2ℓ²), and the log marginal likelihood that chose it."""
-
-    lengthscale: float
-    signal: float
-    evidence: float
-
-
-def best_signal(x: Tensor, y: Tensor, noise: float, lengthscale: float) -> Kernel:
-    """The signal of greatest marginal likelihood among a fixed few, at inputs and targets (n,), σ and ℓ given.
-
-    log p(y) = −½ Σ (qᵀy)²/λ − ½ Σ log λ − n/2 log 2π, with λ = s² e + σ² and q, e the eigenpairs of the unit kernel:
-    one decomposition serves every signal.
-    """
-    a, b = x.double(), y.double()
-    eigenvalues, vectors = torch.linalg.eigh(_unit_kernel(a, a, lengthscale))
-    spectrum = _SIGNALS.square()[:, None] * eigenvalues.clamp(min=0) + noise**2
-    fit = ((vectors.T @ b).square() / spectrum).sum(dim=1)
-    evidence = -0.5 * (fit + spectrum.log().sum(dim=1) + len(b) * math.log(2 * math.pi))
-    best = int(evidence.argmax())
-    return Kernel(lengthscale, float(_SIGNALS[best]), float(evidence[best]))
-
-
-def gp_bands(x: Tensor, y: Tensor, grid: Tensor, noise: float, kernel: Kernel) -> Bands:
-    """The exact Gaussian process on a grid: mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ, K = k + σ²."""
-    a, b, at = x.double(), y.double(), grid.double()
-    variance = kernel.signal**2
-    gram = variance * _unit_kernel(a, a, kernel.lengthscale) + noise**2 * torch.eye(len(a), dtype=torch.float64)
-    cross = variance * _unit_kernel(a, at, kernel.lengthscale)
-    factor = torch.linalg.cholesky(gram)
-    mean = cross.T @ torch.cholesky_solve(b[:, None], factor).squeeze(1)
-    explained = torch.linalg.solve_triangular(factor, cross, upper=False).square().sum(dim=0)
-    return Bands(mean.float(), (variance - explained).clamp(min=0).sqrt().float())
-
-
-def _unit_kernel(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
-    return torch.exp(-0.5 * ((a[:, None] - b[None, :]) / lengthscale).square())
-
-
 def curvature_of(read: Posterior) -> float:
     """Σ B^(2p−1) v̂ᵖ over all weights: the total curvature of an example, in the units it was read in."""
     settings = read.settings
     total = sum(float(c.sum(dtype=torch.float64)) for c in read.structure.curvatures(settings.power))
     return total * settings.weight / (settings.scale * settings.n_data)
-
-
-def kronecker_posterior(model: nn.Module, x: Tensor, *, keep: int = 25) -> Posterior:
-    """The Kronecker-factored posterior of the Gauss-Newton matrix at a network's weights, for inputs x, (n, 1).
-
-    The gradient of ½(f − y)² at a residual of 1 is J, whose squares are the matrix's: the recorder gets `keep` single
-    inputs with that residual, spread evenly over the sorted ones.
-    """
-    inputs = x[x.squeeze(1).argsort()[torch.arange(keep) * len(x) // keep]].unsqueeze(1)
-    with torch.no_grad():
-        targets = model(inputs) - 1
-    batches = zip(inputs, targets, strict=True)
-    recorder = Recorder.from_batches(model, batches, lambda f, y: 0.5 * (f - y).square().mean(), keep=keep)
-    return Posterior.from_recorder(model, recorder, len(x), structure="kronecker")
 
 
 class Learner:
@@ -167,23 +113,25 @@ class GaussianProcess(Learner):
         key = (request.points, request.noise)
         if key != self._key:
             x, y = request.columns()
-            self._x, self._y, self._noise, self._key = x.squeeze(1), y.squeeze(1), request.noise, key
-            self._tried: list[Kernel] = []
+            self._x, self._y, self._noise, self._key = x, y.squeeze(1), request.noise, key
+            self._tried: list[tuple[float, float, float]] = []
             self.left, self.taken = len(LENGTHSCALES), 0
 
+    def _process(self, grid: Tensor, lengthscale: float, signal: float) -> tuple[Tensor, ...]:
+        log_variances = 2 * math.log(signal), 2 * math.log(self._noise)
+        theta = torch.tensor([math.log(lengthscale), *log_variances, 0.0], dtype=torch.float64)
+        return gaussian_process(theta, self._x.double(), self._y.double(), grid.double())
+
     def step(self) -> None:
-        """Try one lengthscale."""
-        self._tried.append(best_signal(self._x, self._y, self._noise, LENGTHSCALES[len(self._tried)]))
+        """Try one lengthscale, with every signal."""
+        at = LENGTHSCALES[self.taken]
+        self._tried += [(float(self._process(self._x, at, signal)[0]), at, signal) for signal in SIGNALS]
         super().step()
 
-    @property
-    def kernel(self) -> Kernel:
-        """The best so far."""
-        return max(self._tried, key=lambda kernel: kernel.evidence)
-
     def bands(self, grid: Tensor) -> Bands:
-        """The exact posterior of f."""
-        return gp_bands(self._x, self._y, grid, self._noise, self.kernel)
+        """The exact posterior of f, with the best kernel so far."""
+        _, mean, variance = self._process(grid[:, None], *max(self._tried)[1:])
+        return Bands(mean.float(), variance.sqrt().float())
 
 
 class RuleLearner(Learner):
@@ -285,39 +233,29 @@ class BadamLearner(RuleLearner):
         """At most half the points: v̂ is the square of a batch's gradients, which must not vanish at the optimum."""
         return max(1, min(_LARGEST_BATCH, len(self.x) // 2))
 
-    def read(self, model: nn.Module) -> tuple[Posterior, float]:
-        """The trained network's posterior, out of Adam's state, and its mean_n Σ J_n²: Var[f] where Var[θ] = 1."""
-        found = Posterior.from_state_dict(model, self.stack.state_dict(0), self.request.n_data)
-        ones = {name: torch.ones_like(theta) for name, theta in found.mode.items()}
-        unit = Posterior.from_moments(model, found.mode, ones, 1.0).replace(noise_variance=1.0)
-        return found, float(unit.predict(self.x, likelihood="regression").variance.mean())
-
     def posterior(self) -> Posterior:
         """What was read, with precision s N c + δ, c = v̂ᵖ, at the sliders' N, δ and σ; nothing is trained.
 
         c has the units of the loss it was read from, and Adam's √v̂ shrinks as training goes on. s takes both out: the
         total curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ².
         """
+        asked = self.request
         if self._read is None:
-            self._read = self.read(self.stack.network.build(member(self.stack.params, 0)))
-        (found, reach), asked = self._read, self.request
+            model = self.stack.network.build(member(self.stack.params, 0))
+            found = Posterior.from_state_dict(model, self.stack.state_dict(0), asked.n_data)
+            # mean_n Σ J_n² is Var[f] where Var[θ] = 1.
+            ones = {name: torch.ones_like(theta) for name, theta in found.mode.items()}
+            unit = Posterior.from_moments(model, found.mode, ones, 1.0).replace(noise_variance=1.0)
+            reach = unit.predict(self.x, likelihood="regression").variance.mean()
+            self._read = found, float(reach) / max(curvature_of(found), 1e-30)
+        found, scale = self._read
         settings: Any = {"n_data": asked.n_data, "prior_precision": asked.prior_precision}
-        scale = reach / (asked.noise**2 * max(curvature_of(found), 1e-30))
-        return found.replace(**settings, scale=scale, noise_variance=asked.noise**2)
+        return found.replace(**settings, scale=scale / asked.noise**2, noise_variance=asked.noise**2)
 
     def bands(self, grid: Tensor) -> Bands:
         """The network linearised round its weights."""
         found = self.posterior().predict(grid[:, None], likelihood="regression")
         return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
-
-
-class KroneckerLearner(BadamLearner):
-    """The same network, with the posterior of gradients that a recorder takes at its weights."""
-
-    def read(self, model: nn.Module) -> tuple[Posterior, float]:
-        """Its Kronecker-factored posterior, whose curvature is the Gauss-Newton matrix's own."""
-        found = kronecker_posterior(model, self.x)
-        return found, curvature_of(found)
 
 
 @dataclass(frozen=True)
@@ -339,6 +277,5 @@ PANELS = (
     Panel("mc-dropout", "MC dropout", rule=Dropout),
     Panel("bbb", "Bayes by Backprop", rule=BayesByBackprop, budget=2000),
     Panel("vadam", "Vadam", rule=Vadam, budget=2000),
-    Panel("kronecker", "Kronecker", KroneckerLearner),
     Panel("ensemble", "Ensemble of 5", EnsembleLearner, networks=5),
 )

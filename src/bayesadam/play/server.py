@@ -26,15 +26,9 @@ X_INTERVAL, Y_INTERVAL = (-3.0, 3.0), (-2.0, 2.0)
 GRID = torch.linspace(*X_INTERVAL, 201)
 UNITS = ("tanh", "relu")
 MOST_POINTS = 200
-# How long Badam trains before it first answers; how long a learner trains at a time, at first and after some turns.
-FIRST_SECONDS = 0.06
-TURN_SECONDS = (0.15, 0.45)
-_ASSETS = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/play.js": ("play.js", "text/javascript; charset=utf-8"),
-    "/play.css": ("play.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+# How long Badam trains before it first answers, and how long a learner trains at a time.
+FIRST_SECONDS, TURN_SECONDS = 0.06, 0.3
+_ASSETS = {"/": "text/html", "/play.js": "text/javascript", "/play.css": "text/css", "/icon.svg": "image/svg+xml"}
 Message = dict[str, Any]
 
 
@@ -52,7 +46,7 @@ class Slider:
     about: str
 
 
-_BOTH = "Badam, Kronecker at once; BBB, Vadam retrain"
+_BOTH = "Badam at once; BBB, Vadam retrain"
 SLIDERS = (
     Slider("n_data", "N", 1, 10_000, 40, True, True, f"data counted: {_BOTH}"),
     Slider("prior_precision", "δ", 0.01, 1000, 5, True, False, f"prior precision: {_BOTH}"),
@@ -138,10 +132,10 @@ class Session:
     def _messages(self, request: Request, stop: threading.Event) -> Iterator[Message]:
         """Badam at once, then all in turns."""
         new: Request | None = request
-        spent, pending, seconds = dict.fromkeys(self._learners, 0.0), list(self._learners), TURN_SECONDS[0]
+        spent, pending = dict.fromkeys(self._learners, 0.0), list(self._learners)
         while pending:
             for learner in list(pending):
-                limit = FIRST_SECONDS if new and learner is self._learners[0] else seconds
+                limit = FIRST_SECONDS if new and learner is self._learners[0] else TURN_SECONDS
                 with self._turns:
                     began = time.perf_counter()
                     message = _turn(learner, new, began + limit, stop)
@@ -154,7 +148,7 @@ class Session:
                 if failed or not learner.left:
                     pending.remove(learner)
                 yield message | {"seconds": round(spent[learner], 3)}
-            new, seconds = None, min(1.5 * seconds, TURN_SECONDS[1])
+            new = None
 
 
 def _turn(learner: Learner, new: Request | None, deadline: float, stop: threading.Event) -> Message:
@@ -215,8 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/config":
             self._send(HTTPStatus.OK, "application/json", json.dumps(describe()).encode())
         elif path in _ASSETS:
-            name, kind = _ASSETS[path]
-            self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
+            body = (files("bayesadam.play") / (path[1:] or "page.html")).read_bytes()
+            self._send(HTTPStatus.OK, f"{_ASSETS[path]}; charset=utf-8", body)
         else:
             self._send(HTTPStatus.NOT_FOUND, "application/json", b"{}")
 
