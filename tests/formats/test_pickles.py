@@ -8,7 +8,6 @@ import argparse
 import collections
 import datetime
 import enum
-import fractions
 import functools
 import os
 import pathlib
@@ -34,7 +33,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError
-from bayesadam.readers import explain, read_checkpoint
+from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
 from cases import trained
@@ -442,13 +441,6 @@ def test_a_value_in_a_message_is_short(tmp_path: Path) -> None:
         laughs = [laughs] * 10
     for value in (laughs, torch.ones(3), "x" * 1000, 10**5000, {"a": laughs}):
         assert len(pickles.said(value)) < 20
-
-
-def test_all_classes_that_were_not_imported_are_named(pair: Any, tmp_path: Path) -> None:
-    path = saved(tmp_path / "c.pt", pair, beside=[argparse.Namespace(kind=Path("a")), fractions.Fraction(1, 2)])
-    (line,) = [line for line in explain(read_checkpoint(path)) if "imported" in line]
-    for name in ("argparse.Namespace", "fractions.Fraction", "pathlib."):
-        assert name in line
 
 
 def test_a_pickle_of_too_many_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

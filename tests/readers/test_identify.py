@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import bayesadam as ba
 from bayesadam.errors import StateError
 from bayesadam.inspect import inspect_checkpoint
-from bayesadam.readers import identify_reader, match_checkpoint, read_alike, read_checkpoint, reader_named
+from bayesadam.readers import identify_reader, match_checkpoint, read_checkpoint
 from cases import mlp, train
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -162,8 +162,6 @@ def test_either_is_read_as_both_are_and_says_what_follows() -> None:
     assert "before they are squared" in either.note
     assert "the same" in identify_reader(grouped(old_group("amsgrad", weight_decay=0.0))).note
     assert not either.couples_decay({"weight_decay": 0.01})
-    assert read_alike(either) == ("nadam", "radam", "sparseadam")
-    assert set(read_alike(reader_named("adam"))) == {"adamw", *read_alike(either)}
 
 
 def test_either_gives_the_numbers_of_both(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ from bayesadam.readers.registry import (
     StateReader,
     as_number,
     identify_reader,
-    read_alike,
     reader_named,
     reader_of,
     register,

@@ -238,9 +238,6 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     ]
     if left_out:
         said.append(f"Left out: {'; '.join(left_out)}.")
-    if checkpoint.classes:
-        classes = ", ".join(checkpoint.classes)
-        said.append(f"Objects of these classes were read as data, none was imported: {classes}.")
     return tuple(said)
 
 

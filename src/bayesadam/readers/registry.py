@@ -376,12 +376,6 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     )
 
 
-def read_alike(reader: StateReader) -> tuple[str, ...]:
-    """The names of the other readers that compute the same, which a file may not distinguish."""
-    own = reader.name.split(" or ")
-    return tuple(r.name for r in registered() if r.name not in own and _reading(r) == _reading(reader))
-
-
 def _fits(reader: StateReader, state: State, group: Group) -> bool:
     """Whether a state and its group have all entries that the record needs."""
     if reader.statistic in ("identity", "none"):

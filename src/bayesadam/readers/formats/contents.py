@@ -23,7 +23,7 @@ from bayesadam.readers.formats.networks import (
     named,
     tensors_of,
 )
-from bayesadam.readers.formats.pickles import StandIn, classes_in, said
+from bayesadam.readers.formats.pickles import StandIn, said
 from bayesadam.readers.match import keeps_order
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
@@ -78,7 +78,6 @@ class Contents:
         ordered: whether `weights` are in the order in which the model registered them.
         found: all the networks and states that the file holds.
         notes: which of them were taken and why, in words.
-        classes: the classes of what lies beside the tensors; they were not imported.
     """
 
     weights: Mapping[str, Tensor] | None
@@ -91,7 +90,6 @@ class Contents:
     rules: Rules = field(default_factory=Rules)
     found: Found = field(default_factory=Found)
     notes: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
 
 
 def contents_of(
@@ -112,7 +110,6 @@ def contents_of(
         summary=describe(tree),
         recorded=recorded_in(level for level in levels if not is_weights(level) and not is_optimizer(level)),
         found=found,
-        classes=classes_in(tree),
     )
     return with_choice(contents, choice)
 

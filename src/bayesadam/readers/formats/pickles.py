@@ -340,24 +340,6 @@ BUILDERS: Builders = {
 }
 
 
-def classes_in(tree: Any) -> tuple[str, ...]:
-    """The names of all stand-ins in a tree, sorted."""
-    # Held so that no other object takes an address that was seen.
-    seen: dict[int, Any] = {}
-    left, found = [tree], set()
-    while left:
-        value = left.pop()
-        if id(value) in seen or not isinstance(value, StandIn | Mapping | list | tuple | set | frozenset):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, StandIn):
-            found.add(value.name)
-            left += [value.arguments, value.state, value.items, value.pairs]
-        else:
-            left += value.values() if isinstance(value, Mapping) else value
-    return tuple(sorted(found))
-
-
 def said(value: Any) -> str:
     """A value of a pickle for a message: itself where it is plain and short, else its type."""
     plain = value is None or isinstance(value, str | int | float | Name | StandIn)
