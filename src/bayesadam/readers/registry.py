@@ -19,6 +19,7 @@ from bayesadam.readers import rotated
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
+_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
 Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
 
 
@@ -54,10 +55,11 @@ class StateReader:
             coordinates (`bayesadam.readers.rotated`); None is the identity.
         bases: entries of the state that are bases, or that bases are computed from.
         advice: what a user of an optimiser with no second moment can do instead.
+        note: what `doctor` says of it.
     """
 
     name: str
-    classes: tuple[str | type, ...]
+    classes: tuple[str | type, ...] = ()
     statistic: Statistic = "average"
     key: str = ""
     decay: tuple[str, int | None] | None = None
@@ -73,7 +75,7 @@ class StateReader:
     read: Callable[[State, Group, torch.Size], Tensor] | None = None
     factors: Callable[[State, Group, torch.Size], rotated.Factors] | None = None
     bases: tuple[str, ...] = ()
-    advice: str = ""
+    advice: str = _TRAIN_WITH
     note: str = ""
 
     def class_names(self) -> tuple[str, ...]:
@@ -108,40 +110,22 @@ class StateReader:
 
 # --- records --------------------------------------------------------------------------------------------------------
 
-_BETA2 = ("betas", 1)
-_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
+_COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
+_TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
+_RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
+_SOAP: dict[str, Any] = {"factors": rotated.listed, "bases": ("Q", "GG")}
+_SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
 
 
-def _average(name: str, *classes: str, key: str = "exp_avg_sq", **fields: Any) -> StateReader:
+def _average(name: str, *classes: str, **fields: Any) -> StateReader:
     """A moving average of squared gradients from 0 that needs its bias corrected."""
-    return StateReader(name, classes, key=key, **{"decay": _BETA2, "bias_correction": True, **fields})
+    usual = {"key": "exp_avg_sq", "decay": ("betas", 1), "bias_correction": True}
+    return StateReader(name, classes, **{**usual, **fields})
 
 
 def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
     return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
 
-
-def _eight_bit(name: str, stem: str, module: str) -> StateReader:
-    """bitsandbytes' family of one Adam: plain or paged, with an 8-bit or a 32-bit state."""
-    classes = [f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")]
-    note = "8-bit blocks: about two digits of v, and small entries of a block round to zero."
-    return _average(name, *classes, statistic="quantised", key="state2", note=note)
-
-
-def _soap(name: str, *classes: str, **fields: Any) -> StateReader:
-    """A SOAP in the layout of its authors."""
-    return _average(name, *classes, factors=rotated.listed, bases=("Q", "GG"), **fields)
-
-
-def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None = None) -> StateReader:
-    """An optimiser without a second moment per weight."""
-    return StateReader(name, classes, statistic="none", advice=advice, mark=mark)
-
-
-_COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
-_TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
-_RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
-_SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
 
 READERS: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
@@ -151,44 +135,41 @@ READERS: tuple[StateReader, ...] = (
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     # The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.
     _average(
-        *("soap", "bayesadam.optim.soap.SOAP"),
+        "soap",
+        "bayesadam.optim.soap.SOAP",
         key=f"{rotated.PLAIN_KEY} or {rotated.ROTATED_KEY}",
         mark="precondition_every",
         factors=rotated.two_sided,
         bases=("left", "right", *_SIDES),
     ),
     # The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.
-    _soap("soap-reference", "soap.SOAP", mark="max_precond_dim"),
-    _soap(
-        *("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+    _average("soap-reference", "soap.SOAP", mark="max_precond_dim", **_SOAP),
+    # One count for all parameters of a group: v of one that missed steps is underestimated.
+    _average(
+        "soap-pytorch-optimizer",
+        "pytorch_optimizer.optimizer.soap.SOAP",
+        **_SOAP,
         mark="max_precondition_dim",
         step="group",
         idle_steps=1,
-        note="One count for all parameters of a group: v of one that missed steps is underestimated.",
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
-    StateReader("published", (), key=rotated.MOMENT_KEY, decay=(rotated.BETA_KEY, None), mark=rotated.PLAIN_MARK),
     StateReader(
-        *("published-kronecker", ()),
+        "published",
         key=f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
         decay=(rotated.BETA_KEY, None),
-        mark=rotated.ROTATED_MARK,
+        mark=rotated.SAVED_MARK,
         factors=rotated.two_sided,
         bases=_SIDES,
     ),
     StateReader(
         "adagrad", ("torch.optim.adagrad.Adagrad",), "sum", "sum", start="initial_accumulator_value", coupled_decay=True
     ),
-    _average(
-        "rmsprop",
-        "torch.optim.rmsprop.RMSprop",
-        **_RMS,
-        coupled_decay=True,
-        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
-    ),
+    # Its own update leaves the bias towards zero in; the posterior divides it out.
+    _average("rmsprop", "torch.optim.rmsprop.RMSprop", **_RMS, coupled_decay=True),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
-        *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", _BETA2),
+        *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", ("betas", 1)),
         coupled_decay=True,
         note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
     ),
@@ -208,33 +189,49 @@ READERS: tuple[StateReader, ...] = (
     ),
     _average("adabelief", "timm.optim.adabelief.AdaBelief", key="exp_avg_var", maximum_key="max_exp_avg_var", **_TIMM),
     _average(
-        *("adahessian", "timm.optim.adahessian.Adahessian"),
+        "adahessian",
+        "timm.optim.adahessian.Adahessian",
         key="exp_hessian_diag_sq",
         note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
     ),
-    _eight_bit("adam8bit", "Adam", "bitsandbytes.optim.adam"),
-    _eight_bit("adamw8bit", "AdamW", "bitsandbytes.optim.adamw"),
-    StateReader("ogd", (), "identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."),
-    _none(
-        "sgd",
-        "torch.optim.sgd.SGD",
+    *(
+        _average(
+            f"{module}8bit",
+            *(
+                f"bitsandbytes.optim.{module}.{page}{name}{bits}"
+                for page in ("", "Paged")
+                for bits in ("", "8bit", "32bit")
+            ),
+            statistic="quantised",
+            key="state2",
+            note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
+        )
+        for module, name in (("adam", "Adam"), ("adamw", "AdamW"))
+    ),
+    StateReader(
+        "ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
+    ),
+    StateReader(
+        *("sgd", ("torch.optim.sgd.SGD",), "none"),
         advice="its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
         f"reader='ogd', or {_TRAIN_WITH}",
         mark="dampening",
     ),
-    _none("rprop", "torch.optim.rprop.Rprop", mark="etas"),
-    _none("asgd", "torch.optim.asgd.ASGD", mark="lambd"),
-    _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
-    _none(
-        "muon",
-        *("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"),
+    StateReader("rprop", ("torch.optim.rprop.Rprop",), "none", mark="etas"),
+    StateReader("asgd", ("torch.optim.asgd.ASGD",), "none", mark="lambd"),
+    StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), "none", mark="history_size"),
+    StateReader(
+        *("muon", ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"), "none"),
         advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
         f"posterior.omitted; otherwise {_TRAIN_WITH}",
         mark="ns_steps",
     ),
-    _none("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
-    _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
-    _none("novograd", "timm.optim.nvnovograd.NvNovoGrad", advice=f"it has one number per layer; {_TRAIN_WITH}"),
+    StateReader(
+        "lion", ("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"), "none"
+    ),
+    StateReader("lars", ("timm.optim.lars.Lars",), "none", mark="trust_coeff"),
+    # It keeps one number a layer.
+    StateReader("novograd", ("timm.optim.nvnovograd.NvNovoGrad",), "none"),
 )
 
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
@@ -257,10 +254,6 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
         raise SettingError(
             f"a reader named {reader.name!r} exists already: choose another name, or pass replace=True to override it"
         )
-    if reader.statistic in ("average", "sum", "root") and not (reader.key or reader.read or reader.factors):
-        raise SettingError(f"reader {reader.name!r} needs a `key` or a `read` function to find its second moment")
-    if reader.bias_correction and reader.decay is None:
-        raise SettingError(f"reader {reader.name!r} asks for a bias correction but names no `decay` (its β)")
     _registry[reader.name.lower()] = reader
     return reader
 
@@ -288,10 +281,6 @@ def reader_of(optimizer: Optimizer) -> StateReader | None:
 _reading = attrgetter(
     *("statistic", "key", "decay", "bias_correction", "start", "step", "idle_steps"),
     *("maximum_key", "centre_key", "read", "factors"),
-)
-_ADVICE = (
-    "Train with Adam, AdamW, RMSprop or Adagrad; or choose by name, with optimizer='ogd', the isotropic posterior, "
-    "V = 1, that the paper has for SGD"
 )
 # Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
 # them, a scheduler's after them. Up to torch 1.11 Adam and AdamW wrote the same; from 1.12 to 2.6 AdamW had `foreach`
@@ -339,18 +328,18 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     refused = [r for r in without if recorded is not None and _is_called(r, recorded)] or marked
     if refused:
         title = next(iter(refused[0].class_names()), refused[0].name).rpartition(".")[2]
-        raise StateError(
-            f"the optimiser is {title}, which keeps no second moment per weight: its state has keys {keys}. {_ADVICE}"
-        )
-    if not held:
-        raise StateError(
-            "the optimiser's state is empty: it has not taken a step yet: train first, and save its state together "
-            f"with the weights; or it is SGD without momentum. {_ADVICE}"
+        why = f" is {title}, which keeps no second moment per weight: its state has keys {keys}"
+    elif not held:
+        why = "'s state is empty: it has not taken a step yet: train first, then save it; or it is SGD without momentum"
+    else:
+        why = (
+            f"'s state has keys {keys}, and no reader finds a second moment per weight in it (Lion, NovoGrad and the "
+            "Adafactor of transformers and timm keep none that is read): name the optimiser with optimizer=, or "
+            "describe it with bayesadam.readers.register(StateReader(...))"
         )
     raise StateError(
-        f"the optimiser's state has keys {keys}, and no reader finds a second moment per weight in it (Lion, NovoGrad "
-        "and the Adafactor of transformers and timm keep none that is read): name the optimiser with optimizer=, or "
-        f"describe it with bayesadam.readers.register(StateReader(...)). {_ADVICE}"
+        f"the optimiser{why}. Train with Adam, AdamW, RMSprop or Adagrad; or choose by name, with optimizer='ogd', the "
+        "isotropic posterior, V = 1, that the paper has for SGD"
     )
 
 
@@ -381,7 +370,6 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
 
 def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
     """Of readers that compute the same, the one that a flag or the order of the groups' entries names."""
-    by_name = {r.name: r for r in alike}
     names: set[str | None] = set()
     for group in groups:
         entries = f" {' '.join(map(str, group))} "
@@ -390,20 +378,15 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
             name = "adamw" if group["decoupled_weight_decay"] else "adam"
         names.add(name)
     named = [reader for reader in alike if reader.name in names]
-    if len(named) == 1:
-        return named[0]
-    if not {"adam", "adamw"} <= by_name.keys():
-        return alike[0]
-    note = "the file does not say which; without weight decay they are the same."
-    if any(group.get("weight_decay") for group in groups):
-        note = (
-            "the file does not say which, and it has weight decay. v is read alike, and the prior is N × the weight "
-            "decay. But Adam adds the decay to the gradients before they are squared: part of the prior is then in v "
-            "already, and the posterior too narrow. Say which with optimizer='adam' or 'adamw' (--optimizer)."
-        )
-    return changed(
-        by_name["adam"], name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note
+    adam = next((reader for reader in alike if reader.name == "adam"), None)
+    if len(named) == 1 or adam is None:
+        return (named or alike)[0]
+    note = (
+        "the file does not say which. v is read alike, and without weight decay they are the same. With it, Adam adds "
+        "the decay to the gradients before they are squared, and the posterior is too narrow. Say which with "
+        "optimizer='adam' or 'adamw' (--optimizer)."
     )
+    return changed(adam, name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note)
 
 
 def _is_called(reader: StateReader, name: str) -> bool:

@@ -26,7 +26,7 @@ from bayesadam.errors import StateError
 PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq", "left_basis", "right_basis"
 # Those of a saved posterior: v̂ itself, free of bias.
 MOMENT_KEY, ROTATED_MOMENT_KEY, BETA_KEY = "second_moment", "rotated_second_moment", "beta2"
-PLAIN_MARK, ROTATED_MARK = "saved_posterior", "saved_rotated_posterior"
+SAVED_MARK = "saved_posterior"
 
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
