@@ -469,7 +469,7 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     net, other = mlp(3, 5, 1), mlp(3, 6, 1)
     live, smaller = torch.optim.Adam(other.parameters()), torch.optim.Adam(mlp(3, 2).parameters())
     train(other, live)
-    with pytest.raises(MatchError, match=r"key 0 has shape \(6, 3\), and of the weights 0 have that"):
+    with pytest.raises(MatchError, match=r"too few of shape \(6, 3\)"):
         read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live)))
     with pytest.raises(StateError, match="empty"):
         read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, smaller)))

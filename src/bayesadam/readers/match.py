@@ -130,7 +130,7 @@ def match_optimizers(
     refusals: list[str] = []
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
-        record = reader_named(reader) if isinstance(reader, str) else reader or reader_of(optimizer)
+        record = reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None:
             raise StateError(
                 f"no reader is registered for {type(optimizer).__module__}.{title}: pass reader='adam' if it keeps "
@@ -160,9 +160,8 @@ def match_optimizers(
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """One optimiser or several as a list, each without a trainer's wrapper."""
     listed: list[Optimizer] = []
-    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in given:
-        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+    for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+        if not hasattr(optimizer, "param_groups"):
             raise MatchError(
                 f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
                 "Posterior.from_state_dict"
@@ -200,7 +199,7 @@ def match_state_dict(
 
 def usable_reader(reader: str | StateReader) -> StateReader:
     """The reader, by name or as it is, where it finds a second moment."""
-    record = reader_named(reader) if isinstance(reader, str) else reader
+    record = reader_named(reader)
     if record.statistic == "none":
         raise StateError(f"{record.name} keeps no second moment per weight; {record.advice}")
     return record
@@ -367,18 +366,14 @@ def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[st
 
 
 def candidates(weights: Mapping[str, Tensor], count: int = 0) -> list[str]:
-    """The names in a state dict that may be a list of at least `count` parameters, the fewest, in its order.
-
-    A tied tensor counts under its first name alone where that is enough. Integers, which an optimiser may list and
-    keeps no state for, count last.
-    """
+    """The names in a state dict that may be parameters; of tied ones the first, where that leaves `count` or more."""
     held = getattr(weights, "outline", weights)
-    listed = [name for name in held if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
-    real = [name for name in listed if held[name].is_floating_point() or held[name].is_complex()]
+    names = [name for name in held if held[name].is_floating_point() or held[name].is_complex()]
+    names = [name for name in names if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
     identity = identities(weights)
-    first = {identity[name]: name for name in reversed(real) if held[name].numel()}
-    distinct = [name for name in real if first.get(identity[name], name) == name]
-    return next((names for names in (distinct, real) if len(names) >= count), listed)
+    first = {identity[name]: name for name in reversed(names) if held[name].numel()}
+    distinct = [name for name in names if first.get(identity[name], name) == name]
+    return distinct if len(distinct) >= count else names
 
 
 def keeps_order(weights: Mapping[str, Any]) -> bool:
@@ -395,31 +390,26 @@ def pair_weights(
 ) -> Pairing:
     """`pair` with the candidates for parameters among a file's weights."""
     held = getattr(weights, "outline", weights)
-    names = candidates(weights, len(slots))
-    # No state belongs to integers or truth values.
-    shapes = {n: held[n].shape if held[n].is_floating_point() or held[n].is_complex() else None for n in names}
+    shapes = {name: held[name].shape for name in candidates(weights, len(slots))}
     try:
         return pair(slots, shapes, ordered=ordered, in_order=in_order)
     except AmbiguousError:
         # A target network, which has the names of another with `target` in them, is trained by no optimiser.
-        original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in names}
-        trained = {n: shapes[n] for n in names if original[n] == n or shapes.get(original[n]) != shapes[n]}
-        if len(trained) == len(names):
+        original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in shapes}
+        trained = {n: shape for n, shape in shapes.items() if original[n] == n or shapes.get(original[n]) != shape}
+        if len(trained) == len(shapes):
             raise
         return pair(slots, trained, ordered=ordered, in_order=in_order)
 
 
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
     """The names behind the keys: by order and shapes alone where they suffice, else by the rule the groups follow."""
-    groups = 1 + max((slot.group for slot in slots), default=0)
-    if not ordered or groups == 1 or in_order:
-        found = assign(slots, shapes, ordered=ordered, in_order=in_order)
-        kept = "one group in the model's order" if groups == 1 else "groups: each in the model's order, as given"
-        return Pairing(found, kept if ordered else "shapes that occur once")
-    answers = _answers(slots, shapes, groups)
+    count = 1 + max((slot.group for slot in slots), default=0)
+    unordered = not ordered or (count > 1 and not in_order)
     try:
-        found = assign(slots, shapes, ordered=True, in_order=False)
+        found = assign(slots, shapes, ordered=ordered, in_order=in_order)
     except AmbiguousError as refusal:
+        answers = _answers(slots, shapes, count) if ordered and unordered else []
         if len(answers) == 1:
             return answers[0]
         if not answers:
@@ -428,10 +418,10 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
         key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != two.names[slot.key])
         raise AmbiguousError(
             f"the state under key {key!r} may belong to {one.names[key]!r} ({one.why}) or to {two.names[key]!r} "
-            f"({two.why}): {groups} groups without names, and every shape agrees with both. {REMEDY}{_IN_ORDER}"
+            f"({two.why}): {count} groups without names, and every shape agrees with both. {REMEDY}{_IN_ORDER}"
         ) from refusal
-    agreeing = [answer for answer in answers if all(answer.names[key] == name for key, name in found.items())]
-    return agreeing[0] if len(agreeing) == 1 else Pairing(found, "shapes that occur once")
+    kept = "one group in the model's order" if count == 1 else "groups: each in the model's order, as given"
+    return Pairing(found, "shapes that occur once" if unordered else kept)
 
 
 def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: bool) -> dict[Any, str]:
@@ -441,16 +431,13 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
     """
     groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
     listed, shapes = list(names), list(names.values())
-    if len(slots) > len(names):
-        counts = f"{len(slots)} parameters, the weights {len(names)} tensors that may be parameters"
-        raise MatchError(f"the optimiser's state holds {counts}: it is another model's state. {REMEDY}")
-    missing = Counter(s.shape for s in slots if s.shape is not None) - Counter(s for s in shapes if s is not None)
-    for slot in slots:
-        if slot.shape in missing:
-            raise MatchError(
-                f"the state under key {slot.key!r} has shape {tuple(slot.shape or ())}, and of the weights "
-                f"{shapes.count(slot.shape)} have that: it is another model's state. {REMEDY}"
-            )
+    missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes)
+    if len(slots) > len(names) or missing:
+        lost = [f", too few of shape {tuple(shape)}" for shape in missing][:1]
+        raise MatchError(
+            f"the optimiser's state holds {len(slots)} parameters, the weights {len(names)} tensors that may be "
+            f"parameters{''.join(lost)}: it is another model's state. {REMEDY}"
+        )
     # Without an order each key stands alone, and only a shape that occurs once decides.
     alone = [[slot] for slot in slots if slot.needed]
     found: dict[Any, str] = {}
@@ -461,7 +448,7 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
             at = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
             raise MatchError(
                 f"the optimiser's state is not in the order of the weights: key {run[at].key!r} has shape "
-                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at] or ())}. {REMEDY}"
+                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at])}. {REMEDY}"
             )
         for slot, low, high in zip(run, first, last[::-1], strict=True):
             high = len(shapes) - 1 - high
@@ -479,12 +466,11 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
                 )
     doubled = [name for name, count in Counter(found.values()).items() if count > 1]
     if doubled:
-        keys = [key for key, name in found.items() if name == doubled[0]]
-        raise MatchError(f"by their shapes, the states under keys {keys[:4]} all belong to {doubled[0]!r}. {REMEDY}")
+        raise MatchError(f"by their shapes, several states belong to {doubled[0]!r}. {REMEDY}")
     return found
 
 
-def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size | None]) -> list[int] | None:
+def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size]) -> list[int] | None:
     """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any."""
     positions: list[int] = []
     at = 0

@@ -258,13 +258,12 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
     return reader
 
 
-def reader_named(name: str) -> StateReader:
-    """The reader called `name`, in any case: `"adam"`, `"AdamW"`."""
+def reader_named(name: str | StateReader) -> StateReader:
+    """The reader called `name`, in any case: `"adam"`, `"AdamW"`; a reader is given back."""
+    if isinstance(name, StateReader):
+        return name
     if name.lower() not in _registry:
-        raise SettingError(
-            f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}. "
-            "Add your own with bayesadam.readers.register(StateReader(...))"
-        )
+        raise SettingError(f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}")
     return _registry[name.lower()]
 
 
