@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tensors
 from bayesadam.errors import FileError
-from bayesadam.readers.compression import PROBE_KEY, expanded, moment, moment_shape, probe
+from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
 from bayesadam.readers.curvature import RECORDED_MARK, Origin
 from bayesadam.readers.formats.contents import Contents, Recorded
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -98,7 +98,7 @@ def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | 
         if wanted == key:
             return moment(tensors, f"{_ROLE}.{name}", str(path))
         stored = f"{_SIDES[wanted]}.{name}"
-        return expanded({stored: tensors[stored]}, str(path))[stored]
+        return widened(stored, tensors[stored])
 
     return Lazy(outline, read)
 
