@@ -39,10 +39,7 @@ from bayesadam.readers.registry import (
 ONE_LIST = "bayesadam: one list"
 NAMES = "Pass param_names=[...], the parameter names in the order in which the optimiser was given them"
 REMEDY = f"{NAMES}, or the model (Posterior.from_checkpoint)"
-_IN_ORDER = (
-    ", or groups_in_order=True if each group was filled in the model's order, as by "
-    "[p for name, p in model.named_parameters() if ...]"
-)
+_IN_ORDER = ", or groups_in_order=True if each group was filled in the model's order"
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
@@ -66,14 +63,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """Parameters with their states.
+    """Parameters with their states, in the model's order, and why the others are omitted.
 
-    Attributes:
-        entries: the parameters whose state is known, in the model's order.
-        omitted: the others, with the reason.
-        foreign: how many parameters of a live optimiser are another model's.
-        optimizers: the optimisers' names.
-        why: how states and parameters were paired, in words.
+    `foreign` counts the parameters of a live optimiser that are another model's; `why` says how they were paired.
     """
 
     entries: tuple[Entry, ...]
@@ -133,8 +125,8 @@ def match_optimizers(
         record = reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None:
             raise StateError(
-                f"no reader is registered for {type(optimizer).__module__}.{title}: pass reader='adam' if it keeps "
-                "Adam's state, or describe it with bayesadam.readers.register(StateReader(...))"
+                f"no reader is registered for {type(optimizer).__module__}.{title}: describe it with "
+                "bayesadam.readers.register(StateReader(...))"
             )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = [names[parameter] for parameter in trained if parameter in names]
@@ -150,7 +142,7 @@ def match_optimizers(
     if foreign and not taken:
         raise MatchError(
             f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
-            "this optimiser trained (for a copy of it use Posterior.from_state_dict)"
+            "it trained (for a copy use Posterior.from_state_dict)"
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
@@ -178,16 +170,9 @@ def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optim
 def match_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
-    """Match a saved optimiser state to the model's parameters.
-
-    Names count where the state has them or the caller gives them, in the optimiser's order. Without names, the model's
-    order and every shape decide, several groups by the rules that trainers follow; several answers are an error.
-    """
+    """Match a saved optimiser state to the model's parameters: by names, else by the model's order and every shape."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise MatchError(
-            "not an optimiser's state dict: it needs 'state' and 'param_groups'. Pass what optimizer.state_dict() "
-            "returned, for instance checkpoint['optimizer']"
-        )
+        raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
     record = usable_reader(reader)
     parameters = own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
@@ -241,8 +226,7 @@ def _entries(
         if unknown := unknown_bases(reader, state, parameter.shape):
             raise StateError(
                 f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} would "
-                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own. Name the optimiser that "
-                "wrote it, or describe it with bayesadam.readers.register(StateReader(...)) and `read`"
+                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its optimiser"
             )
         found[name] = Entry(name, parameter, state, group, reader)
     return found
@@ -255,7 +239,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     if parameter.is_quantized or not parameter.is_floating_point() or parameter.element_size() == 1:
         raise MatchError(
             f"parameter {name!r} is complex, quantised or not floating point ({parameter.dtype}): freeze it with "
-            "requires_grad_(False), and it is left out; or store a complex one as two real tensors"
+            "requires_grad_(False), and it is left out"
         )
     if is_sharded(parameter):
         check_placements(name, parameter)
@@ -455,14 +439,11 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
             if low == high:
                 found[slot.key] = listed[low]
             elif slot.needed:
-                why = hint = ""
-                if not ordered:
-                    why = " (the file keeps no order of its tensors, as safetensors files do not)"
-                elif len(groups) > 1:
-                    why, hint = f" ({len(groups)} groups without names have no known order)", _IN_ORDER
+                why = f" ({len(groups)} groups without names have no known order)" if len(groups) > 1 else ""
+                why = why if ordered else " (the file keeps no order of its tensors, as safetensors files do not)"
                 raise AmbiguousError(
                     f"the state under key {slot.key!r}, of shape {slot.shape and tuple(slot.shape)}, may belong to "
-                    f"{listed[low]!r} or to {listed[high]!r}{why}. {REMEDY}{hint}"
+                    f"{listed[low]!r} or to {listed[high]!r}{why}. {REMEDY}{_IN_ORDER if len(groups) > 1 else ''}"
                 )
     doubled = [name for name, count in Counter(found.values()).items() if count > 1]
     if doubled:

@@ -251,9 +251,7 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
     'mine'
     """
     if reader.name.lower() in _registry and not replace:
-        raise SettingError(
-            f"a reader named {reader.name!r} exists already: choose another name, or pass replace=True to override it"
-        )
+        raise SettingError(f"a reader named {reader.name!r} exists already: pass replace=True to override it")
     _registry[reader.name.lower()] = reader
     return reader
 
@@ -323,18 +321,15 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     # The later is the more particular: LARS has all that SGD has.
     without = [r for r in reversed(registered()) if r.statistic == "none"]
     used = [group for _, group in held] or optimizer["param_groups"]
-    marked = [r for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
-    refused = [r for r in without if recorded is not None and _is_called(r, recorded)] or marked
-    if refused:
-        title = next(iter(refused[0].class_names()), refused[0].name).rpartition(".")[2]
-        why = f" is {title}, which keeps no second moment per weight: its state has keys {keys}"
+    marked = [r.name for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
+    if marked:
+        why = f" is {marked[0]}, which keeps no second moment per weight: its state has keys {keys}"
     elif not held:
         why = "'s state is empty: it has not taken a step yet: train first, then save it; or it is SGD without momentum"
     else:
         why = (
-            f"'s state has keys {keys}, and no reader finds a second moment per weight in it (Lion, NovoGrad and the "
-            "Adafactor of transformers and timm keep none that is read): name the optimiser with optimizer=, or "
-            "describe it with bayesadam.readers.register(StateReader(...))"
+            f"'s state has keys {keys}, and no reader finds a second moment per weight in it: name the optimiser with "
+            "optimizer=, or describe it with bayesadam.readers.register(StateReader(...))"
         )
     raise StateError(
         f"the optimiser{why}. Train with Adam, AdamW, RMSprop or Adagrad; or choose by name, with optimizer='ogd', the "
