@@ -602,7 +602,7 @@ def test_readers_that_differ_and_both_fit_are_refused(monkeypatch: pytest.Monkey
 def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     for momentum, message in (
-        (0.9, "SGD, .*momentum_buffer.*optimizer='ogd'"),
+        (0.9, "sgd, .*momentum_buffer.*optimizer='ogd'"),
         (0.0, "SGD, which keeps no second moment.*optimizer='ogd'"),
     ):
         live = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=momentum)

@@ -489,7 +489,7 @@ def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
         "absmax2": torch.ones(7),
     }
     saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
-    with pytest.raises(StateError, match=r"1000 entries in 7 blocks, which fits none of the known block lengths"):
+    with pytest.raises(StateError, match=r"1000 entries in 7 blocks"):
         read_state_dict(model, saved, optimizer="adam8bit")
 
 

@@ -174,7 +174,7 @@ READERS: tuple[StateReader, ...] = (
         note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
     ),
     # Its average starts from the first gradient, so it has no bias to correct.
-    StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored"),
+    StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored", "variance"),
     _average("lamb", "timm.optim.lamb.Lamb", step="group"),
     # Averages (g + β₂ Δg)², after Nesterov.
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group"),
