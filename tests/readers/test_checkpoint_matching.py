@@ -603,7 +603,7 @@ def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     for momentum, message in (
         (0.9, "sgd, .*momentum_buffer.*optimizer='ogd'"),
-        (0.0, "SGD, which keeps no second moment.*optimizer='ogd'"),
+        (0.0, "sgd, which keeps no second moment.*optimizer='ogd'"),
     ):
         live = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=momentum)
         train(net, live)
