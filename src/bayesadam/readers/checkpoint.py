@@ -143,14 +143,11 @@ def read_checkpoint(
         found = Found(contents.found.networks, {(): state.optimizer})
         contents = with_choice(contents, choose(found, path, None, None))
     if contents.weights is None:
-        raise FileError(
-            f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "
-            "the optimiser's state, or name the key with weights_key="
-        )
+        raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if state.optimizer is None:
         raise FileError(
             f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            "optimizer_path=, or save optimizer.state_dict() under 'optimizer'"
+            "optimizer_path="
         )
     stored = clean_names(contents.weights)
     weights = renamed(contents.weights, stored)
@@ -178,10 +175,8 @@ def match_checkpoint(
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
-    Names are used where the state has them or the caller gives them; else the trainer's own rule, where every shape
-    agrees with it; else the order of the file's weights, if shapes leave one answer (`bayesadam.readers.match`). A
-    model, which may be a part of what was trained, distinguishes parameters from buffers and has the order where the
-    file has none; where both have one, they must give the same answer.
+    Names are used where the state or the caller has them; else the trainer's own rule, where every shape agrees; else
+    the order of the model and of the file's weights, which must give one answer (`bayesadam.readers.match`).
     """
     options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
@@ -204,13 +199,10 @@ def match_checkpoint(
 
 
 def read_curvature(
-    checkpoint: Checkpoint,
-    model: nn.Module | None = None,
-    options: CheckpointOptions = DEFAULTS,
-    **changes: Unpack[CheckpointKeywords],
+    checkpoint: Checkpoint, model: nn.Module | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Curvature:
     """v̂ by parameter name; the arguments are those of `match_checkpoint`."""
-    return read_match(match_checkpoint(checkpoint, model, options, **changes))
+    return read_match(match_checkpoint(checkpoint, model, **options))
 
 
 def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ...]:
@@ -356,8 +348,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     stays; a tied tensor is pruned under all its names. The checkpoint's own file may be the one written to.
     """
     out, weights = Path(out), checkpoint.weights
-    unknown = sorted(masks.keys() - weights.keys())
-    if unknown:
+    if unknown := sorted(masks.keys() - weights.keys()):
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
     memory = identities(weights)
     masked = {memory[name] for name in masks}
@@ -380,9 +371,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     if known.name == "safetensors" and out.suffix != ".safetensors":
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
     if known.rewrite is None:
-        raise FileError(
-            f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
-        )
+        raise FileError(f"format {known.name!r} cannot be written; choose a path that ends in .safetensors")
     stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
         known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)

@@ -124,10 +124,8 @@ def match_optimizers(
     for optimizer, title in zip(listed, classes, strict=True):
         record = reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None:
-            raise StateError(
-                f"no reader is registered for {type(optimizer).__module__}.{title}: describe it with "
-                "bayesadam.readers.register(StateReader(...))"
-            )
+            name = f"{type(optimizer).__module__}.{title}"
+            raise StateError(f"no reader is registered for {name}: describe it with readers.register(StateReader(...))")
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = [names[parameter] for parameter in trained if parameter in names]
         foreign += len(trained) - len(own)
@@ -154,10 +152,8 @@ def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optim
     listed: list[Optimizer] = []
     for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         if not hasattr(optimizer, "param_groups"):
-            raise MatchError(
-                f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
-                "Posterior.from_state_dict"
-            )
+            kind = type(optimizer).__name__
+            raise MatchError(f"expected optimisers, got {kind}; for a saved state use Posterior.from_state_dict")
         # Accelerate and Lightning keep it in `.optimizer`.
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
@@ -193,14 +189,8 @@ def usable_reader(reader: str | StateReader) -> StateReader:
 def match_pairs(
     parameters: Mapping[str, nn.Parameter], state_dict: Mapping[str, Any], reader: StateReader, pairing: Pairing
 ) -> Match:
-    """The match that a pairing of keys and names gives; no Gaussian can be put on numbers that are not real."""
-    taken: dict[str, Entry | str] = {
-        name: f"not of real numbers ({str(parameter.dtype).removeprefix('torch.')})"
-        for name, parameter in parameters.items()
-        if not parameter.is_floating_point()
-    }
-    names = {key: name for key, name in pairing.names.items() if name not in taken}
-    taken |= _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, names)
+    """The match that a pairing of keys and names gives."""
+    taken = _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, pairing.names)
     return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
 
 
