@@ -77,7 +77,7 @@ def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
     if is_sharded(tensor) and tensor.dim() == like.dim():
         return tensor.redistribute(like.device_mesh, like.placements)
     offset, shape = box(like)
-    here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    here: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     part = whole(tensor)[(..., *here)]
     return wrapped(part.to(like.device, copy=True).contiguous(), like)
 

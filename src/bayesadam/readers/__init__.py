@@ -48,7 +48,6 @@ from bayesadam.readers.registry import (
     Group,
     State,
     StateReader,
-    as_number,
     identify_reader,
     reader_named,
     reader_of,

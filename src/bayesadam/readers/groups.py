@@ -31,12 +31,7 @@ _TWO: tuple[tuple[str, Callable[[str, int], bool], bool | None], ...] = (
         False,
     ),
     ("biases", lambda name, _: name.endswith("bias"), False),
-    # The scripts of Hugging Face, then its Trainer.
-    (
-        "all but biases and LayerNorm weights",
-        lambda name, _: "bias" not in name and "LayerNorm.weight" not in name,
-        True,
-    ),
+    # Hugging Face's Trainer.
     ("all but biases and norms", lambda name, _: _NORMS.search(name) is None, True),
     ("the backbone", lambda name, _: "backbone" in name, None),
     ("the head", lambda name, _: name.partition(".")[0] in _HEADS, None),

@@ -23,6 +23,7 @@ from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.groups import Shapes, fillings
 from bayesadam.readers.registry import (
+    ADVICE,
     Group,
     State,
     StateReader,
@@ -132,7 +133,7 @@ def match_optimizers(
         if twice := [name for name in own if name in taken]:
             raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
         if record.statistic == "none":
-            refusals.append(f"{title} keeps no second moment per weight; {record.advice}")
+            refusals.append(f"{title} keeps no second moment per weight; {ADVICE}")
             taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
         else:
             taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names)
@@ -150,7 +151,8 @@ def match_optimizers(
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """One optimiser or several as a list, each without a trainer's wrapper."""
     listed: list[Optimizer] = []
-    for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in given:
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
             raise MatchError(f"expected optimisers, got {kind}; for a saved state use Posterior.from_state_dict")
@@ -182,7 +184,7 @@ def usable_reader(reader: str | StateReader) -> StateReader:
     """The reader, by name or as it is, where it finds a second moment."""
     record = reader_named(reader)
     if record.statistic == "none":
-        raise StateError(f"{record.name} keeps no second moment per weight; {record.advice}")
+        raise StateError(f"{record.name} keeps no second moment per weight; {ADVICE}")
     return record
 
 

@@ -19,7 +19,11 @@ from bayesadam.readers import rotated
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
-_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
+# For users of optimisers without a second moment.
+ADVICE = (
+    "train with Adam, AdamW, RMSprop or Adagrad; where AdamW trains the other parameters, pass both as a list; or ask "
+    "for the isotropic posterior, V = 1, that the paper has for SGD: reader='ogd', optimizer='ogd' of a file"
+)
 Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
 
 
@@ -35,7 +39,7 @@ class StateReader:
     | factored    | rows R and columns C of g²        | R C / mean(R)                        |
     | quantised   | an average, in 8-bit blocks       | dequantised, then as an average      |
     | identity    | nothing                           | 1 (the paper's OGD row)              |
-    | none        | nothing usable                    | refused, with `advice`               |
+    | none        | nothing usable                    | refused                              |
 
     Attributes:
         classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
@@ -54,7 +58,6 @@ class StateReader:
         factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), for an s in rotated
             coordinates (`bayesadam.readers.rotated`); None is the identity.
         bases: entries of the state that are bases, or that bases are computed from.
-        advice: what a user of an optimiser with no second moment can do instead.
         note: what `doctor` says of it.
     """
 
@@ -75,7 +78,6 @@ class StateReader:
     read: Callable[[State, Group, torch.Size], Tensor] | None = None
     factors: Callable[[State, Group, torch.Size], rotated.Factors] | None = None
     bases: tuple[str, ...] = ()
-    advice: str = _TRAIN_WITH
     note: str = ""
 
     def class_names(self) -> tuple[str, ...]:
@@ -165,8 +167,13 @@ READERS: tuple[StateReader, ...] = (
     StateReader(
         "adagrad", ("torch.optim.adagrad.Adagrad",), "sum", "sum", start="initial_accumulator_value", coupled_decay=True
     ),
-    # Its own update leaves the bias towards zero in; the posterior divides it out.
-    _average("rmsprop", "torch.optim.rmsprop.RMSprop", **_RMS, coupled_decay=True),
+    _average(
+        "rmsprop",
+        "torch.optim.rmsprop.RMSprop",
+        **_RMS,
+        coupled_decay=True,
+        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
+    ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
         *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", ("betas", 1)),
@@ -211,20 +218,12 @@ READERS: tuple[StateReader, ...] = (
     StateReader(
         "ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
     ),
-    StateReader(
-        *("sgd", ("torch.optim.sgd.SGD",), "none"),
-        advice="its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
-        f"reader='ogd', or {_TRAIN_WITH}",
-        mark="dampening",
-    ),
+    StateReader("sgd", ("torch.optim.sgd.SGD",), "none", mark="dampening"),
     StateReader("rprop", ("torch.optim.rprop.Rprop",), "none", mark="etas"),
     StateReader("asgd", ("torch.optim.asgd.ASGD",), "none", mark="lambd"),
     StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), "none", mark="history_size"),
     StateReader(
-        *("muon", ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"), "none"),
-        advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
-        f"posterior.omitted; otherwise {_TRAIN_WITH}",
-        mark="ns_steps",
+        "muon", ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"), "none", mark="ns_steps"
     ),
     StateReader(
         "lion", ("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"), "none"
@@ -302,7 +301,8 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     held = [(outline(state), groups[key]) for key, state in states.items()]
     fitting = [r for r in registered() if held and all(_fits(r, state, group) for state, group in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
-    named = [r for r in fitting if recorded is not None and _is_called(r, recorded)]
+    short = (recorded or "").rpartition(".")[2].lower()
+    named = [r for r in fitting if short in (r.name, *(path.rpartition(".")[2].lower() for path in r.class_names()))]
     # Readers whose own flag is in the group, where there are such; else those that expect none.
     flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in held[0][1]]
     chosen = named or flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
@@ -331,10 +331,7 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
             f"'s state has keys {keys}, and no reader finds a second moment per weight in it: name the optimiser with "
             "optimizer=, or describe it with bayesadam.readers.register(StateReader(...))"
         )
-    raise StateError(
-        f"the optimiser{why}. Train with Adam, AdamW, RMSprop or Adagrad; or choose by name, with optimizer='ogd', the "
-        "isotropic posterior, V = 1, that the paper has for SGD"
-    )
+    raise StateError(f"the optimiser{why}; {ADVICE}")
 
 
 def _fits(reader: StateReader, state: State, group: Group) -> bool:
@@ -381,11 +378,6 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
         "optimizer='adam' or 'adamw' (--optimizer)."
     )
     return changed(adam, name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note)
-
-
-def _is_called(reader: StateReader, name: str) -> bool:
-    short = name.rpartition(".")[2].lower()
-    return short == reader.name or short in {known.rpartition(".")[2].lower() for known in reader.class_names()}
 
 
 # --- what a state holds ---------------------------------------------------------------------------------------------

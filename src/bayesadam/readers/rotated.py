@@ -110,7 +110,8 @@ def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.S
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
     keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
     stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
-    _require_shape(stored, stored.shape == shape, shape)
+    if stored.shape != shape:
+        raise StateError(f"a statistic has shape {tuple(stored.shape)}: the state belongs to another model")
     if len(shape) < 2:
         return stored, [state.get(RIGHT_KEY)] * len(shape)
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
@@ -123,25 +124,15 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
         if entry not in state:
             raise KeyError(entry)
     if group["merge_dims"] and len(shape) > 2:
-        raise StateError(
-            f"SOAP was trained with merge_dims=True, and a parameter of shape {tuple(shape)} may have been merged in "
-            "two ways (data_format is not in the state): train with merge_dims=False"
-        )
+        raise StateError(f"dimensions of {tuple(shape)} may have been merged in two ways: train with merge_dims=False")
     moment: Tensor = state[PLAIN_KEY]
-    _require_shape(moment, moment.shape == shape, shape)
+    if moment.shape != shape:
+        raise StateError(f"a statistic has shape {tuple(moment.shape)}: the state belongs to another model")
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
-
-
-def _require_shape(moment: Tensor, fits: bool, shape: Sequence[int]) -> None:
-    if not fits:
-        raise StateError(
-            f"the statistic of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs "
-            "to another model"
-        )
 
 
 def _checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
@@ -153,13 +144,13 @@ def _checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | 
     fits = [have in (None, (side, side)) for have, side in zip(sides, shape, strict=False)]
     if len(sides) != len(shape) or not all(fits):
         raise StateError(
-            f"the bases of a parameter whose second moment is {tuple(shape)} have shapes {sides}, one a dimension was "
-            "expected: the state belongs to another model, or its dimensions were merged; train with merge_dims=False"
+            f"the bases of a parameter of shape {tuple(shape)} have shapes {sides}: the state is another model's, or "
+            "its dimensions were merged; train with merge_dims=False"
         )
     for basis in bases:
         if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
             raise StateError(
-                f"a basis of shape {tuple(basis.shape)}, of a parameter whose second moment is {tuple(shape)}, is not "
-                "orthogonal: the file is damaged, or training met a non-finite gradient; use a checkpoint before that"
+                f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training "
+                "met a non-finite gradient"
             )
     return [None if basis is None else _wide(basis, copy=True) for basis in bases]
