@@ -306,7 +306,7 @@ def test_parameters_of_other_models_are_counted() -> None:
         (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "SGD keeps no second moment"),
         (lambda model: torch.optim.Adam(model.parameters()), "Adam has not taken a step yet"),
         (lambda model: torch.optim.Adam(nn.Linear(2, 2).parameters()), "none of the 2 parameters of Adam belongs"),
-        (lambda model: None, "expected optimisers"),
+        (lambda model: None, "expected a torch optimiser"),
         (lambda model: [], "the list is empty"),
     ],
     ids=["no-moment", "no-step", "another-model", "no-optimiser", "empty-list"],

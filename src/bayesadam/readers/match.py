@@ -155,7 +155,7 @@ def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optim
     for optimizer in given:
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
-            raise MatchError(f"expected optimisers, got {kind}; for a saved state use Posterior.from_state_dict")
+            raise MatchError(f"expected a torch optimiser, got {kind}; for a saved state use Posterior.from_state_dict")
         # Accelerate and Lightning keep it in `.optimizer`.
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
