@@ -155,7 +155,7 @@ def test_values_that_the_reader_refuses_are_found(optimizer_type: type[torch.opt
     optimizer = optimizer_type(model.parameters())
     train(model, optimizer, steps=3)
     optimizer.state[model[0].weight][key][0, 0] = -1.0
-    with pytest.raises(ba.BayesAdamError, match=r"bayesadam\.doctor"):
+    with pytest.raises(ba.BayesAdamError, match="must be finite and not negative"):
         read_optimizer(model, optimizer)
     assert finding(ba.doctor(model, optimizer), "bad-values").parameters == ("0.weight",)
 

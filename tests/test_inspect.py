@@ -382,7 +382,7 @@ def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, caps
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     train(model, optimizer, steps=2)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    for file, message in (("c.pt", "the optimiser is SGD"), ("nowhere.pt", "no file at")):
+    for file, message in (("c.pt", "the optimiser is sgd"), ("nowhere.pt", "no file at")):
         assert run("inspect", tmp_path / file, "--out", tmp_path / "out", "--json") == 2
         captured = capsys.readouterr()
         (line,) = captured.out.splitlines()

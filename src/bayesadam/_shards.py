@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from bayesadam.errors import MatchError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-T = TypeVar("T")
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -58,19 +56,12 @@ def box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def _placements(like: DTensor, extra: int) -> list[Any]:
-    """Those of `like` for a tensor with `extra` leading dimensions, which are whole on every process."""
-    from torch.distributed.tensor import Shard
-
-    return [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
-
-
 def wrapped(part: Tensor, like: DTensor) -> Tensor:
     """Parts as one tensor placed as `like`; leading dimensions that `like` lacks are whole on every process."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
     extra = part.dim() - like.dim()
-    placements = _placements(like, extra)
+    placements = [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
     shape = torch.Size((*part.shape[:extra], *like.shape))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -83,12 +74,11 @@ def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like):
         return whole(tensor).to(like.device)
-    extra = tensor.dim() - like.dim()
-    if is_sharded(tensor):
-        return tensor.redistribute(like.device_mesh, _placements(like, extra))
+    if is_sharded(tensor) and tensor.dim() == like.dim():
+        return tensor.redistribute(like.device_mesh, like.placements)
     offset, shape = box(like)
-    here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    part = tensor[(slice(None),) * extra + here]
+    here: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    part = whole(tensor)[(..., *here)]
     return wrapped(part.to(like.device, copy=True).contiguous(), like)
 
 
@@ -136,7 +126,7 @@ def is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
+def on_first_rank(work: Callable[[], Any]) -> Any:
     """`work` done by the first rank alone, its result or its failure given to all."""
     if not (dist.is_available() and dist.is_initialized()):
         return work()
@@ -150,7 +140,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise box[1]
-    return box[0]  # type: ignore[no-any-return]
+    return box[0]
 
 
 @contextmanager

@@ -469,7 +469,7 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     net, other = mlp(3, 5, 1), mlp(3, 6, 1)
     live, smaller = torch.optim.Adam(other.parameters()), torch.optim.Adam(mlp(3, 2).parameters())
     train(other, live)
-    with pytest.raises(MatchError, match=r"key 0 has shape \(6, 3\), and of the weights 0 have that"):
+    with pytest.raises(MatchError, match=r"too few of shape \(6, 3\)"):
         read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live)))
     with pytest.raises(StateError, match="empty"):
         read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, smaller)))
@@ -583,7 +583,7 @@ def test_optimisers_of_other_houses_are_told_by_their_keys(group: Any, entries: 
 
 def test_one_number_a_layer_is_not_taken_for_adam() -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.tensor(1.0)}
-    with pytest.raises(StateError, match="NovoGrad"):
+    with pytest.raises(StateError, match="no reader finds a second moment"):
         identify_reader({"state": {0: state}, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]})
 
 
@@ -602,8 +602,8 @@ def test_readers_that_differ_and_both_fit_are_refused(monkeypatch: pytest.Monkey
 def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     for momentum, message in (
-        (0.9, "SGD, .*momentum_buffer.*optimizer='ogd'"),
-        (0.0, "SGD, which keeps no second moment.*optimizer='ogd'"),
+        (0.9, "sgd, .*momentum_buffer.*optimizer='ogd'"),
+        (0.0, "sgd, which keeps no second moment.*optimizer='ogd'"),
     ):
         live = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=momentum)
         train(net, live)

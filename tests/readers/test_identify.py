@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import bayesadam as ba
 from bayesadam.errors import StateError
 from bayesadam.inspect import inspect_checkpoint
-from bayesadam.readers import identify_reader, match_checkpoint, read_alike, read_checkpoint, reader_named
+from bayesadam.readers import identify_reader, match_checkpoint, read_checkpoint
 from cases import mlp, train
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -158,12 +158,9 @@ def test_a_recorded_class_wins_over_the_order() -> None:
 
 def test_either_is_read_as_both_are_and_says_what_follows() -> None:
     either = identify_reader(grouped(old_group("amsgrad", weight_decay=0.01)))
-    assert "N × the weight decay" in either.note
     assert "before they are squared" in either.note
-    assert "the same" in identify_reader(grouped(old_group("amsgrad", weight_decay=0.0))).note
+    assert "the same" in either.note
     assert not either.couples_decay({"weight_decay": 0.01})
-    assert read_alike(either) == ("nadam", "radam", "sparseadam")
-    assert set(read_alike(reader_named("adam"))) == {"adamw", *read_alike(either)}
 
 
 def test_either_gives_the_numbers_of_both(tmp_path: Path) -> None:
@@ -212,10 +209,10 @@ class LionLike(Optimizer):
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3), "is SGD, which keeps no second moment"),
-    "momentum": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), r"is SGD, .*'momentum_buffer'"),
-    "rprop": (torch.optim.Rprop, "is Rprop, which keeps no second moment"),
-    "asgd": (torch.optim.ASGD, "is ASGD, which keeps no second moment"),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3), "is sgd, which keeps no second moment"),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), r"is sgd, .*'momentum_buffer'"),
+    "rprop": (torch.optim.Rprop, "is rprop, which keeps no second moment"),
+    "asgd": (torch.optim.ASGD, "is asgd, which keeps no second moment"),
     "lion": (LionLike, r"'s state has keys \['exp_avg'\], and no reader finds a second moment per weight"),
 }
 
@@ -255,31 +252,25 @@ def test_lbfgs_is_named() -> None:
         return loss
 
     live.step(closure)
-    with pytest.raises(StateError, match="is LBFGS, which keeps no second moment"):
+    with pytest.raises(StateError, match="is lbfgs, which keeps no second moment"):
         identify_reader(live.state_dict())
 
 
 @pytest.mark.parametrize(
     ("group", "entries", "message"),
     [
-        ({"momentum": 0.9, "dampening": 0, "trust_coeff": 0.1}, {"momentum_buffer"}, "is Lars, "),
-        ({"momentum": 0.9, "nesterov": True, "ns_steps": 5}, {"momentum_buffer"}, "is Muon, "),
+        ({"momentum": 0.9, "dampening": 0, "trust_coeff": 0.1}, {"momentum_buffer"}, "is lars, "),
+        ({"momentum": 0.9, "nesterov": True, "ns_steps": 5}, {"momentum_buffer"}, "is muon, "),
         ({"lr": 0.1}, {"momentum_buffer"}, "no reader finds a second moment"),
         ({"betas": (0.9, 0.99), "eps": 0.0}, {"state1"}, "no reader finds a second moment"),
         # Adam's own, of which someone has removed the second moment.
         ({"betas": (0.9, 0.99), "eps": 1e-8}, {"exp_avg"}, "no reader finds a second moment"),
-        ({"eps": (1e-30, 1e-3)}, {"exp_avg_sq_row", "exp_avg_sq_col"}, "Adafactor of transformers"),
+        ({"eps": (1e-30, 1e-3)}, {"exp_avg_sq_row", "exp_avg_sq_col"}, "no reader finds a second moment"),
     ],
 )
 def test_others_are_named_by_what_they_keep(group: Any, entries: set[str], message: str) -> None:
     with pytest.raises(StateError, match=message):
         identify_reader(grouped(group, entries=entries))
-
-
-def test_a_recorded_class_is_named() -> None:
-    state = grouped({"lr": 0.1}, entries={"momentum_buffer"})
-    with pytest.raises(StateError, match="is Muon, which keeps no second moment"):
-        identify_reader(state, "torch.optim.Muon")
 
 
 # --- no step taken --------------------------------------------------------------------------------------------------

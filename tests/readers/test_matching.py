@@ -318,7 +318,7 @@ def test_a_complex_parameter_is_refused() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
     optimizer.step()
-    with pytest.raises(MatchError, match=r"'weight' is complex, .* \(torch.complex64\): freeze it .* as two real"):
+    with pytest.raises(MatchError, match=r"'weight' is complex, .* \(torch.complex64\): freeze it"):
         read_optimizer(model, optimizer)
 
 
@@ -490,9 +490,7 @@ def test_names_that_are_passed_win_over_those_in_the_state() -> None:
 
 def test_a_state_of_other_shapes_is_refused() -> None:
     _, optimizer = trained(3, 5, 4, 1)
-    with pytest.raises(
-        MatchError, match=r"key 0 has shape \(5, 3\), and of the weights 0 have that.*param_names=\[...\]"
-    ):
+    with pytest.raises(MatchError, match=r"too few of shape \(5, 3\).*another model.*param_names=\[...\]"):
         read_state_dict(mlp(*SIZES), optimizer.state_dict())
 
 

@@ -30,14 +30,13 @@ from bayesadam.gaussian.structure import Named, Stored, Structure, StructureSpec
 from bayesadam.readers import Origin, working_dtype
 from bayesadam.readers.compression import (
     check_compression,
-    compressed,
     encode,
-    expanded,
     moment,
     moment_shape,
     outline,
     probe,
     same_weights,
+    widened,
 )
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -81,7 +80,7 @@ def packed(
     roles = structure.tensors()
     lazy = {role: roles.pop(role) for role in _MOMENTS if role in roles}
     held = {} if weights else {f"probe.{name}": probe(mode[name]) for name in mode}
-    held |= compressed(roles, compress)
+    held |= {f"{role}.{name}": tensor for role, named in roles.items() for name, tensor in named.items()}
     deltas = settings.prior_precision
     held |= {f"prior_precision.{name}": delta for name, delta in deltas.items() if isinstance(delta, Tensor)}
     like: dict[str, Tensor] = dict(held)
@@ -132,7 +131,7 @@ def decoded(tensors: Named, source: str) -> Named:
     def read(key: str) -> Tensor:
         if key.partition(".")[0] in _MOMENTS:
             return moment(tensors, key, source)
-        return expanded({key: tensors[key]}, source)[key]
+        return widened(key, tensors[key])
 
     return Lazy(keys, read)
 

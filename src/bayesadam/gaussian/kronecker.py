@@ -18,7 +18,7 @@ _MAX_SIDE = 10_000
 
 
 def _of_state(match: Match) -> Diagonal:
-    """The structure in the state of a SOAP or a Shampoo; what they do not rotate is diagonal."""
+    """The structure in the state of a SOAP; what it does not rotate is diagonal."""
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
     for entry in match.entries:

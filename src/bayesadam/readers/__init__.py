@@ -1,6 +1,6 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
-In the order in which to read them: `registry` (the records, and whose state a file holds), `rotated` (SOAP, Shampoo),
+In the order in which to read them: `registry` (the records, and whose state a file holds), `rotated` (SOAP),
 `match` (parameters with their states; `groups` has the rules of trainers), `curvature` (v̂), `checkpoint` (files),
 `recorder` (gradients), `compression`.
 """
@@ -48,9 +48,7 @@ from bayesadam.readers.registry import (
     Group,
     State,
     StateReader,
-    as_number,
     identify_reader,
-    read_alike,
     reader_named,
     reader_of,
     register,

@@ -42,7 +42,7 @@ from bayesadam.readers.match import (
     slots_of,
     usable_reader,
 )
-from bayesadam.readers.registry import StateReader, identify_reader, parameter_shape
+from bayesadam.readers.registry import StateReader, identify_reader
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,12 +69,6 @@ class CheckpointOptions:
     groups_in_order: bool = False
     weights_key: str | Sequence[str] | None = None
     optimizer_key: str | None = None
-
-    @property
-    def weights_keys(self) -> str | None:
-        """`weights_key` as one text, with a comma between several."""
-        given = self.weights_key
-        return given if given is None or isinstance(given, str) else ",".join(given)
 
 
 class CheckpointKeywords(TypedDict, total=False):
@@ -132,38 +126,34 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
     options = replace(options, **changes)
-    path = Path(path)
-    known = format_of(path)
-    if options.optimizer_path is None:
-        second = None
-        contents = state = known.read(path, options.weights_keys, options.optimizer_key)
-        if state.optimizer is None and (beside := state_beside(path)) is not None:
-            return read_checkpoint(path, replace(options, optimizer_path=beside))
-    else:
-        second = Path(options.optimizer_path)
+    path, second = Path(path), options.optimizer_path
+    known, given = format_of(path), options.weights_key
+    weights_key = given if given is None or isinstance(given, str) else ",".join(given)
+    if second is None:
+        contents = state = known.read(path, weights_key, options.optimizer_key)
+        second = state_beside(path) if state.optimizer is None else None
+    if second is not None:
+        second = Path(second)
         state = format_of(second).read(second, None, options.optimizer_key)
         if known.read_with is not None:
-            contents = known.read_with(path, options.weights_keys, state.optimizer)
+            contents = known.read_with(path, weights_key, state.optimizer)
         else:
-            contents = known.read(path, options.weights_keys, None)
+            contents = known.read(path, weights_key, None)
     if contents.weights is None and contents.found.networks and state.optimizer is not None:
         found = Found(contents.found.networks, {(): state.optimizer})
         contents = with_choice(contents, choose(found, path, None, None))
     if contents.weights is None:
-        raise FileError(
-            f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "
-            "the optimiser's state, or name the key with weights_key="
-        )
+        raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if state.optimizer is None:
         raise FileError(
             f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            "optimizer_path=, or save optimizer.state_dict() under 'optimizer'"
+            "optimizer_path="
         )
     stored = clean_names(contents.weights)
     weights = renamed(contents.weights, stored)
     _check_owner(path, weights, state.optimizer)
-    held = {**vars(contents), "weights": weights, "optimizer": state.optimizer}
-    held["recorded"] = contents.recorded.completed(state.recorded)
+    recorded = contents.recorded.completed(state.recorded)
+    held = {**vars(contents), "weights": weights, "optimizer": state.optimizer, "recorded": recorded}
     return Checkpoint(**held, path=path, format=known.name, stored_names=stored, optimizer_path=second)
 
 
@@ -185,73 +175,49 @@ def match_checkpoint(
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
-    Names are used where the state has them or the caller gives them; else the trainer's own rule, where every shape
-    agrees with it; else the order of the file's weights, if shapes leave one answer (`bayesadam.readers.match`). A
-    model, which may be a part of what was trained, distinguishes parameters from buffers and has the order where the
-    file has none; where both have one, they must give the same answer.
+    Names are used where the state or the caller has them; else the trainer's own rule, where every shape agrees; else
+    the order of the model and of the file's weights, which must give one answer (`bayesadam.readers.match`).
     """
     options = replace(options, **changes)
-    state = checkpoint.optimizer
+    state, weights = checkpoint.optimizer, checkpoint.weights
     reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
     slots = slots_of(state, reader)
-    if model is None:
-        parameters, pairing = _pair_weights(checkpoint, slots, options)
-        return match_pairs(parameters, state, reader, pairing)
-    parameters = own_parameters(model)
-    own, is_part = _own_names(checkpoint, unwrap(model))
-    _require_shapes(checkpoint, own, parameters)
-    if is_part:
-        whole = _pair_weights(checkpoint, slots, options)[1]
+    own, is_part = ({}, True) if model is None else _own_names(checkpoint, unwrap(model))
+    if model is not None and not is_part:
+        return match_pairs(own_parameters(model), state, reader, _pair_model(checkpoint, slots, options, model, own))
+    pairing = _by_names(checkpoint, slots, options, None, weights)
+    if pairing is None:
+        pairing = pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+    if model is not None:
         short = {stored: name for name, stored in own.items()}
-        pairing = Pairing({key: short[name] for key, name in whole.names.items() if name in short}, whole.why)
-    else:
-        pairing = _pair_model(checkpoint, slots, options, model, own)
+        pairing = Pairing({key: short[name] for key, name in pairing.names.items() if name in short}, pairing.why)
+        return match_pairs(own_parameters(model), state, reader, pairing)
+    listed = {*candidates(weights, len(slots)), *pairing.names.values()}
+    held = {name: weights[name].detach() for name in weights if name in listed}
+    parameters = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}
     return match_pairs(parameters, state, reader, pairing)
 
 
 def read_curvature(
-    checkpoint: Checkpoint,
-    model: nn.Module | None = None,
-    options: CheckpointOptions = DEFAULTS,
-    **changes: Unpack[CheckpointKeywords],
+    checkpoint: Checkpoint, model: nn.Module | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Curvature:
     """v̂ by parameter name; the arguments are those of `match_checkpoint`."""
-    return read_match(match_checkpoint(checkpoint, model, options, **changes))
+    return read_match(match_checkpoint(checkpoint, model, **options))
 
 
 def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ...]:
     """How the file is read without the model, in sentences; `match` is the result of `match_checkpoint` without it."""
     match = match or match_checkpoint(checkpoint)
     beside = "" if checkpoint.optimizer_path is None else f", the optimiser's state in {checkpoint.optimizer_path}"
-    groups = checkpoint.optimizer["param_groups"]
-    count = f"{sum(len(group['params']) for group in groups)} parameters"
-    shapes = sum(parameter_shape(entry.state, entry.reader) is not None for entry in match.entries)
-    others = len(checkpoint.weights) - len(match.entries) - len(match.omitted)
-    left_out = [f"{count} {reason}" for reason, count in Counter(match.omitted.values()).items()]
-    left_out += [f"{others} that are no parameters, such as buffers"] if others else []
-    said = [
+    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+    left_out = [f" {count} {reason}." for reason, count in Counter(match.omitted.values()).items()]
+    return (
         f"{checkpoint.path}: format {checkpoint.format}{beside}.",
         *(f"{note[0].upper()}{note[1:]}." for note in checkpoint.notes),
-        f"Optimiser: {match.optimizers[0]}, {count} in {len(groups)} group{'s' if len(groups) > 1 else ''}.",
+        f"Optimiser: {match.optimizers[0]}; parameters by group: {', '.join(map(str, sizes))}.",
         f"Matched by {match.why}.",
-        f"{len(match.entries)} of {len(checkpoint.weights)} tensors have a state; {shapes} shapes were confirmed.",
-    ]
-    if left_out:
-        said.append(f"Left out: {'; '.join(left_out)}.")
-    return tuple(said)
-
-
-def _pair_weights(
-    checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions
-) -> tuple[dict[str, nn.Parameter], Pairing]:
-    """The file's weights that may be parameters, and the keys with their names."""
-    weights = checkpoint.weights
-    pairing = _by_names(checkpoint, slots, options, None, weights)
-    if pairing is None:
-        pairing = pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
-    listed = {*candidates(weights, len(slots)), *pairing.names.values()}
-    held = {name: weights[name].detach() for name in weights if name in listed}
-    return {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}, pairing
+        f"{len(match.entries)} of {len(checkpoint.weights)} tensors have a state.{''.join(left_out)}",
+    )
 
 
 def _pair_model(
@@ -342,16 +308,6 @@ def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, s
     return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
 
 
-def _require_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
-    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
-    for name, stored in names.items():
-        if name in own and outline[stored].shape != own[name].shape:
-            raise MatchError(
-                f"{checkpoint.path} is another model's: {name!r} has shape {tuple(outline[stored].shape)} in the file "
-                f"and {tuple(own[name].shape)} in the model"
-            )
-
-
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
@@ -370,7 +326,13 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
-    _require_shapes(checkpoint, names, own)
+    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+    for name, stored in names.items():
+        if outline[stored].shape != own[name].shape:
+            raise MatchError(
+                f"{checkpoint.path} is another model's: {name!r} has shape {tuple(outline[stored].shape)} in the file "
+                f"and {tuple(own[name].shape)} in the model"
+            )
     weights = {name: checkpoint.weights[stored] for name, stored in names.items()}
     sharded = [name for name in weights if is_sharded(own[name])]
     with torch.no_grad():
@@ -386,8 +348,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     stays; a tied tensor is pruned under all its names. The checkpoint's own file may be the one written to.
     """
     out, weights = Path(out), checkpoint.weights
-    unknown = sorted(masks.keys() - weights.keys())
-    if unknown:
+    if unknown := sorted(masks.keys() - weights.keys()):
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
     memory = identities(weights)
     masked = {memory[name] for name in masks}
@@ -410,9 +371,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     if known.name == "safetensors" and out.suffix != ".safetensors":
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
     if known.rewrite is None:
-        raise FileError(
-            f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
-        )
+        raise FileError(f"format {known.name!r} cannot be written; choose a path that ends in .safetensors")
     stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
         known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)

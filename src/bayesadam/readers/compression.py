@@ -1,6 +1,5 @@
-"""Second moments and their bases in fewer bytes, as files hold them: tensors under `role.parameter` in and out."""
+"""Second moments in fewer bytes, as files hold them, under `role.parameter`."""
 
-import re
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -10,7 +9,6 @@ from torch.nn.functional import pad
 
 from bayesadam.errors import FileError, SettingError, StateError
 from bayesadam.readers.registry import working_dtype
-from bayesadam.readers.rotated import is_orthonormal
 
 Compression = Literal["8bit", "factored"]
 Named = Mapping[str, Tensor]
@@ -19,8 +17,6 @@ _LAST = 255
 # Of a tensor's parts, the one without a suffix has its shape.
 _RANGE, _ROWS, _COLUMNS = "_range", "_rows", "_columns"
 _SUFFIXES = ("", _RANGE, _ROWS, _COLUMNS)
-_MOMENTS = ("second_moment", "rest")
-_BASES = ("left", "right")
 # Beside the second moments, where a saved posterior stands for an optimiser's state.
 PROBE_KEY = "saved_posterior_probe"
 _PROBES = 16
@@ -110,45 +106,6 @@ def _blocks(values: Tensor) -> Tensor:
     return pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
 
 
-def compressed(roles: Mapping[str, Named], compress: str | None) -> dict[str, Tensor]:
-    """Tensors by role and parameter name as a file holds them, under `role.parameter`.
-
-    Second moments are those of `encode`. With a compression, bases and directions become bfloat16 where that leaves
-    them orthonormal within `is_orthonormal`; `expanded` restores orthonormal bases by one step of Newton and Schulz.
-    """
-    found: dict[str, Tensor] = {}
-    for role, named in roles.items():
-        if role in _MOMENTS:
-            for name, tensor in named.items():
-                found |= {f"{role}{end}.{name}": part for end, part in encode(tensor, compress).items()}
-            continue
-        narrow = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()} if compress else {}
-        if role in _BASES:
-            narrow = {name: basis for name, basis in narrow.items() if is_orthonormal(basis.float())}
-        elif role != "directions" or not narrow:
-            narrow = {}
-        else:
-            # Directions are one matrix over all parameters.
-            rows = [part.float().unsqueeze(-1).flatten(1).cpu() for part in narrow.values()]
-            narrow = narrow if is_orthonormal(torch.cat(rows, dim=1).T) else {}
-        found |= {f"{role}.{name}": narrow.get(name, tensor) for name, tensor in named.items()}
-    return found
-
-
-def expanded(tensors: Named, source: str) -> dict[str, Tensor]:
-    """A file's tensors as they were before `compressed`."""
-    ends = re.compile(rf"({_RANGE}|{_ROWS}|{_COLUMNS})$")
-    wholes = {key: ".".join([ends.sub("", key.partition(".")[0]), key.partition(".")[2]]) for key in tensors}
-    parts = {whole for whole in wholes.values() if whole.partition(".")[0] in _MOMENTS}
-    found = {key: tensor for key, tensor in tensors.items() if wholes[key] not in parts}
-    found |= {key: moment(tensors, key, source) for key in sorted(parts)}
-    for key, tensor in found.items():
-        if tensor.dtype == torch.bfloat16:
-            wide = tensor.float()
-            found[key] = orthonormal(wide) if key.partition(".")[0] in _BASES and wide.dim() == 2 else wide
-    return found
-
-
 def moment(tensors: Named, key: str, source: str) -> Tensor:
     """The second moment under `role.parameter`, decoded."""
     role, _, name = key.partition(".")
@@ -165,11 +122,16 @@ def moment_shape(tensors: Named, key: str) -> torch.Size:
     return torch.Size((*rows.shape, *columns.shape))
 
 
-def orthonormal(columns: Tensor) -> Tensor:
-    """Q (3 I − QᵀQ)/2, which squares the distance of a nearly orthonormal Q from an orthonormal one."""
-    factor = (columns.mT @ columns).mul_(-0.5)
-    factor.diagonal().add_(1.5)
-    return columns @ factor
+def widened(key: str, tensor: Tensor) -> Tensor:
+    """A basis or direction in float32: files up to 0.3 have bfloat16, where bases are orthonormal again after a step
+    of Newton and Schulz, Q (3 I − QᵀQ)/2.
+    """
+    if tensor.dtype != torch.bfloat16:
+        return tensor
+    wide = tensor.float()
+    if key.partition(".")[0] not in ("left", "right") or wide.dim() != 2:
+        return wide
+    return wide @ (1.5 * torch.eye(wide.shape[1]) - 0.5 * wide.mT @ wide)
 
 
 def probe(theta: Tensor) -> Tensor:

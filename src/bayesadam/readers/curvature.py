@@ -24,8 +24,6 @@ PIECE = 2**19
 RECORDED_MARK = "recorded_gradients"
 # bitsandbytes has used these block lengths for its optimiser states.
 _BLOCK_LENGTHS = (256, 2048)
-_SHORT_MEMORY = 0.95
-_FEW = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +76,7 @@ def read_match(match: Match) -> Curvature:
             if not (math.isfinite(low) and math.isfinite(high) and low >= 0):
                 raise StateError(
                     f"the second moment of parameter {entry.name!r} ({entry.reader.key!r}) ranges from {low:g} to "
-                    f"{high:g}: it must be finite and not negative. Training met a non-finite gradient or the file is "
-                    "damaged; go back to a checkpoint before that, or run bayesadam.doctor(model, optimizer)"
+                    f"{high:g}: it must be finite and not negative. Go back to a checkpoint before that"
                 )
             moments[entry.name] = placed_like(moment, entry.parameter)
     return Curvature(
@@ -147,16 +144,13 @@ def _stored(entry: Entry, dtype: torch.dtype) -> Tensor:
     if reader.factors is not None:
         return weight_diagonal(*reader.factors(state, group, shape)).reshape(shape).to(dtype, copy=True)
     if reader.statistic == "factored" and state.get("variance") is None:
-        # Adafactor: R C / mean(R) for matrices, the plain average for vectors.
+        # Adafactor: R C / mean(R) for matrices, the plain average under the key for vectors.
         rows, columns = state["row_var"].detach().to(dtype), state["col_var"].detach().to(dtype)
         scale = rows.mean(dim=-2, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
         return (rows / scale) @ columns  # type: ignore[no-any-return]
     if reader.statistic == "quantised":
         return _dequantised(opened(state), reader.key, dtype)
-    key = "variance" if reader.statistic == "factored" else reader.key
-    if reader.maximum_key is not None and group.get("amsgrad"):
-        key = reader.maximum_key
-    stored: Tensor = state[key]
+    stored: Tensor = state[reader.maximum_key if reader.maximum_key and group.get("amsgrad") else reader.key]
     return (stored.to_dense() if stored.is_sparse else stored).detach().to(dtype, copy=True)
 
 
@@ -170,10 +164,7 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
     # Two lengths fit only a tensor of a single block, for which they say the same.
     lengths = [length for length in _BLOCK_LENGTHS if -(-stored.numel() // length) == largest.numel()]
     if not lengths:
-        raise StateError(
-            f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, which fits none of the known block "
-            f"lengths {_BLOCK_LENGTHS}"
-        )
+        raise StateError(f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, not of {_BLOCK_LENGTHS}")
     scales = largest.to(dtype).repeat_interleave(lengths[0])[: stored.numel()]
     values: Tensor = codes.to(dtype)[stored.flatten().long()]
     return values.mul_(scales).view(stored.shape)
@@ -251,33 +242,23 @@ def origin_of(match: Match) -> Origin:
     steps = [count for count in counted if count is not None]
     known = [entry.reader.beta(entry.group) for entry in match.entries]
     betas = [beta for beta in known if beta is not None and 0 < beta < 1]
-    return Origin(
-        match.optimizers,
-        (min(steps), max(steps)) if steps else None,
-        min(betas, default=None),
-        any(RECORDED_MARK in entry.group for entry in match.entries),
-    )
+    recorded = any(RECORDED_MARK in entry.group for entry in match.entries)
+    return Origin(match.optimizers, (min(steps), max(steps)) if steps else None, min(betas, default=None), recorded)
 
 
 def warn_of_memory(origin: Origin, label: str) -> None:
     """Warn of second moments with a short memory, or of a training that is shorter than their memory."""
     beta, steps = origin.beta, origin.fewest
-    if beta is None:
-        return
-    if beta <= _SHORT_MEMORY:
+    if beta is not None and beta <= 0.95:
         warn(
-            f"{label} was trained with β₂ = {beta:g}: its second moment is that of the last {1 / (1 - beta):.0f} "
-            "steps, too few to merge by. Train with β₂ of 0.99 or more"
+            f"{label} was trained with β₂ = {beta:g}: its second moment is that of the last {1 / (1 - beta):.0f} steps"
         )
-    if steps is not None and steps * (1 - beta) < 1 - 1e-9:
-        warn(
-            f"{label} was trained for {steps:g} steps against a memory of 1/(1−β₂) = {1 / (1 - beta):.0f}: its second "
-            "moment is that of the start of training. Train longer, or with a smaller β₂, before merging"
-        )
+    if beta is not None and steps is not None and steps * (1 - beta) < 1 - 1e-9:
+        warn(f"{label} was trained for {steps:g} steps, less than the memory 1/(1−β₂) of its second moment")
 
 
 def warn_of_few(origin: Origin, what: str) -> None:
     """Warn of fewer gradients than any curvature can be known by."""
-    if origin.fewest is not None and origin.fewest < _FEW:
+    if origin.fewest is not None and origin.fewest < 20:
         more = "record 100 or more, keep=100" if origin.recorded else "train longer"
         warn(f"{what} has {origin.fewest:g} gradients behind it, too few to know the curvature by: {more}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-Shapes = Mapping[str, torch.Size | None]
+Shapes = Mapping[str, torch.Size]
 _HEADS = ("head", "heads", "classifier", "fc", "linear", "output", "out")
 # Of which timm's models say that they should not decay.
 _TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token", "absolute_pos_embed", "relative_position_bias_table")
@@ -31,12 +31,7 @@ _TWO: tuple[tuple[str, Callable[[str, int], bool], bool | None], ...] = (
         False,
     ),
     ("biases", lambda name, _: name.endswith("bias"), False),
-    # The scripts of Hugging Face, then its Trainer.
-    (
-        "all but biases and LayerNorm weights",
-        lambda name, _: "bias" not in name and "LayerNorm.weight" not in name,
-        True,
-    ),
+    # Hugging Face's Trainer.
     ("all but biases and norms", lambda name, _: _NORMS.search(name) is None, True),
     ("the backbone", lambda name, _: "backbone" in name, None),
     ("the head", lambda name, _: name.partition(".")[0] in _HEADS, None),
@@ -45,7 +40,7 @@ _TWO: tuple[tuple[str, Callable[[str, int], bool], bool | None], ...] = (
 
 def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequence[list[str]], tuple[bool, ...]]]:
     """By every rule: what it does, the names group by group, and which groups decay where that is their purpose."""
-    dims = {name: len(shape or ()) for name, shape in shapes.items()}
+    dims = {name: len(shape) for name, shape in shapes.items()}
     if len(sizes) == 2:
         for words, test, more in _TWO:
             groups = [[name for name in dims if test(name, dims[name]) == passed] for passed in (True, False)]
@@ -56,10 +51,6 @@ def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequen
         fixed = {name for name in dims if dims[name] < 2 or _NORMS.search(name) or _EMBEDDINGS.search(name)}
         words = "all but biases, norms and embeddings, then those; each sorted by name"
         yield words, [sorted(dims.keys() - fixed), sorted(fixed)], (True, False)
-        # DETR trains no norm of its backbone, and not the first layers.
-        rest = [name for name in dims if "backbone" not in name]
-        trained = [name for name in dims if "backbone" in name and dims[name] > 1 and re.search(r"layer[234]", name)]
-        yield "all but the backbone, then the convolutions of its layers 2 to 4", [rest, trained], ()
     if len(sizes) == 3:
         # YOLO: biases, other weights, norms' weights in recent versions; in the older norms', other weights, biases.
         parts: dict[str, list[str]] = {"biases": [], "norms' weights": [], "the other weights": []}
@@ -71,11 +62,6 @@ def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequen
             yield ", then ".join(order), [parts[part] for part in order], decaying
     yield "consecutive parts of the model, in its order", _cut(shapes, sizes), ()
     yield "consecutive parts of the model, the last first", _cut(shapes, sizes[::-1])[::-1], ()
-    if len(sizes) > 2 and len(sizes) % 2 == 0:
-        # fastai.
-        halves = _cut(shapes, [sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)])
-        groups = [[name for name in part if (dims[name] > 1) == large] for part in halves for large in (True, False)]
-        yield "two for each part of the model, weights of ≥ 2 dimensions, then the rest", groups, ()
 
 
 def _cut(names: Iterable[str], sizes: Sequence[int]) -> list[list[str]]:

@@ -23,6 +23,7 @@ from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.groups import Shapes, fillings
 from bayesadam.readers.registry import (
+    ADVICE,
     Group,
     State,
     StateReader,
@@ -39,10 +40,7 @@ from bayesadam.readers.registry import (
 ONE_LIST = "bayesadam: one list"
 NAMES = "Pass param_names=[...], the parameter names in the order in which the optimiser was given them"
 REMEDY = f"{NAMES}, or the model (Posterior.from_checkpoint)"
-_IN_ORDER = (
-    ", or groups_in_order=True if each group was filled in the model's order, as by "
-    "[p for name, p in model.named_parameters() if ...]"
-)
+_IN_ORDER = ", or groups_in_order=True if each group was filled in the model's order"
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
@@ -66,14 +64,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """Parameters with their states.
+    """Parameters with their states, in the model's order, and why the others are omitted.
 
-    Attributes:
-        entries: the parameters whose state is known, in the model's order.
-        omitted: the others, with the reason.
-        foreign: how many parameters of a live optimiser are another model's.
-        optimizers: the optimisers' names.
-        why: how states and parameters were paired, in words.
+    `foreign` counts the parameters of a live optimiser that are another model's; `why` says how they were paired.
     """
 
     entries: tuple[Entry, ...]
@@ -130,19 +123,17 @@ def match_optimizers(
     refusals: list[str] = []
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
-        record = reader_named(reader) if isinstance(reader, str) else reader or reader_of(optimizer)
+        record = reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None:
-            raise StateError(
-                f"no reader is registered for {type(optimizer).__module__}.{title}: pass reader='adam' if it keeps "
-                "Adam's state, or describe it with bayesadam.readers.register(StateReader(...))"
-            )
+            name = f"{type(optimizer).__module__}.{title}"
+            raise StateError(f"no reader is registered for {name}: describe it with readers.register(StateReader(...))")
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = [names[parameter] for parameter in trained if parameter in names]
         foreign += len(trained) - len(own)
         if twice := [name for name in own if name in taken]:
             raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
         if record.statistic == "none":
-            refusals.append(f"{title} keeps no second moment per weight; {record.advice}")
+            refusals.append(f"{title} keeps no second moment per weight; {ADVICE}")
             taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
         else:
             taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names)
@@ -150,7 +141,7 @@ def match_optimizers(
     if foreign and not taken:
         raise MatchError(
             f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
-            "this optimiser trained (for a copy of it use Posterior.from_state_dict)"
+            "it trained (for a copy use Posterior.from_state_dict)"
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
@@ -162,11 +153,9 @@ def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optim
     listed: list[Optimizer] = []
     given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in given:
-        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
-            raise MatchError(
-                f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
-                "Posterior.from_state_dict"
-            )
+        if not hasattr(optimizer, "param_groups"):
+            kind = type(optimizer).__name__
+            raise MatchError(f"expected a torch optimiser, got {kind}; for a saved state use Posterior.from_state_dict")
         # Accelerate and Lightning keep it in `.optimizer`.
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
@@ -179,16 +168,9 @@ def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optim
 def match_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
-    """Match a saved optimiser state to the model's parameters.
-
-    Names count where the state has them or the caller gives them, in the optimiser's order. Without names, the model's
-    order and every shape decide, several groups by the rules that trainers follow; several answers are an error.
-    """
+    """Match a saved optimiser state to the model's parameters: by names, else by the model's order and every shape."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise MatchError(
-            "not an optimiser's state dict: it needs 'state' and 'param_groups'. Pass what optimizer.state_dict() "
-            "returned, for instance checkpoint['optimizer']"
-        )
+        raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
     record = usable_reader(reader)
     parameters = own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
@@ -200,23 +182,17 @@ def match_state_dict(
 
 def usable_reader(reader: str | StateReader) -> StateReader:
     """The reader, by name or as it is, where it finds a second moment."""
-    record = reader_named(reader) if isinstance(reader, str) else reader
+    record = reader_named(reader)
     if record.statistic == "none":
-        raise StateError(f"{record.name} keeps no second moment per weight; {record.advice}")
+        raise StateError(f"{record.name} keeps no second moment per weight; {ADVICE}")
     return record
 
 
 def match_pairs(
     parameters: Mapping[str, nn.Parameter], state_dict: Mapping[str, Any], reader: StateReader, pairing: Pairing
 ) -> Match:
-    """The match that a pairing of keys and names gives; no Gaussian can be put on numbers that are not real."""
-    taken: dict[str, Entry | str] = {
-        name: f"not of real numbers ({str(parameter.dtype).removeprefix('torch.')})"
-        for name, parameter in parameters.items()
-        if not parameter.is_floating_point()
-    }
-    names = {key: name for key, name in pairing.names.items() if name not in taken}
-    taken |= _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, names)
+    """The match that a pairing of keys and names gives."""
+    taken = _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, pairing.names)
     return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
 
 
@@ -242,8 +218,7 @@ def _entries(
         if unknown := unknown_bases(reader, state, parameter.shape):
             raise StateError(
                 f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} would "
-                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own. Name the optimiser that "
-                "wrote it, or describe it with bayesadam.readers.register(StateReader(...)) and `read`"
+                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its optimiser"
             )
         found[name] = Entry(name, parameter, state, group, reader)
     return found
@@ -256,7 +231,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     if parameter.is_quantized or not parameter.is_floating_point() or parameter.element_size() == 1:
         raise MatchError(
             f"parameter {name!r} is complex, quantised or not floating point ({parameter.dtype}): freeze it with "
-            "requires_grad_(False), and it is left out; or store a complex one as two real tensors"
+            "requires_grad_(False), and it is left out"
         )
     if is_sharded(parameter):
         check_placements(name, parameter)
@@ -367,18 +342,14 @@ def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[st
 
 
 def candidates(weights: Mapping[str, Tensor], count: int = 0) -> list[str]:
-    """The names in a state dict that may be a list of at least `count` parameters, the fewest, in its order.
-
-    A tied tensor counts under its first name alone where that is enough. Integers, which an optimiser may list and
-    keeps no state for, count last.
-    """
+    """The names in a state dict that may be parameters; of tied ones the first, where that leaves `count` or more."""
     held = getattr(weights, "outline", weights)
-    listed = [name for name in held if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
-    real = [name for name in listed if held[name].is_floating_point() or held[name].is_complex()]
+    names = [name for name in held if held[name].is_floating_point() or held[name].is_complex()]
+    names = [name for name in names if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
     identity = identities(weights)
-    first = {identity[name]: name for name in reversed(real) if held[name].numel()}
-    distinct = [name for name in real if first.get(identity[name], name) == name]
-    return next((names for names in (distinct, real) if len(names) >= count), listed)
+    first = {identity[name]: name for name in reversed(names) if held[name].numel()}
+    distinct = [name for name in names if first.get(identity[name], name) == name]
+    return distinct if len(distinct) >= count else names
 
 
 def keeps_order(weights: Mapping[str, Any]) -> bool:
@@ -395,31 +366,26 @@ def pair_weights(
 ) -> Pairing:
     """`pair` with the candidates for parameters among a file's weights."""
     held = getattr(weights, "outline", weights)
-    names = candidates(weights, len(slots))
-    # No state belongs to integers or truth values.
-    shapes = {n: held[n].shape if held[n].is_floating_point() or held[n].is_complex() else None for n in names}
+    shapes = {name: held[name].shape for name in candidates(weights, len(slots))}
     try:
         return pair(slots, shapes, ordered=ordered, in_order=in_order)
     except AmbiguousError:
         # A target network, which has the names of another with `target` in them, is trained by no optimiser.
-        original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in names}
-        trained = {n: shapes[n] for n in names if original[n] == n or shapes.get(original[n]) != shapes[n]}
-        if len(trained) == len(names):
+        original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in shapes}
+        trained = {n: shape for n, shape in shapes.items() if original[n] == n or shapes.get(original[n]) != shape}
+        if len(trained) == len(shapes):
             raise
         return pair(slots, trained, ordered=ordered, in_order=in_order)
 
 
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
     """The names behind the keys: by order and shapes alone where they suffice, else by the rule the groups follow."""
-    groups = 1 + max((slot.group for slot in slots), default=0)
-    if not ordered or groups == 1 or in_order:
-        found = assign(slots, shapes, ordered=ordered, in_order=in_order)
-        kept = "one group in the model's order" if groups == 1 else "groups: each in the model's order, as given"
-        return Pairing(found, kept if ordered else "shapes that occur once")
-    answers = _answers(slots, shapes, groups)
+    count = 1 + max((slot.group for slot in slots), default=0)
+    unordered = not ordered or (count > 1 and not in_order)
     try:
-        found = assign(slots, shapes, ordered=True, in_order=False)
+        found = assign(slots, shapes, ordered=ordered, in_order=in_order)
     except AmbiguousError as refusal:
+        answers = _answers(slots, shapes, count) if ordered and unordered else []
         if len(answers) == 1:
             return answers[0]
         if not answers:
@@ -428,10 +394,10 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
         key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != two.names[slot.key])
         raise AmbiguousError(
             f"the state under key {key!r} may belong to {one.names[key]!r} ({one.why}) or to {two.names[key]!r} "
-            f"({two.why}): {groups} groups without names, and every shape agrees with both. {REMEDY}{_IN_ORDER}"
+            f"({two.why}): {count} groups without names, and every shape agrees with both. {REMEDY}{_IN_ORDER}"
         ) from refusal
-    agreeing = [answer for answer in answers if all(answer.names[key] == name for key, name in found.items())]
-    return agreeing[0] if len(agreeing) == 1 else Pairing(found, "shapes that occur once")
+    kept = "one group in the model's order" if count == 1 else "groups: each in the model's order, as given"
+    return Pairing(found, "shapes that occur once" if unordered else kept)
 
 
 def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: bool) -> dict[Any, str]:
@@ -441,16 +407,13 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
     """
     groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
     listed, shapes = list(names), list(names.values())
-    if len(slots) > len(names):
-        counts = f"{len(slots)} parameters, the weights {len(names)} tensors that may be parameters"
-        raise MatchError(f"the optimiser's state holds {counts}: it is another model's state. {REMEDY}")
-    missing = Counter(s.shape for s in slots if s.shape is not None) - Counter(s for s in shapes if s is not None)
-    for slot in slots:
-        if slot.shape in missing:
-            raise MatchError(
-                f"the state under key {slot.key!r} has shape {tuple(slot.shape or ())}, and of the weights "
-                f"{shapes.count(slot.shape)} have that: it is another model's state. {REMEDY}"
-            )
+    missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes)
+    if len(slots) > len(names) or missing:
+        lost = [f", too few of shape {tuple(shape)}" for shape in missing][:1]
+        raise MatchError(
+            f"the optimiser's state holds {len(slots)} parameters, the weights {len(names)} tensors that may be "
+            f"parameters{''.join(lost)}: it is another model's state. {REMEDY}"
+        )
     # Without an order each key stands alone, and only a shape that occurs once decides.
     alone = [[slot] for slot in slots if slot.needed]
     found: dict[Any, str] = {}
@@ -461,30 +424,26 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
             at = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
             raise MatchError(
                 f"the optimiser's state is not in the order of the weights: key {run[at].key!r} has shape "
-                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at] or ())}. {REMEDY}"
+                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at])}. {REMEDY}"
             )
         for slot, low, high in zip(run, first, last[::-1], strict=True):
             high = len(shapes) - 1 - high
             if low == high:
                 found[slot.key] = listed[low]
             elif slot.needed:
-                why = hint = ""
-                if not ordered:
-                    why = " (the file keeps no order of its tensors, as safetensors files do not)"
-                elif len(groups) > 1:
-                    why, hint = f" ({len(groups)} groups without names have no known order)", _IN_ORDER
+                why = f" ({len(groups)} groups without names have no known order)" if len(groups) > 1 else ""
+                why = why if ordered else " (the file keeps no order of its tensors, as safetensors files do not)"
                 raise AmbiguousError(
                     f"the state under key {slot.key!r}, of shape {slot.shape and tuple(slot.shape)}, may belong to "
-                    f"{listed[low]!r} or to {listed[high]!r}{why}. {REMEDY}{hint}"
+                    f"{listed[low]!r} or to {listed[high]!r}{why}. {REMEDY}{_IN_ORDER if len(groups) > 1 else ''}"
                 )
     doubled = [name for name, count in Counter(found.values()).items() if count > 1]
     if doubled:
-        keys = [key for key, name in found.items() if name == doubled[0]]
-        raise MatchError(f"by their shapes, the states under keys {keys[:4]} all belong to {doubled[0]!r}. {REMEDY}")
+        raise MatchError(f"by their shapes, several states belong to {doubled[0]!r}. {REMEDY}")
     return found
 
 
-def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size | None]) -> list[int] | None:
+def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size]) -> list[int] | None:
     """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any."""
     positions: list[int] = []
     at = 0

@@ -19,6 +19,11 @@ from bayesadam.readers import rotated
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
+# For users of optimisers without a second moment.
+ADVICE = (
+    "train with Adam, AdamW, RMSprop or Adagrad; where AdamW trains the other parameters, pass both as a list; or ask "
+    "for the isotropic posterior, V = 1, that the paper has for SGD: reader='ogd', optimizer='ogd' of a file"
+)
 Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
 
 
@@ -34,7 +39,7 @@ class StateReader:
     | factored    | rows R and columns C of g²        | R C / mean(R)                        |
     | quantised   | an average, in 8-bit blocks       | dequantised, then as an average      |
     | identity    | nothing                           | 1 (the paper's OGD row)              |
-    | none        | nothing usable                    | refused, with `advice`               |
+    | none        | nothing usable                    | refused                              |
 
     Attributes:
         classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
@@ -43,7 +48,6 @@ class StateReader:
         bias_correction: whether to divide by 1 − βᵗ (the average starts from a constant).
         start: s₀, as a number or as the name of an entry of the parameter group.
         step: whether t is stored per parameter (`"state"`) or per group (`"group"`).
-        counter: the entry that counts the steps.
         idle_steps: the steps that are counted but leave no gradient in s.
         coupled_decay: whether weight decay is added to the gradient before it is squared, and so leaks into v.
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
@@ -54,18 +58,17 @@ class StateReader:
         factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), for an s in rotated
             coordinates (`bayesadam.readers.rotated`); None is the identity.
         bases: entries of the state that are bases, or that bases are computed from.
-        advice: what a user of an optimiser with no second moment can do instead.
+        note: what `doctor` says of it.
     """
 
     name: str
-    classes: tuple[str | type, ...]
+    classes: tuple[str | type, ...] = ()
     statistic: Statistic = "average"
     key: str = ""
     decay: tuple[str, int | None] | None = None
     bias_correction: bool = False
     start: float | str = 0.0
     step: Literal["state", "group"] = "state"
-    counter: str = "step"
     idle_steps: int = 0
     coupled_decay: bool = False
     decoupled_flag: str | None = None
@@ -75,7 +78,6 @@ class StateReader:
     read: Callable[[State, Group, torch.Size], Tensor] | None = None
     factors: Callable[[State, Group, torch.Size], rotated.Factors] | None = None
     bases: tuple[str, ...] = ()
-    advice: str = ""
     note: str = ""
 
     def class_names(self) -> tuple[str, ...]:
@@ -94,8 +96,8 @@ class StateReader:
 
     def steps(self, state: State, group: Group) -> float | None:
         """t, the number of gradients behind s, or None where the optimiser does not count."""
-        value = (group if self.step == "group" else state).get(self.counter)
-        return None if value is None else max(as_number(value, self.counter) - self.idle_steps, 0.0)
+        value = (group if self.step == "group" else state).get("step")
+        return None if value is None else max(as_number(value, "step") - self.idle_steps, 0.0)
 
     def first(self, group: Group) -> float:
         """s₀."""
@@ -110,40 +112,22 @@ class StateReader:
 
 # --- records --------------------------------------------------------------------------------------------------------
 
-_BETA2 = ("betas", 1)
-_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
+_COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
+_TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
+_RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
+_SOAP: dict[str, Any] = {"factors": rotated.listed, "bases": ("Q", "GG")}
+_SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
 
 
-def _average(name: str, *classes: str, key: str = "exp_avg_sq", **fields: Any) -> StateReader:
+def _average(name: str, *classes: str, **fields: Any) -> StateReader:
     """A moving average of squared gradients from 0 that needs its bias corrected."""
-    return StateReader(name, classes, key=key, **{"decay": _BETA2, "bias_correction": True, **fields})
+    usual = {"key": "exp_avg_sq", "decay": ("betas", 1), "bias_correction": True}
+    return StateReader(name, classes, **{**usual, **fields})
 
 
 def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
     return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
 
-
-def _eight_bit(name: str, stem: str, module: str) -> StateReader:
-    """bitsandbytes' family of one Adam: plain or paged, with an 8-bit or a 32-bit state."""
-    classes = [f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")]
-    note = "8-bit blocks: about two digits of v, and small entries of a block round to zero."
-    return _average(name, *classes, statistic="quantised", key="state2", note=note)
-
-
-def _soap(name: str, *classes: str, **fields: Any) -> StateReader:
-    """A SOAP in the layout of its authors."""
-    return _average(name, *classes, factors=rotated.listed, bases=("Q", "GG"), **fields)
-
-
-def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None = None) -> StateReader:
-    """An optimiser without a second moment per weight."""
-    return StateReader(name, classes, statistic="none", advice=advice, mark=mark)
-
-
-_COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
-_TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
-_RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
-_SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
 
 READERS: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
@@ -153,48 +137,30 @@ READERS: tuple[StateReader, ...] = (
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     # The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.
     _average(
-        *("soap", "bayesadam.optim.soap.SOAP"),
+        "soap",
+        "bayesadam.optim.soap.SOAP",
         key=f"{rotated.PLAIN_KEY} or {rotated.ROTATED_KEY}",
         mark="precondition_every",
         factors=rotated.two_sided,
         bases=("left", "right", *_SIDES),
     ),
     # The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.
-    _soap("soap-reference", "soap.SOAP", mark="max_precond_dim"),
-    _soap(
-        *("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+    _average("soap-reference", "soap.SOAP", mark="max_precond_dim", **_SOAP),
+    # One count for all parameters of a group: v of one that missed steps is underestimated.
+    _average(
+        "soap-pytorch-optimizer",
+        "pytorch_optimizer.optimizer.soap.SOAP",
+        **_SOAP,
         mark="max_precondition_dim",
         step="group",
         idle_steps=1,
-        note="One count for all parameters of a group: v of one that missed steps is underestimated.",
-    ),
-    # Its average is free of bias: β₂ grows with the steps.
-    StateReader(
-        *("soap-heavyball", ("heavyball.SOAP",)),
-        key=rotated.HEAVYBALL_MOMENT,
-        step="group",
-        counter="step_count",
-        idle_steps=1,
-        factors=rotated.bucketed,
-    ),
-    StateReader(
-        *("shampoo", ("pytorch_optimizer.optimizer.shampoo.Shampoo",)),
-        key="pre_cond_0",
-        step="group",
-        coupled_decay=True,
-        decoupled_flag="weight_decouple",
-        mark="matrix_eps",
-        factors=rotated.shampoo,
-        bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(rotated.MOST_DIMENSIONS)),
-        note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
-    StateReader("published", (), key=rotated.MOMENT_KEY, decay=(rotated.BETA_KEY, None), mark=rotated.PLAIN_MARK),
     StateReader(
-        *("published-kronecker", ()),
+        "published",
         key=f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
         decay=(rotated.BETA_KEY, None),
-        mark=rotated.ROTATED_MARK,
+        mark=rotated.SAVED_MARK,
         factors=rotated.two_sided,
         bases=_SIDES,
     ),
@@ -210,12 +176,12 @@ READERS: tuple[StateReader, ...] = (
     ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
-        *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", _BETA2),
+        *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", ("betas", 1)),
         coupled_decay=True,
         note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
     ),
     # Its average starts from the first gradient, so it has no bias to correct.
-    StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored"),
+    StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored", "variance"),
     _average("lamb", "timm.optim.lamb.Lamb", step="group"),
     # Averages (g + β₂ Δg)², after Nesterov.
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group"),
@@ -230,33 +196,41 @@ READERS: tuple[StateReader, ...] = (
     ),
     _average("adabelief", "timm.optim.adabelief.AdaBelief", key="exp_avg_var", maximum_key="max_exp_avg_var", **_TIMM),
     _average(
-        *("adahessian", "timm.optim.adahessian.Adahessian"),
+        "adahessian",
+        "timm.optim.adahessian.Adahessian",
         key="exp_hessian_diag_sq",
         note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
     ),
-    _eight_bit("adam8bit", "Adam", "bitsandbytes.optim.adam"),
-    _eight_bit("adamw8bit", "AdamW", "bitsandbytes.optim.adamw"),
-    StateReader("ogd", (), "identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."),
-    _none(
-        "sgd",
-        "torch.optim.sgd.SGD",
-        advice="its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
-        f"reader='ogd', or {_TRAIN_WITH}",
-        mark="dampening",
+    *(
+        _average(
+            f"{module}8bit",
+            *(
+                f"bitsandbytes.optim.{module}.{page}{name}{bits}"
+                for page in ("", "Paged")
+                for bits in ("", "8bit", "32bit")
+            ),
+            statistic="quantised",
+            key="state2",
+            note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
+        )
+        for module, name in (("adam", "Adam"), ("adamw", "AdamW"))
     ),
-    _none("rprop", "torch.optim.rprop.Rprop", mark="etas"),
-    _none("asgd", "torch.optim.asgd.ASGD", mark="lambd"),
-    _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
-    _none(
-        "muon",
-        *("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"),
-        advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
-        f"posterior.omitted; otherwise {_TRAIN_WITH}",
-        mark="ns_steps",
+    StateReader(
+        "ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
     ),
-    _none("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
-    _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
-    _none("novograd", "timm.optim.nvnovograd.NvNovoGrad", advice=f"it has one number per layer; {_TRAIN_WITH}"),
+    StateReader("sgd", ("torch.optim.sgd.SGD",), "none", mark="dampening"),
+    StateReader("rprop", ("torch.optim.rprop.Rprop",), "none", mark="etas"),
+    StateReader("asgd", ("torch.optim.asgd.ASGD",), "none", mark="lambd"),
+    StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), "none", mark="history_size"),
+    StateReader(
+        "muon", ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"), "none", mark="ns_steps"
+    ),
+    StateReader(
+        "lion", ("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"), "none"
+    ),
+    StateReader("lars", ("timm.optim.lars.Lars",), "none", mark="trust_coeff"),
+    # It keeps one number a layer.
+    StateReader("novograd", ("timm.optim.nvnovograd.NvNovoGrad",), "none"),
 )
 
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
@@ -276,24 +250,17 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
     'mine'
     """
     if reader.name.lower() in _registry and not replace:
-        raise SettingError(
-            f"a reader named {reader.name!r} exists already: choose another name, or pass replace=True to override it"
-        )
-    if reader.statistic in ("average", "sum", "root") and not (reader.key or reader.read or reader.factors):
-        raise SettingError(f"reader {reader.name!r} needs a `key` or a `read` function to find its second moment")
-    if reader.bias_correction and reader.decay is None:
-        raise SettingError(f"reader {reader.name!r} asks for a bias correction but names no `decay` (its β)")
+        raise SettingError(f"a reader named {reader.name!r} exists already: pass replace=True to override it")
     _registry[reader.name.lower()] = reader
     return reader
 
 
-def reader_named(name: str) -> StateReader:
-    """The reader called `name`, in any case: `"adam"`, `"AdamW"`."""
+def reader_named(name: str | StateReader) -> StateReader:
+    """The reader called `name`, in any case: `"adam"`, `"AdamW"`; a reader is given back."""
+    if isinstance(name, StateReader):
+        return name
     if name.lower() not in _registry:
-        raise SettingError(
-            f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}. "
-            "Add your own with bayesadam.readers.register(StateReader(...))"
-        )
+        raise SettingError(f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}")
     return _registry[name.lower()]
 
 
@@ -308,12 +275,8 @@ def reader_of(optimizer: Optimizer) -> StateReader | None:
 
 # All fields of a record that change v̂.
 _reading = attrgetter(
-    *("statistic", "key", "decay", "bias_correction", "start", "step", "counter", "idle_steps"),
+    *("statistic", "key", "decay", "bias_correction", "start", "step", "idle_steps"),
     *("maximum_key", "centre_key", "read", "factors"),
-)
-_ADVICE = (
-    "Train with Adam, AdamW, RMSprop or Adagrad; or choose by name, with optimizer='ogd', the isotropic posterior, "
-    "V = 1, that the paper has for SGD"
 )
 # Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
 # them, a scheduler's after them. Up to torch 1.11 Adam and AdamW wrote the same; from 1.12 to 2.6 AdamW had `foreach`
@@ -338,7 +301,8 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     held = [(outline(state), groups[key]) for key, state in states.items()]
     fitting = [r for r in registered() if held and all(_fits(r, state, group) for state, group in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
-    named = [r for r in fitting if recorded is not None and _is_called(r, recorded)]
+    short = (recorded or "").rpartition(".")[2].lower()
+    named = [r for r in fitting if short in (r.name, *(path.rpartition(".")[2].lower() for path in r.class_names()))]
     # Readers whose own flag is in the group, where there are such; else those that expect none.
     flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in held[0][1]]
     chosen = named or flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
@@ -357,29 +321,17 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     # The later is the more particular: LARS has all that SGD has.
     without = [r for r in reversed(registered()) if r.statistic == "none"]
     used = [group for _, group in held] or optimizer["param_groups"]
-    marked = [r for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
-    refused = [r for r in without if recorded is not None and _is_called(r, recorded)] or marked
-    if refused:
-        title = next(iter(refused[0].class_names()), refused[0].name).rpartition(".")[2]
-        raise StateError(
-            f"the optimiser is {title}, which keeps no second moment per weight: its state has keys {keys}. {_ADVICE}"
+    marked = [r.name for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
+    if marked:
+        why = f" is {marked[0]}, which keeps no second moment per weight: its state has keys {keys}"
+    elif not held:
+        why = "'s state is empty: it has not taken a step yet: train first, then save it; or it is SGD without momentum"
+    else:
+        why = (
+            f"'s state has keys {keys}, and no reader finds a second moment per weight in it: name the optimiser with "
+            "optimizer=, or describe it with bayesadam.readers.register(StateReader(...))"
         )
-    if not held:
-        raise StateError(
-            "the optimiser's state is empty: it has not taken a step yet: train first, and save its state together "
-            f"with the weights; or it is SGD without momentum. {_ADVICE}"
-        )
-    raise StateError(
-        f"the optimiser's state has keys {keys}, and no reader finds a second moment per weight in it (Lion, NovoGrad "
-        "and the Adafactor of transformers and timm keep none that is read): name the optimiser with optimizer=, or "
-        f"describe it with bayesadam.readers.register(StateReader(...)). {_ADVICE}"
-    )
-
-
-def read_alike(reader: StateReader) -> tuple[str, ...]:
-    """The names of the other readers that compute the same, which a file may not distinguish."""
-    own = reader.name.split(" or ")
-    return tuple(r.name for r in registered() if r.name not in own and _reading(r) == _reading(reader))
+    raise StateError(f"the optimiser{why}; {ADVICE}")
 
 
 def _fits(reader: StateReader, state: State, group: Group) -> bool:
@@ -396,7 +348,7 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     if isinstance(momentum, Tensor) and momentum.shape != stored.shape:
         return False
     counted = reader.bias_correction or reader.statistic == "sum"
-    if counted and (group if reader.step == "group" else state).get(reader.counter) is None:
+    if counted and (group if reader.step == "group" else state).get("step") is None:
         return False
     if isinstance(reader.start, str) and reader.start not in group:
         return False
@@ -409,7 +361,6 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
 
 def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
     """Of readers that compute the same, the one that a flag or the order of the groups' entries names."""
-    by_name = {r.name: r for r in alike}
     names: set[str | None] = set()
     for group in groups:
         entries = f" {' '.join(map(str, group))} "
@@ -418,25 +369,15 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
             name = "adamw" if group["decoupled_weight_decay"] else "adam"
         names.add(name)
     named = [reader for reader in alike if reader.name in names]
-    if len(named) == 1:
-        return named[0]
-    if not {"adam", "adamw"} <= by_name.keys():
-        return alike[0]
-    note = "the file does not say which; without weight decay they are the same."
-    if any(group.get("weight_decay") for group in groups):
-        note = (
-            "the file does not say which, and it has weight decay. v is read alike, and the prior is N × the weight "
-            "decay. But Adam adds the decay to the gradients before they are squared: part of the prior is then in v "
-            "already, and the posterior too narrow. Say which with optimizer='adam' or 'adamw' (--optimizer)."
-        )
-    return changed(
-        by_name["adam"], name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note
+    adam = next((reader for reader in alike if reader.name == "adam"), None)
+    if len(named) == 1 or adam is None:
+        return (named or alike)[0]
+    note = (
+        "the file does not say which. v is read alike, and without weight decay they are the same. With it, Adam adds "
+        "the decay to the gradients before they are squared, and the posterior is too narrow. Say which with "
+        "optimizer='adam' or 'adamw' (--optimizer)."
     )
-
-
-def _is_called(reader: StateReader, name: str) -> bool:
-    short = name.rpartition(".")[2].lower()
-    return short == reader.name or short in {known.rpartition(".")[2].lower() for known in reader.class_names()}
+    return changed(adam, name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note)
 
 
 # --- what a state holds ---------------------------------------------------------------------------------------------

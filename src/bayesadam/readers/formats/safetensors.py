@@ -14,25 +14,16 @@ from torch import Tensor
 
 from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tensors
 from bayesadam.errors import FileError
-from bayesadam.readers.compression import PROBE_KEY, expanded, moment, moment_shape, probe
+from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
 from bayesadam.readers.curvature import RECORDED_MARK, Origin
 from bayesadam.readers.formats.contents import Contents, Recorded
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.networks import Keys
 from bayesadam.readers.formats.registry import Format, refuse_keys
-from bayesadam.readers.rotated import (
-    BETA_KEY,
-    LEFT_KEY,
-    MOMENT_KEY,
-    PLAIN_MARK,
-    RIGHT_KEY,
-    ROTATED_MARK,
-    ROTATED_MOMENT_KEY,
-)
+from bayesadam.readers.rotated import BETA_KEY, LEFT_KEY, MOMENT_KEY, RIGHT_KEY, ROTATED_MOMENT_KEY, SAVED_MARK
 
 _ROLE = "second_moment"
 _SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}
-_MARKS = {"diagonal": PLAIN_MARK, "kronecker": ROTATED_MARK}
 
 
 def _is_safetensors(path: Path, head: bytes) -> bool:
@@ -56,7 +47,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     refuse_keys(path, "a saved posterior has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
     tensors, header = read_mapped(path)
     kind = header.get("structure")
-    if kind not in _MARKS:
+    if kind not in ("diagonal", "kronecker"):
         loader = "Mixture.load" if kind == "mixture" else "Posterior.load"
         raise FileError(f"{path} holds a {kind} posterior, without second moments of weights: read it with {loader}")
     try:
@@ -74,7 +65,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
     # An average without memory has β = 0.
-    marks = {_MARKS[kind]: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
+    marks = {SAVED_MARK: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
     summary = f"the posterior of {len(names)} parameters"
     if stored is None:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
@@ -107,7 +98,7 @@ def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | 
         if wanted == key:
             return moment(tensors, f"{_ROLE}.{name}", str(path))
         stored = f"{_SIDES[wanted]}.{name}"
-        return expanded({stored: tensors[stored]}, str(path))[stored]
+        return widened(stored, tensors[stored])
 
     return Lazy(outline, read)
 
