@@ -417,6 +417,8 @@ ELSEWHERE = {
     ("soap", "bayesadam.optim.soap.SOAP"),
     ("soap-reference", "soap.SOAP"),
     ("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+    ("soap-heavyball", "heavyball.SOAP"),
+    ("shampoo", "pytorch_optimizer.optimizer.shampoo.Shampoo"),
 }
 TESTED = {(case.reader, case.factory) for case in CASES} | {(r.reader, r.factory) for r in REFUSALS} | ELSEWHERE
 

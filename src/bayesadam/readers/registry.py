@@ -48,6 +48,7 @@ class StateReader:
         bias_correction: whether to divide by 1 − βᵗ (the average starts from a constant).
         start: s₀, as a number or as the name of an entry of the parameter group.
         step: whether t is stored per parameter (`"state"`) or per group (`"group"`).
+        counter: the entry that counts the steps.
         idle_steps: the steps that are counted but leave no gradient in s.
         coupled_decay: whether weight decay is added to the gradient before it is squared, and so leaks into v.
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
@@ -69,6 +70,7 @@ class StateReader:
     bias_correction: bool = False
     start: float | str = 0.0
     step: Literal["state", "group"] = "state"
+    counter: str = "step"
     idle_steps: int = 0
     coupled_decay: bool = False
     decoupled_flag: str | None = None
@@ -96,8 +98,8 @@ class StateReader:
 
     def steps(self, state: State, group: Group) -> float | None:
         """t, the number of gradients behind s, or None where the optimiser does not count."""
-        value = (group if self.step == "group" else state).get("step")
-        return None if value is None else max(as_number(value, "step") - self.idle_steps, 0.0)
+        value = (group if self.step == "group" else state).get(self.counter)
+        return None if value is None else max(as_number(value, self.counter) - self.idle_steps, 0.0)
 
     def first(self, group: Group) -> float:
         """s₀."""
@@ -154,6 +156,26 @@ READERS: tuple[StateReader, ...] = (
         mark="max_precondition_dim",
         step="group",
         idle_steps=1,
+    ),
+    # Its average is free of bias: β₂ grows with the steps.
+    StateReader(
+        *("soap-heavyball", ("heavyball.SOAP",)),
+        key=rotated.HEAVYBALL_MOMENT,
+        step="group",
+        counter="step_count",
+        idle_steps=1,
+        factors=rotated.bucketed,
+    ),
+    StateReader(
+        *("shampoo", ("pytorch_optimizer.optimizer.shampoo.Shampoo",)),
+        key="pre_cond_0",
+        step="group",
+        coupled_decay=True,
+        decoupled_flag="weight_decouple",
+        mark="matrix_eps",
+        factors=rotated.shampoo,
+        bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(rotated.MOST_DIMENSIONS)),
+        note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
     StateReader(
@@ -275,7 +297,7 @@ def reader_of(optimizer: Optimizer) -> StateReader | None:
 
 # All fields of a record that change v̂.
 _reading = attrgetter(
-    *("statistic", "key", "decay", "bias_correction", "start", "step", "idle_steps"),
+    *("statistic", "key", "decay", "bias_correction", "start", "step", "counter", "idle_steps"),
     *("maximum_key", "centre_key", "read", "factors"),
 )
 # Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
@@ -348,7 +370,7 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     if isinstance(momentum, Tensor) and momentum.shape != stored.shape:
         return False
     counted = reader.bias_correction or reader.statistic == "sum"
-    if counted and (group if reader.step == "group" else state).get("step") is None:
+    if counted and (group if reader.step == "group" else state).get(reader.counter) is None:
         return False
     if isinstance(reader.start, str) and reader.start not in group:
         return False
