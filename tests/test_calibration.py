@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
+from bayesadam import calibrate
 from bayesadam.calibration import fits, held_out, log_marginal_likelihood
-from bayesadam.calibration.fits import Widths
 from bayesadam.errors import (
     BayesAdamError,
     CalibrationError,
@@ -28,7 +28,6 @@ from bayesadam.errors import (
     SettingError,
 )
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.posterior.distribution import predictive_of
 from bayesadam.predict.prediction import Options
 from cases import mlp
 from floats import approx, assert_close, close
@@ -45,12 +44,6 @@ def blobs(count: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
     y = torch.randint(classes, (count,), generator=generator)
     angle = 2 * math.pi * y / classes
     return torch.stack([angle.cos(), angle.sin()], dim=1) + 0.7 * torch.randn(count, 2, generator=generator), y
-
-
-def calibrate(*arguments: Any, **options: Any) -> Any:
-    """Fitted to all data, which is what these tests look at; the split and the report have tests of their own."""
-    with warnings.catch_warnings():
-        return ba.calibrate(*arguments, folds=1, **options)
 
 
 def fitted(model: nn.Module, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor], y: Tensor) -> ba.Posterior:
@@ -100,8 +93,9 @@ def problem(request: pytest.FixtureRequest, likelihood: str) -> tuple[ba.Posteri
 
 
 def log_likelihood(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], **options: Any) -> float:
+    """Under the variances of the posterior itself, which is what settings are fitted to."""
     x, y = batch
-    return float(predict(posterior, x, **options).log_prob(y).double().mean())
+    return float(predict(posterior, x, shift=False, **options).log_prob(y).double().mean())
 
 
 @pytest.fixture
@@ -127,7 +121,7 @@ def test_validation_is_no_worse_than_the_network_without_a_posterior(
     posterior, (x, y) = problem(request, likelihood)
     with torch.no_grad():
         without = -float(loss(posterior.model(x), y))
-    found = calibrate(posterior, (x, y), likelihood=likelihood, link=link)
+    found = calibrate(posterior, (x, y), likelihood=likelihood, method="validation", link=link)
     calibrated = log_likelihood(found, (x, y), likelihood=likelihood, link=link)
     # These networks are over-confident, so that it must even be better.
     assert calibrated > without + 0.01
@@ -142,7 +136,7 @@ def test_validation_does_not_spoil_a_network_that_needs_no_posterior():
         model[2].weight *= 5
         logits = model(x)
     y = torch.multinomial(logits.softmax(dim=1), 1, generator=seeded()).squeeze(1)
-    found = calibrate(posterior_over(model), (x, y), likelihood="classification")
+    found = calibrate(posterior_over(model), (x, y), likelihood="classification", method="validation")
     assert log_likelihood(found, (x, y), likelihood="classification") >= -float(F.cross_entropy(logits, y)) - 1e-4
 
 
@@ -169,7 +163,7 @@ def test_validation_of_a_regression_finds_the_noise_of_every_output(regression):
     residual = (y - posterior.model(x).detach()).square().mean(dim=0)
     assert found.noise_variance.shape == (2,)
     assert (found.noise_variance <= residual * (1 + 1e-5)).all()
-    total = predict(found, x).total_variance.mean(dim=0)
+    total = predict(found, x, shift=False).total_variance.mean(dim=0)
     assert_close(total, residual, rtol=0.2)
 
 
@@ -210,13 +204,15 @@ def test_the_given_posterior_and_its_model_are_left_alone(request, coarse, likel
 
 
 @every_likelihood
-def test_the_default_is_evidence_for_regression_and_validation_for_classes(request, coarse, likelihood: str):
+def test_the_default_is_evidence_for_regression_and_temperature_for_classes(request, coarse, likelihood: str):
     posterior, batch = problem(request, likelihood)
-    expected = "evidence" if likelihood == "regression" else "validation"
+    expected = "evidence" if likelihood == "regression" else "temperature"
     found = calibrate(posterior, batch, likelihood=likelihood)
     same = calibrate(posterior, batch, likelihood=likelihood, method=expected)
     assert found.settings.scale == same.settings.scale
     assert found.prior_precision == same.prior_precision
+    assert found.temperature == same.temperature
+    assert found.averaged == same.averaged == (likelihood == "regression")
 
 
 @every_likelihood
@@ -328,7 +324,7 @@ def test_noise_and_uncertainty_together_are_the_held_out_residuals(regression):
     found = calibrate(posterior, (x, y), likelihood="regression")
     residual = (y - posterior.model(x).detach()).square().mean(dim=0)
     assert found.noise_variance.shape == (2,)
-    predicted = predict(found, x).total_variance.mean(dim=0)
+    predicted = predict(found, x, shift=False).total_variance.mean(dim=0)
     assert_close(predicted, residual, rtol=0.03)
     # Each output has a noise of its own.
     assert found.noise_variance[1] > 10 * found.noise_variance[0]
@@ -337,7 +333,7 @@ def test_noise_and_uncertainty_together_are_the_held_out_residuals(regression):
 def test_noise_and_uncertainty_fit_the_mean_that_the_prior_has_moved(regression):
     posterior, (x, y) = regression
     found = calibrate(posterior.replace(form="likelihood"), (x, y), likelihood="regression", method="evidence")
-    predicted = predict(found, x)
+    predicted = predict(found, x, shift=False)
     assert not close(predicted.mean, posterior.model(x), rtol=1e-3)
     residual = (y - predicted.mean).square().mean(dim=0)
     assert_close(predicted.total_variance.mean(dim=0), residual, rtol=0.05)
@@ -450,13 +446,13 @@ def test_the_marginal_likelihood_needs_noise_a_prior_and_data():
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ba.Posterior, dict[str, Any]]]:
     """Every candidate that calibration predicted with, and how."""
     seen: list[tuple[ba.Posterior, dict[str, Any]]] = []
-    original = predictive_of
+    original = fits.component_of
 
     def recorded(posterior: ba.Posterior, inputs: Any, options: Options) -> Any:
         seen.append((posterior, {**vars(options), "seed": options.generator.initial_seed()}))
         return original(posterior, inputs, options)
 
-    monkeypatch.setattr(held_out, "predictive_of", recorded)
+    monkeypatch.setattr(fits, "component_of", recorded)
     return seen
 
 
@@ -469,8 +465,6 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
     options = {"likelihood": likelihood, "predictive": predictive, "n_samples": 6}
     found = calibrate(posterior, batch, generator=seeded(4), **options)
     assert predictions, "the predictive asked for was never used"
-    # The network alone, at some temperature, is looked at too.
-    predictions = [each for each in predictions if each[1]["predictive"] != "linearised"]
     (seed,) = {used["seed"] for _, used in predictions}
     assert {(used["predictive"], used["n_samples"], used["likelihood"]) for _, used in predictions} == {
         (predictive, 6, likelihood)
@@ -483,7 +477,8 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
                 candidate, batch, likelihood=likelihood, predictive=predictive, n_samples=6, generator=seeded(seed)
             )
 
-    start = calibrate(posterior, batch, likelihood=likelihood)
+    method = "evidence" if likelihood == "regression" else "validation"
+    start = calibrate(posterior, batch, likelihood=likelihood, method=method)
     assert scored(found) >= scored(start) - 1e-6
     again = calibrate(posterior, batch, generator=seeded(4), **options)
     assert all(torch.equal(again.variance[name], v) for name, v in found.variance.items())
@@ -519,30 +514,35 @@ def test_sampling_does_not_spoil_a_network_that_needs_no_posterior(predictive: s
     assert log_likelihood(found, (x, y), generator=seeded(2), **options) >= -float(F.cross_entropy(logits, y)) - 2e-3
 
 
-def rows_run(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], **options: Any) -> int:
+def rows_run(posterior: ba.Posterior, batches: Any, **options: Any) -> int:
     """How many rows went through the model while it was calibrated."""
     rows: list[int] = []
     handle = posterior.model.register_forward_hook(lambda module, given, output: rows.append(len(output)))
     try:
-        with warnings.catch_warnings():
-            ba.calibrate(posterior, batch, likelihood="classification", generator=seeded(), **options)
+        calibrate(posterior, batches, likelihood="classification", generator=seeded(), **options)
     finally:
         handle.remove()
     return sum(rows)
+
+
+def test_a_classifier_is_calibrated_by_two_passes_of_the_mean_network(classification):
+    posterior, (x, y) = classification
+    for batches in ((x, y), [(x[:50], y[:50]), (x[50:], y[50:])]):
+        assert rows_run(posterior, batches) == 2 * len(x)
 
 
 @pytest.mark.slow
 def test_what_a_sampling_calibration_costs(classification):
     posterior, draws = classification[0], 5
     cost = {
-        (n, folds): rows_run(posterior, blobs(n, 3, seed=5), predictive="sampled", n_samples=draws, folds=folds) / draws
-        for n, folds in ((3_000, 2), (9_000, 2), (9_000, 5))
+        n: rows_run(posterior, blobs(n, 3, seed=5), predictive="sampled", n_samples=draws) / draws
+        for n in (3_000, 9_000)
     }
-    # Thirteen widths and a few more on 2,000 examples, whatever the data, and each example once more to be scored.
-    assert cost[9_000, 2] < 9_000 + 18 * 2_000
-    # The search does not grow with the data, nor the cost with the folds.
-    assert cost[9_000, 2] - cost[3_000, 2] < 1.5 * 6_000 + 3 * 2_000
-    assert cost[9_000, 5] < 1.05 * cost[9_000, 2]
+    # Thirteen widths on 2,000 examples, whatever the data, and each example once more to be scored, both with the mean
+    # network beside the draws; for all examples its outputs, their moments, and its outputs once more.
+    assert cost[9_000] < (1 + 1 / draws) * (13 * 2_000 + 9_000) + (3 / draws + 0.05) * 9_000
+    # The search does not grow with the data.
+    assert cost[9_000] - cost[3_000] < 1.5 * 6_000 + 3 * 2_000
 
 
 def cost_of(temperature: float) -> float:
@@ -551,42 +551,36 @@ def cost_of(temperature: float) -> float:
     return 2 * log**2 if log < 0 else log**2 / 2
 
 
-def at_best_temperature(candidate: ba.Posterior, batch: tuple[Tensor, Tensor], rows: Tensor, **options: Any) -> float:
-    """The greatest mean log-likelihood of some rows over temperatures, with log p(T), predicted anew, on a fine
-    grid.
-    """
+def at_best_temperature(candidate: ba.Posterior, batch: tuple[Tensor, Tensor], **options: Any) -> float:
+    """The greatest mean log-likelihood over temperatures, with log p(T), predicted anew, on a fine grid."""
     x, y = batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CollapsedPredictionWarning)
         p = predict(candidate, x, likelihood="classification", n_samples=6, generator=seeded(3), **options)
     values = [
-        (p.draws.double() / t).softmax(dim=2).mean(dim=0).gather(1, y[:, None])[rows].log().mean()
-        - cost_of(float(t)) / int(rows.sum())
+        (p.draws.double() / t).softmax(dim=2).mean(dim=0).gather(1, y[:, None]).log().mean()
+        - cost_of(float(t)) / len(y)
         for t in torch.logspace(math.log10(0.25), math.log10(5.6), 400, dtype=torch.float64)
     ]
     return float(torch.stack(values).max())
 
 
 @pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
-def test_a_part_chooses_by_its_own_examples_among_what_was_looked_at(classification, predictive: str):
-    posterior, batch = classification
+def test_draws_choose_the_best_width_and_temperature_of_those_looked_at(classification, predictive: str, predictions):
+    posterior, (x, y) = classification
     options = Options(likelihood="classification", predictive=predictive, n_samples=6)
-    widths = Widths(posterior, held_out.HeldOut(posterior, [batch], options, seed=3), torch.arange(90))
-    assert len(widths.known) > 4
-    for part in (torch.arange(90) % 2 == 0, torch.arange(90) % 2 == 1, torch.arange(90) < 20):
+    for batch in ((x, y), (x[::2], y[::2]), (x[:20], y[:20])):
+        predictions.clear()
+        own = fits.by_draws(posterior, held_out.HeldOut(posterior, [batch], options, seed=3))
+        assert len(predictions) > 4
         values = {
-            (each.settings.scale, float(each.prior_precision["0.weight"])): at_best_temperature(
-                each, batch, part, predictive=predictive
-            )
-            for each, _ in widths.known
+            each.settings.scale: at_best_temperature(each, batch, predictive=predictive) for each, _ in predictions
         }
-        own = widths.best(part)
-        found = values[own.settings.scale, float(own.prior_precision["0.weight"])]
+        found = values[own.settings.scale]
         # A parabola through temperatures of a ratio of √2 is not the peak itself.
         assert found >= max(values.values()) - 2e-3
-        x, y = batch
-        p = predict(own, x, likelihood="classification", predictive=predictive, n_samples=6, generator=seeded(3))
-        assert float(p.log_prob(y)[part].double().mean()) - cost_of(own.temperature) / int(part.sum()) >= found - 2e-3
+        p = predict(own, batch[0], likelihood="classification", predictive=predictive, n_samples=6, generator=seeded(3))
+        assert float(p.log_prob(batch[1]).double().mean()) - cost_of(own.temperature) / len(batch[1]) >= found - 2e-3
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -604,7 +598,7 @@ def test_settings_that_overflow_are_passed_over():
     posterior = replace(posterior_over(model), structure=Diagonal(moments))
     smallest = posterior.replace(scale=1.0, n_data=1.0, prior_precision=1e-23)
     assert not torch.isfinite(predict(smallest, x, likelihood="classification").variance).all()
-    found = calibrate(posterior, (x, y), likelihood="classification")
+    found = calibrate(posterior, (x, y), likelihood="classification", method="validation")
     assert math.isfinite(log_likelihood(found, (x, y), likelihood="classification"))
 
 
@@ -687,11 +681,12 @@ def test_held_out_data_of_every_kind(classification):
 
 def test_several_inputs_and_a_forward_of_the_users_own(classification, coarse):
     posterior, (x, y) = classification
-    expected = calibrate(posterior, (x, y), likelihood="classification")
+    expected = calibrate(posterior, (x, y), likelihood="classification", method="validation")
     found = calibrate(
         posterior,
         [(x[:, :1], x[:, 1:], y)],
         likelihood="classification",
+        method="validation",
         forward=lambda model, batch: model(torch.cat(batch, dim=1)),
     )
     assert found.settings.scale == approx(expected.settings.scale, rel=1e-3)
@@ -719,11 +714,11 @@ def test_data_that_is_none_is_named(classification):
 
 def test_data_made_in_inference_mode(classification, coarse):
     posterior, (x, y) = classification
-    expected = calibrate(posterior, (x, y), likelihood="classification")
+    expected = calibrate(posterior, (x, y), likelihood="classification", method="validation")
     with torch.inference_mode():
         batches = ((x.clone(), y), {"input": x.clone(), "labels": y})
     for batch in batches:
-        found = calibrate(posterior, [batch], likelihood="classification")
+        found = calibrate(posterior, [batch], likelihood="classification", method="validation")
         assert found.settings.scale == approx(expected.settings.scale, rel=1e-6)
 
 
@@ -784,7 +779,7 @@ def test_bad_arguments_are_named(classification, options: dict[str, Any], match:
 
 def test_the_data_may_be_cut_to_fit_the_memory(classification, coarse):
     posterior, batch = classification
-    expected = calibrate(posterior, batch, likelihood="classification")
+    expected = calibrate(posterior, batch, likelihood="classification", method="validation")
     rows: list[int] = []
     noted = Lambda(lambda self, x: rows.append(len(x)) or self.net(x), net=posterior.model)
     moved = replace(
@@ -794,8 +789,9 @@ def test_the_data_may_be_cut_to_fit_the_memory(classification, coarse):
         structure=Diagonal({f"net.{name}": v for name, v in posterior.structure.second_moment.items()}),
         settings=replace(posterior.settings, prior_precision={f"net.{name}": 1.0 for name in posterior.mode}),
     )
-    found = calibrate(moved, batch, likelihood="classification", memory_budget=20_000)
-    assert max(rows[-5:]) < 60
+    found = calibrate(moved, batch, likelihood="classification", method="validation", memory_budget=20_000)
+    # All but the two passes of the mean network.
+    assert sorted(rows)[-3] < 60
     assert found.settings.scale == approx(expected.settings.scale, rel=1e-3)
 
 

@@ -48,7 +48,7 @@ def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
         return found
 
     monkeypatch.setattr(held_out, "moments", counting)
-    calibrated = ba.calibrate(posterior, (inputs, targets), likelihood="classification")
+    calibrated = ba.calibrate(posterior, (inputs, targets), likelihood="classification", method="validation")
     assert asked
     assert all(along is not None and shape[2] == 10 for along, shape in asked)
     before, after = (
@@ -64,12 +64,13 @@ def test_rows_of_many_classes_are_what_predictions_have():
     data = held_out.HeldOut(posterior, [(inputs, targets)], Options(likelihood="classification"), 0)
     variance = posterior.variance
     parts = list(data.moments(posterior, [variance.__getitem__]))
-    assert sum(len(y) for *_, y, _ in parts) == 4 * len(inputs)
-    assert torch.equal(torch.cat([owner for *_, owner in parts]).bincount(), torch.full((len(inputs),), 4))
+    assert sum(len(part.y) for part in parts) == 4 * len(inputs)
+    assert torch.equal(data.observed.owners.bincount(), torch.full((len(inputs),), 4))
     whole = posterior.predict(inputs, likelihood="classification", n_samples=10**6, probes=0)
-    logits, outputs = whole.logits.flatten(0, 1), torch.zeros_like(whole.logits)
+    every = whole.components[0].logits
+    logits, outputs = every.flatten(0, 1), torch.zeros_like(every)
     outputs = outputs.scatter(2, whole.outputs, whole.variance).flatten(0, 1)
-    for mean, variances, _, y, _ in parts:
+    for mean, variances, _, y in parts:
         for row, own, label in zip(mean, variances[0], y, strict=True):
             same = (logits - row).abs().amax(dim=1) < 1e-5
             assert_close(own, outputs[same][0], rtol=1e-4, atol=1e-7)
@@ -77,8 +78,8 @@ def test_rows_of_many_classes_are_what_predictions_have():
 
 
 @pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled"])
-def test_folds_are_of_examples_whatever_their_places(predictive):
-    """More places than are looked at, in several batches, with enough examples to be scored across folds."""
+def test_scores_are_of_examples_whatever_their_places(predictive):
+    """More places than are looked at, in several batches, with enough examples to be scored."""
     posterior, _ = text_posterior()
     ids = torch.randint(130, (70, 9), generator=torch.Generator().manual_seed(3))
     batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(30)]

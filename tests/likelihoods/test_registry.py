@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -70,12 +69,6 @@ def expected_hessian(name: str, f: Tensor) -> Tensor:
 
 def predictive(record: Likelihood, mean: Tensor, variance: Tensor, **options: Tensor) -> ba.Predictive:
     return record.predictive([Component(mean, variance, noise_variance=torch.tensor(0.5), **options)])
-
-
-def calibrate(*arguments: Any, **options: Any) -> Any:
-    """Fitted to all data, whatever they prefer."""
-    with warnings.catch_warnings():
-        return ba.calibrate(*arguments, folds=1, **options)
 
 
 # --- the records ----------------------------------------------------------------------------------------------------
@@ -254,15 +247,16 @@ def test_predict_gives_the_likelihoods_predictive(fitted, kind):
 def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, method):
     name, posterior, x, y = fitted
     wide = posterior.replace(scale=1e-4, prior_precision=1e-3)
-    tuned = calibrate(wide, (x, y), likelihood=name, method=method)
+    tuned = ba.calibrate(wide, (x, y), likelihood=name, method=method)
     before, after = (ba.scores.nll(p.predict(x, likelihood=name), y) for p in (wide, tuned))
     assert math.isfinite(after)
     assert after < before
     if method is None:
-        default = calibrate(wide, (x, y), likelihood=name, method=likelihood(name).calibration)
-        assert tuned.settings.scale == default.settings.scale
-    both = calibrate(ba.Mixture([wide, wide]), (x, y), likelihood=name, method=method)
+        default = ba.calibrate(wide, (x, y), likelihood=name, method=likelihood(name).calibration)
+        assert (tuned.settings.scale, tuned.temperature) == (default.settings.scale, default.temperature)
+    both = ba.calibrate(ba.Mixture([wide, wide]), (x, y), likelihood=name, method=method)
     assert all(member.settings.scale == tuned.settings.scale for member in both)
+    assert all(member.temperature == tuned.temperature for member in both)
 
 
 def test_calibrate_for_draws(fitted):
@@ -275,7 +269,7 @@ def test_calibrate_for_draws(fitted):
             warnings.simplefilter("ignore", BayesAdamWarning)
             return ba.scores.nll(p.predict(x, generator=torch.Generator().manual_seed(0), **options), y)
 
-    tuned = calibrate(wide, (x, y), generator=torch.Generator().manual_seed(0), **options)
+    tuned = ba.calibrate(wide, (x, y), generator=torch.Generator().manual_seed(0), **options)
     assert nll(tuned) < nll(wide)
 
 
@@ -310,7 +304,7 @@ def test_the_evidence_of_a_linear_network_is_laplaces(record):
     if record.noise:
         return
     # Evidence puts the total curvature where the GGN's is, whatever it was before.
-    tuned = calibrate(posterior.replace(scale=7.0), (x, y), likelihood=record.name, method="evidence")
+    tuned = ba.calibrate(posterior.replace(scale=7.0), (x, y), likelihood=record.name, method="evidence")
     total = sum(float((1 / v - tuned.prior_precision[k]).sum()) for k, v in tuned.variance.items())
     assert total == approx(float(dense.trace()), rel=1e-5)
 

@@ -22,7 +22,7 @@ from bayesadam.likelihoods import Component, Link, agreed
 from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.posterior.distribution import component_of_member
+from bayesadam.posterior.distribution import component_of_member, grown
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import DEFAULT_BUDGET
@@ -175,12 +175,13 @@ def _scored(
 
 def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
     """The prediction of one batch, its leverage with each example left out of its own."""
-    options = replace(data.options, generator=torch.Generator().manual_seed(data.seed))
+    options = replace(data.options, generator=torch.Generator().manual_seed(data.seed), shift=False)
     with quietly():
         found, _ = component_of_member(fit.posterior, inputs, options)
     data.step()
-    ratios = fit.seen.ratios
-    return replace(found, growth=ratios.growth[rows], steepness=ratios.steepness[rows])
+    growth, steepness = fit.seen.ratios.growth[rows], fit.seen.ratios.steepness[rows]
+    found = found if options.record.tempered else grown(found, growth)
+    return replace(found, growth=growth, steepness=steepness)
 
 
 def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:

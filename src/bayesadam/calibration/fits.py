@@ -18,7 +18,7 @@ from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Component, agreed
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.predict.call import Forward
+from bayesadam.predict.call import Forward, examples
 from bayesadam.predict.moments import VarianceOf
 from bayesadam.predict.prediction import Options, component_of
 
@@ -314,6 +314,7 @@ def by_draws(start: Posterior, data: HeldOut) -> Posterior:
         for inputs, y in data.batches:
             if n >= MOST_DRAWN:
                 break
+            inputs, y = examples(inputs, 0, MOST_DRAWN - n), y[: MOST_DRAWN - n]
             with quietly():
                 c, _ = component_of(at, inputs, replace(options, generator=torch.Generator().manual_seed(data.seed)))
             tempered = [replace(c, temperature=t) for t in _DRAWN_TEMPERATURES] if record.tempered else [c]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import unwrap
-from bayesadam.errors import BayesAdamWarning, MatchError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError
 from bayesadam.gaussian.structure import Directions
 from bayesadam.leverage import Leverage, Ratios, from_inputs, observed
 from bayesadam.likelihoods import Component, Likelihood, agreed
@@ -254,9 +254,14 @@ class HeldOut:
             first += len(y)
             self.step()
         outputs, y, owners = (torch.cat(part) for part in zip(*rows, strict=True))
+        if not all(bool(a.isfinite().all()) for a in (outputs, *(a for seen in pooled for a in seen.values()))):
+            raise CalibrationError(
+                "the network's outputs on the held-out data, or the inputs of its layers, are not finite; the "
+                "posterior is unchanged. Do the held-out inputs contain NaN or infinities?"
+            )
         leverage, log_h = from_inputs(layers, pooled, posterior.state_leverage)
         ratios = leverage.ratios(log_h) if leverage.layers else Ratios.usual(outputs.new_empty(first))
-        return Observed(outputs, y, owners.reshape(len(y), -1)[:, 0], leverage, ratios)
+        return Observed(outputs, y, owners.flatten(1)[:, 0] if owners.dim() > 1 else owners, leverage, ratios)
 
     def moments(
         self,

@@ -80,7 +80,8 @@ def layers_of(model: nn.Module, names: Collection[str]) -> tuple[Layer, ...]:
         if isinstance(module, _ConvNd):
             transposed = isinstance(module, _ConvTransposeNd)
             found.append(Layer(name, weight, module.in_channels, 1 if transposed else module.groups, transposed))
-        elif isinstance(module, nn.Embedding):
+        # One with a forward of its own may be given something else than tokens, as BART's positions are.
+        elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
             found.append(Layer(name, weight, module.num_embeddings, inputs_first=True, tokens=True))
         elif isinstance(module, nn.MultiheadAttention):
             found.append(Layer(name, weight, module.embed_dim))

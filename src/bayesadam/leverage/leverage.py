@@ -97,8 +97,8 @@ class Leverage:
 
     def against(self, log_h: Tensor) -> Leverage:
         """With the medians of familiar inputs, whose leverages these are."""
-        medians = log_h.quantile(0.5, dim=0)
-        means = torch.stack(self._means(log_h - medians), dim=1).quantile(0.5, dim=0)
+        medians = log_h.nanquantile(0.5, dim=0)
+        means = torch.stack(self._means(log_h - medians), dim=1).nanquantile(0.5, dim=0)
         return replace(self, medians=torch.cat([medians, means]), n_reference=len(log_h))
 
     def ratios(self, log_h: Tensor) -> Ratios:

@@ -242,15 +242,20 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
     found, how = component_of(member, inputs, options)
     growth = forward.growth
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
-        factor = growth.to(found.mean).view(-1, *[1] * (found.mean.dim() - 1))
-        block, draws = found.covariance, found.draws
-        found = replace(
-            found,
-            variance=found.variance * factor**2,
-            covariance=None if block is None else block * growth.to(block).square()[:, None, None],
-            draws=None if draws is None else found.mean + (draws - found.mean) * factor,
-        )
+        found = grown(found, growth)
     return replace(found, growth=growth, steepness=forward.steepness), how
+
+
+def grown(component: Component, growth: Tensor) -> Component:
+    """With the standard deviation of f of each example multiplied by a number, (batch,)."""
+    mean, block, draws = component.mean, component.covariance, component.draws
+    factor = growth.to(mean).view(-1, *[1] * (mean.dim() - 1))
+    return replace(
+        component,
+        variance=component.variance * factor**2,
+        covariance=None if block is None else block * growth.to(block).square()[:, None, None],
+        draws=None if draws is None else mean + (draws - mean) * factor,
+    )
 
 
 def forward_component(member: Any, inputs: Any, options: Options) -> Component:

@@ -80,11 +80,11 @@ class CalibrationReport:
 
     Attributes:
         likelihood: its name.
-        method: `"validation"` or `"evidence"`.
+        method: `"temperature"`, `"validation"` or `"evidence"`.
         n_fitted: held-out examples behind the settings.
-        n_scored: how many of them were scored under settings fitted to the others, behind `nll` and the guarantees.
-        nll: mean negative log-likelihood of the posterior and, of classes, of the mean network at the best temperature
-            and at 1; of examples under settings fitted to others, or to them where `n_scored` is 0.
+        n_scored: how many of them are behind the guarantees, each left out of its own leverage; none of fewer than 20.
+        nll: mean negative log-likelihood of the held-out examples as they are now predicted and, of classes, of the
+            mean network at the best temperature and at 1.
         temperatures: T of the probabilities, of each member of a mixture.
         averaged: whether probabilities average over the posterior.
         preferred: what the data preferred, in words.
@@ -106,7 +106,7 @@ class CalibrationReport:
     @property
     def fitted(self) -> str:
         """By what, and to how much, in words."""
-        scored = "each scored under a fit to others" if self.n_scored else "scored on the same"
+        scored = "each scored without its own leverage" if self.n_scored else "scored on the same"
         return f"{self.likelihood}: fitted by {self.method} to {self.n_fitted} held-out examples, {scored}"
 
     def __str__(self) -> str:
