@@ -32,6 +32,8 @@ AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
 # share of one, or so hot.
 _WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
+# Temperatures grow with leverage by the first exponent at which held-out examples lose at most 1 % of their likelihood.
+_EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.01
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
 
 
@@ -56,12 +58,13 @@ def calibrate(
       is the trace of N times the Gauss-Newton matrix, δ by MacKay's fixed point γ/|θ|².
 
     r(x) is the leverage of an input relative to that of the held-out inputs, 1 for the usual one: probabilities grow
-    humble where layers have to extrapolate. `"validation"` averages probabilities over the posterior instead. T has a
-    prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right are no reason to
-    be certain. Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
-    nothing, so that regression defaults to evidence. δ comes out as one number for all parameters; a `LoraPrior` is
-    multiplied by one number. Under a predictive that samples, s and δ of the linearised network are multiplied by the
-    best of powers of ten from 0.1 to 10⁵ in half steps.
+    humble where layers have to extrapolate. The exponent ½ is smaller where held-out data would lose more than 1 % of
+    their likelihood by it. `"validation"` averages probabilities over the posterior instead. T has a prior,
+    −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right are no reason to be
+    certain. Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to nothing,
+    so that regression defaults to evidence. δ comes out as one number for all parameters; a `LoraPrior` is multiplied
+    by one number. Under a predictive that samples, s and δ of the linearised network are multiplied by the best of
+    powers of ten from 0.1 to 10⁵ in half steps.
 
     `novelty_pvalue`, `prediction_set` and `interval` rest on the scores of the held-out examples: each is left out of
     its own leverage, and the one to three settings are fitted to all. `posterior.calibration` is the report.
@@ -136,12 +139,18 @@ def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
     record, predictive, seen = data.options.record, data.options.predictive, data.observed
     posterior = replace(data.posterior, leverage=seen.leverage if seen.leverage.layers else None)
     data = replace(data, posterior=posterior)
-    plain = best_temperature(data.options, seen.outputs, seen.targets) if record.tempered else 1.0
+    plain, score = best_temperature(data.options, seen.outputs, seen.targets) if record.tempered else (1.0, 0.0)
     if method == "temperature":
-        growth = seen.ratios.growth[seen.owners].to(seen.outputs)
-        tempered = seen.outputs / growth.view(-1, *[1] * (seen.outputs.dim() - 1))
-        best = best_temperature(data.options, tempered, seen.targets)
-        return _Fit(posterior.replace(temperature=best, averaged=False), seen, plain)
+        for exponent in _EXPONENTS:
+            ratios = replace(seen.ratios, exponent=exponent)
+            growth = ratios.growth[seen.owners].to(seen.outputs)
+            tempered = seen.outputs / growth.view(-1, *[1] * (seen.outputs.dim() - 1))
+            best, reached = best_temperature(data.options, tempered, seen.targets)
+            if reached >= _DEAREST * score:
+                break
+        leverage = posterior.leverage and replace(posterior.leverage, exponent=exponent)
+        posterior = posterior.replace(temperature=best, averaged=False, leverage=leverage)
+        return _Fit(posterior, seen._replace(ratios=ratios), plain)
     found = by_evidence(posterior, data) if method == "evidence" else by_validation(posterior, data)
     found = found if predictive == "linearised" else by_draws(found, data)
     found.warn_of_limits()

@@ -61,8 +61,8 @@ def _scores(options: Options, mean: Tensor, variances: Tensor, y: Tensor, **of_o
 
 def _refined(
     score: Callable[[float], float], start: float, *, reach: float = 1.2, least: float = 0.0, most: float = math.inf
-) -> float:
-    """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`."""
+) -> tuple[float, float]:
+    """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`; its score."""
     best, value = start, score(start)
     while reach > 1e-4:
         centre = best
@@ -71,7 +71,7 @@ def _refined(
             if (found := score(at)) > value:
                 best, value = at, found
         reach /= 2
-    return best
+    return best, value
 
 
 def best_temperature(
@@ -82,8 +82,8 @@ def best_temperature(
     variance: Tensor | None = None,
     start: float = 1.0,
     reach: float = math.log(_HOTTEST),
-) -> float:
-    """T of the greatest log-likelihood and prior; without variances that of the mean network."""
+) -> tuple[float, float]:
+    """T of the greatest mean log-likelihood and prior, and that; without variances T of the mean network."""
     variances = torch.zeros_like(mean)[None] if variance is None else variance[None]
 
     def score(temperature: float) -> float:
@@ -181,10 +181,10 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
     most = _middle(mean, table) * 10 ** (steps[-1] / 2) if record.tempered else math.inf
     for _ in range(_ROUNDS if record.tempered else 1):
         at = partial(_scores, options, mean, y=y, **chosen)
-        weight = _refined(lambda w, at=at: at((table / w)[None])[0], weight, most=most)  # type: ignore[misc]
+        weight, _ = _refined(lambda w, at=at: at((table / w)[None])[0], weight, most=most)  # type: ignore[misc]
         if record.tempered:
             near: Any = {"variance": table / weight, "start": chosen["temperature"], "reach": 1.2}
-            chosen = {"temperature": best_temperature(options, mean, y, **near)}
+            chosen = {"temperature": best_temperature(options, mean, y, **near)[0]}
     unit = settings.weight / settings.scale
     outputs = {"noise_variance": None} | chosen
     prior = settings.prior_at(weight * found.ratios[number])

@@ -45,10 +45,12 @@ class Ratios:
     Attributes:
         gentle: of the geometric mean over layers, which moves temperatures.
         steep: of the mean, or a power mean, over layers, which moves novelty.
+        exponent: of the growth.
     """
 
     gentle: Tensor
     steep: Tensor
+    exponent: float = 0.5
 
     @classmethod
     def usual(cls, outputs: Tensor) -> Ratios:
@@ -58,8 +60,8 @@ class Ratios:
 
     @property
     def growth(self) -> Tensor:
-        """√((1 + r)/2), by which an example's own temperature is above the common one."""
-        return ((1 + self.gentle) / 2).sqrt()
+        """((1 + r)/2)^½, or of a smaller exponent, by which an example's own temperature is above the common one."""
+        return ((1 + self.gentle) / 2) ** self.exponent
 
     @property
     def steepness(self) -> Tensor:
@@ -78,6 +80,7 @@ class Leverage:
         medians: of log h of familiar inputs, layer by layer, then of the logarithms of both means over layers; None
             where a batch is to be its own reference.
         n_reference: the number of familiar inputs behind the medians.
+        exponent: of ((1 + r)/2), by which temperatures grow: ½, or less where familiar inputs would pay for that.
     """
 
     layers: tuple[Layer, ...]
@@ -85,6 +88,7 @@ class Leverage:
     source: Source
     medians: Tensor | None = None
     n_reference: int = 0
+    exponent: float = 0.5
 
     def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """log h of pooled inputs by module, (batch, layers)."""
@@ -106,7 +110,7 @@ class Leverage:
         medians = self.against(log_h).medians if self.medians is None else self.medians
         assert medians is not None
         gentle, steep = self._means(log_h - medians[:-2])
-        return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp())
+        return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp(), self.exponent)
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Leverage:
         """The same elsewhere."""
@@ -115,7 +119,8 @@ class Leverage:
 
     def header(self) -> dict[str, Any]:
         """The plain data of a file."""
-        return {"source": self.source, "n_reference": self.n_reference, "modules": [x.module for x in self.layers]}
+        plain = {"source": self.source, "n_reference": self.n_reference, "exponent": self.exponent}
+        return {**plain, "modules": [x.module for x in self.layers]}
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a file."""
@@ -136,7 +141,7 @@ class Leverage:
             by_module = {layer.module: layer for layer in layers}
             kept = tuple(by_module[name] for name in modules)
             factors = {name: tensors[f"factor.{name}"] for name in modules}
-            medians, n = tensors.get("medians"), int(header["n_reference"])
+            medians, n, exponent = tensors.get("medians"), int(header["n_reference"]), float(header["exponent"])
         except (KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged, or of another model: its leverage has no {error}") from None
         for layer in kept:
@@ -145,7 +150,7 @@ class Leverage:
                 raise FileError(f"{path} is damaged: the leverage of {layer.module!r} has shape {tuple(shape)}")
         if source not in _MEANS or (medians is not None and medians.shape != (len(kept) + 2,)):
             raise FileError(f"{path} is damaged: its leverage has a source {source!r}, or other layers")
-        return cls(kept, factors, source, medians, n)
+        return cls(kept, factors, source, medians, n, exponent)
 
     def _means(self, log_h: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithms of the geometric mean over layers and of novelty's, (batch,) each."""
