@@ -176,6 +176,8 @@ def blocks(a: Tensor, layer: Layer) -> Tensor:
 
 def leverages(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     """h of inputs (b, width), the share of each block, (b, g)."""
+    dtype = torch.promote_types(a.dtype, w.dtype)
+    a, w = a.to(dtype), w.to(dtype)
     if w.dim() == 1:
         return (a * w).square().sum(dim=1, keepdim=True)
     return torch.einsum("bgs,gst->bgt", blocks(a, layer), w).square().sum(dim=2)

@@ -261,7 +261,7 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
     if at_temperature and options.predictive == "linearised" and not asked:
         return forward, "one forward pass"
     found, how = component_of(member, inputs, options)
-    growth = forward.growth
+    growth, steepness = (_of_rows(each, options.positions) for each in (forward.growth, forward.steepness))
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
         factor = growth.to(found.mean).view(-1, *[1] * (found.mean.dim() - 1))
         block, draws = found.covariance, found.draws
@@ -271,7 +271,14 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
             covariance=None if block is None else block * growth.to(block).square()[:, None, None],
             draws=None if draws is None else found.mean + (draws - found.mean) * factor,
         )
-    return replace(found, growth=growth, steepness=forward.steepness), how
+    return replace(found, growth=growth, steepness=steepness), how
+
+
+def _of_rows(values: Tensor | None, positions: Positions | None) -> Tensor | None:
+    """One number for each example, (batch,), as one for each row: those of a mask of positions are rows of their own."""
+    if values is None or not isinstance(positions, Tensor) or positions.dtype != torch.bool:
+        return values
+    return values.repeat_interleave(positions.flatten(1).sum(dim=1).to(values.device))
 
 
 def forward_component(member: Any, inputs: Any, options: Options) -> Component:
