@@ -219,7 +219,8 @@ def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[_Pr
                 posterior = posterior.relative_to([examples(inputs, 0, at_once)], options["forward"])
         for start in range(0, size, at_once):
             part = examples(inputs, start, start + at_once)
-            found, data = (q.predict(part, covariance=True, **options) for q in (posterior, posterior.for_novelty))
+            both = posterior, posterior.for_novelty
+            found, data = (q.predict(part, covariance=True, shift=False, **options) for q in both)
             yield found.components[0], data.components[0], y[start : start + at_once], found.novelty
 
 

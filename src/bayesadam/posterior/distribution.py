@@ -275,7 +275,7 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
 
 
 def _of_rows(values: Tensor | None, positions: Positions | None) -> Tensor | None:
-    """One number for each example, (batch,), as one for each row: those of a mask of positions are rows of their own."""
+    """One number for each example, (batch,), as one for each row: a mask has a row for every position in it."""
     if values is None or not isinstance(positions, Tensor) or positions.dtype != torch.bool:
         return values
     return values.repeat_interleave(positions.flatten(1).sum(dim=1).to(values.device))
