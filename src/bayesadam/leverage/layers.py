@@ -47,7 +47,8 @@ class Layer:
 
         `mask`, (size, positions), is 0 at padding.
         """
-        if a.dim() < 2 or (a.numel() % size if self.tokens else a.numel() % (size * self.width)):
+        # Positions have one row of indices for all examples.
+        if a.dim() < 2 or (len(a) != size if self.tokens else a.numel() % (size * self.width)):
             return None
         if self.tokens:
             tokens = a.reshape(size, -1)
