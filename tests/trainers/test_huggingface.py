@@ -22,7 +22,6 @@ from bayesadam.trainers.keeper import fixed_batch_size  # noqa: E402
 from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
-# Which probabilities so short a run prefers is not asked here.
 N, LENGTH, VOCABULARY = 40, 6, 12
 
 
