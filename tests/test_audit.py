@@ -22,7 +22,7 @@ from bayesadam.auditing import Audit, audit
 from bayesadam.auditing.page import shown
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
-from bayesadam.likelihoods.component import Novel
+from bayesadam.likelihoods.component import Component
 from cases import mlp, trained
 from floats import approx, assert_close
 
@@ -61,7 +61,7 @@ def flat_moment(posterior: ba.Posterior) -> Tensor:
 
 
 def covariances(posterior: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
-    """J Σ Jᵀ at the posterior's own settings and at those of novelty, both diagonal at p = 1."""
+    """J Σ Jᵀ at the posterior's own settings and at those of the data's curvature, both diagonal at p = 1."""
     j, curvature = jacobian(posterior.model, x), posterior.n_data * BATCH * flat_moment(posterior)
     of = lambda delta: j @ ((curvature + delta).reciprocal()[:, None] * j.mT)  # noqa: E731
     return of(PRIOR), of(1e-3 * curvature.mean())
@@ -241,6 +241,8 @@ def test_flipped_labels_come_first():
 
 def test_examples_are_numbered_as_they_come_however_they_are_cut():
     posterior, x, y = fitted()
+    # Without familiar inputs novelty is relative to the first batch.
+    posterior = posterior.relative_to([x])
     whole = audit(posterior, (x, y))
     pieces = {
         "pairs": list(zip(x.split(7), y.split(7), strict=True)),
@@ -330,24 +332,6 @@ def test_the_model_is_left_as_it_was_even_by_an_error():
         audit(posterior, broken())
     assert untouched()
     model.eval()
-
-
-def test_moments_of_novelty_are_computed_once(monkeypatch):
-    from bayesadam.predict import prediction
-
-    posterior, x, _ = fitted()
-    asked = []
-    compute = prediction.moments
-
-    def counting(call, params, variances, *rest, **options):
-        asked.append(len(variances))
-        return compute(call, params, variances, *rest, **options)
-
-    monkeypatch.setattr(prediction, "moments", counting)
-    alone = posterior.novelty(x, likelihood="classification")
-    together = posterior.predict(x, likelihood="classification", covariance=True, novelty=True).novelty
-    assert asked == [1, 2]
-    assert_close(alone, together)
 
 
 # --- what comes out -------------------------------------------------------------------------------------------------
@@ -479,8 +463,8 @@ def test_an_audit_of_a_few_steps_is_warned_of():
 def test_the_rival_is_the_strongest_other_class():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
     blocks = torch.diag_embed(torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]))
-    novel = Novel(logits, blocks.diagonal(dim1=1, dim2=2), blocks, torch.ones(2, 3))
-    difference, variance = likelihood("classification").margin(novel, torch.tensor([1, 2]))
+    found = Component(logits, blocks.diagonal(dim1=1, dim2=2), blocks)
+    difference, variance = likelihood("classification").margin(found, torch.tensor([1, 2]))
     assert difference.tolist() == [1.0, -4.0]
     assert variance.tolist() == [6.0, 40.0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -106,8 +107,15 @@ def ratios(posterior: ba.Posterior, batch: Batch, likelihood: str = "classificat
 
 
 def shifted(posterior: ba.Posterior, batch: Batch) -> np.ndarray:
-    """The logits, over what leverage multiplies temperatures by."""
-    return logits(posterior.model, batch[0]) / ratios(posterior, batch).growth.double().numpy()[:, None]
+    """The logits, over what leverage multiplies temperatures by, at the largest exponent that costs at most 1 %."""
+    f, own = logits(posterior.model, batch[0]), ratios(posterior, batch)
+    for exponent in (0.5, 0.375, 0.25, 0.125, 0.0):
+        found = f / replace(own, exponent=exponent).growth.double().numpy()[:, None]
+        if nll_at(best_temperature(found, batch[1]), found, batch[1]) <= 1.01 * nll_at(
+            best_temperature(f, batch[1]), f, batch[1]
+        ):
+            break
+    return found
 
 
 def log_probs(fit: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -176,11 +176,12 @@ def test_warnings_of_predict_and_calibrate_point_at_the_user_s_line(monkeypatch)
     model, optimizer, x = trained()
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=60, prior_precision=1.0)
     monkeypatch.setattr(Diagonal, "limits", lambda self, settings: "its γ is too large")
+    options = {"likelihood": "classification", "method": "validation"}
     for call in (
         lambda: posterior.predict(x, likelihood="classification"),
-        lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification"),
+        lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), **options),
         # Through a frame of torch's.
-        torch.no_grad()(lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification")),
+        torch.no_grad()(lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), **options)),
         lambda: ba.Mixture([posterior, posterior]).predict(x, likelihood="classification"),
     ):
         with pytest.warns(ba.errors.StructureWarning, match="its γ is too large") as caught:

@@ -300,7 +300,9 @@ def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
             for name, j in zip(names, jacobians, strict=True)
         )
         means.append(outputs(*weights).detach().numpy())
-        variances.append((function_variance + posterior.noise_variance).numpy())
+        # The function's deviation grows with leverage.
+        growth = posterior.predict(x).components[0].growth[:, None]
+        variances.append((function_variance * growth**2 + posterior.noise_variance).numpy())
     assert isinstance(model.posterior_, Mixture)
     assert list(model.posterior_) == model.posteriors_
     expected = np.mean(means, axis=0)

@@ -61,7 +61,7 @@ def test_with_a_base_it_is_gradient_matching(paths, tmp_path):
         (["-o", "merged.pt"], "end the path in .safetensors"),
         (["-o", "m.safetensors", "--method", "mean"], "method must be one of"),
         (["-o", "m.safetensors", "--method", "gradient-matching"], "--method 'gradient-matching' needs --base,"),
-        (["-o", "m.safetensors", "--weight", "2", "1"], "one number for each of the 3 models"),
+        (["-o", "m.safetensors", "--weight", "2", "0.pt"], "one number for each of the 3 models"),
         (["base.pt", "-o", "m.safetensors"], "the network before fine-tuning as --base"),
     ],
 )

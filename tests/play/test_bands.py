@@ -151,7 +151,7 @@ def test_the_ensembles_band_is_that_of_the_mixture_of_its_networks():
         model = stack.network.build(params)
         nearly_sure = {name: torch.full_like(theta, 1e-12) for name, theta in params.items()}
         members.append(Posterior.from_moments(model, params, nearly_sure, 1.0).replace(noise_variance=1.0))
-    expected = Mixture(members).predict(GRID[:, None], likelihood="regression", novelty=False)
+    expected = Mixture(members).predict(GRID[:, None], likelihood="regression")
     found = learner.bands(GRID)
     assert_close(found.mean, expected.mean.squeeze(1), rtol=1e-4, atol=1e-5)
     assert_close(found.std, expected.variance.sqrt().squeeze(1), rtol=1e-3, atol=1e-4)

@@ -29,8 +29,11 @@ def posterior(seed: int = 0, dtype: torch.dtype = torch.float32) -> ba.Posterior
     return ba.Posterior.from_moments(model, mean, variance, 10)
 
 
-def distribution(kind: str) -> Any:
-    return posterior() if kind == "posterior" else ba.Mixture([posterior(0), posterior(1)])
+def distribution(kind: str, familiar: Any = None) -> Any:
+    members = [posterior(0), posterior(1)]
+    if familiar is not None:
+        members = [member.relative_to(familiar) for member in members]
+    return members[0] if kind == "posterior" else ba.Mixture(members)
 
 
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(2))
@@ -53,7 +56,8 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ["posterior", "mixture"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_gives_a_predictive_for_every_batch(name, kind):
-    q = distribution(kind)
+    # Without familiar inputs novelty is relative to the batch.
+    q = distribution(kind, familiar=[X])
     whole = q.predict(X, likelihood="classification")
     found = list(q.predict(LOADERS[name](), likelihood="classification"))
     assert [len(p.mean) for p in found] == [3, 3, 1]
@@ -171,6 +175,7 @@ def test_calibration_takes_arrays(likelihood):
     arrays = x.double().numpy(), y.numpy().astype(np.float64 if likelihood == "regression" else np.int32)
     pairs = [ba.calibrate(q, data, likelihood=likelihood) for data in (arrays, [arrays], (x, y))]
     assert pairs[0].scale == pairs[1].scale == approx(pairs[2].scale, rel=1e-5)
+    assert pairs[0].temperature == pairs[1].temperature == approx(pairs[2].temperature, rel=1e-5)
 
 
 # --- progress -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import SettingError
-from bayesadam.predict.call import Call
-from bayesadam.predict.prediction import running_deviation
 from cases import mlp, orthonormal, soap
-from floats import approx, assert_close
+from floats import assert_close
 
 # Eight gradients are few: that is told of a posterior at its own settings, and not what is asked here.
 pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
@@ -105,51 +102,61 @@ def dense_curvature(posterior: ba.Posterior) -> Tensor:
     return torch.block_diag(*blocks)
 
 
-def share(posterior: ba.Posterior) -> float:
-    """δ over the mean curvature: less in rotated coordinates."""
-    return 1e-4 if posterior.structure.kind == "kronecker" else 1e-3
+RIDGE = 0.01
+# The exponent of the mean over layers: 4 where the input side of every layer is a diagonal.
+DIAGONAL, ROTATED = 4.0, 1.0
 
 
-def dense_covariance(posterior: ba.Posterior) -> Tensor:
-    """(w V + δ)⁻¹ with w = N B and δ = ε tr(w V)/P."""
-    precision = N * BATCH * dense_curvature(posterior)
-    delta = share(posterior) * float(precision.trace()) / len(precision)
-    return torch.linalg.inv(precision + delta * torch.eye(len(precision)).double())
+def input_sides(posterior: ba.Posterior) -> dict[str, tuple[np.ndarray, bool]]:
+    """A of each layer, the trace of V over outputs and kernel positions, and whether a rotation gives more than its
+    diagonal."""
+    whole, found, start = dense_curvature(posterior), {}, 0
+    for name, mode in posterior.mode.items():
+        block = whole[start : start + mode.numel(), start : start + mode.numel()]
+        start += mode.numel()
+        if mode.dim() == 1:
+            continue
+        rows, columns = mode.shape[:2]
+        side = torch.einsum("ickidk->cd", block.reshape(rows, columns, -1, rows, columns, mode[0, 0].numel()))
+        basis = posterior.structure.bases.get(name)
+        rotated = basis is not None and basis.right is not None
+        found[name] = (side if rotated else side.diagonal().diag()).numpy(), rotated
+    return found
 
 
-def dense_moments(posterior: ba.Posterior, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """f, (b, ...), and J Σ Jᵀ over all outputs, (b, o, o), by torch.func."""
-    model = posterior.model.eval()
-    names = list(posterior.mode)
-
-    def outputs(params: dict[str, Tensor], one: Tensor) -> Tensor:
-        return torch.func.functional_call(model, params, (one[None],))[0].flatten()
-
-    params = {name: posterior.mode[name] for name in names}
-    jacobian = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))(params, x)
-    j = torch.cat([jacobian[name].flatten(2) for name in names], dim=2)
-    covariance = j @ dense_covariance(posterior) @ j.mT
-    with torch.no_grad():
-        return model(x).numpy(), covariance.detach().numpy()
+def steepness(posterior: ba.Posterior, inputs: Mapping[str, Tensor]) -> np.ndarray:
+    """u = √(1 + (10 π/4) r^1.5), (b,), of the layers' inputs, (b, ..., width) by weight, relative to the batch."""
+    logs, p = [], DIAGONAL
+    for name, (side, rotated) in input_sides(posterior).items():
+        a = inputs[name].flatten(1, -2).mean(dim=1).numpy() if inputs[name].dim() > 2 else inputs[name].numpy()
+        inverse = np.linalg.inv(side + RIDGE * np.diagonal(side).mean() * np.eye(len(side)))
+        logs.append(np.log(np.einsum("bi,ij,bj->b", a, inverse, a)))
+        p = ROTATED if rotated else p
+    each = np.stack([log - np.median(log) for log in logs])
+    log_r = np.log(np.exp(p * each).mean(axis=0)) / p
+    return np.sqrt(1 + 10 * math.pi / 4 * np.exp(log_r - np.median(log_r)) ** 1.5)
 
 
-def pairwise(f: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """p_k ∝ 1/Σ_j exp(−(f_k − f_j)/√(1 + π/8 Var[f_k − f_j])), one example and class at a time."""
-    found = np.zeros_like(f)
-    for b, (logits, c) in enumerate(zip(f, covariance, strict=True)):
-        for k in range(len(logits)):
-            total = sum(
-                math.exp(
-                    -(logits[k] - logits[j]) / math.sqrt(1 + math.pi / 8 * (c[k, k] + c[j, j] - 2 * c[k, j]))
-                )
-                for j in range(len(logits))
-            )  # fmt: skip
-            found[b, k] = 1 / total
-    return found / found.sum(axis=1, keepdims=True)
+@torch.no_grad()
+def dense(posterior: ba.Posterior, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """f, (b, ..., o), and u, (b,), of a network of layers in a row."""
+    inputs, names = {}, iter([name for name, mode in posterior.mode.items() if mode.dim() > 1])
+    for layer in posterior.model:
+        if isinstance(layer, nn.Linear):
+            inputs[next(names)] = x
+        x = layer(x)
+    return x.numpy(), steepness(posterior, inputs)
 
 
-def entropy(p: np.ndarray) -> np.ndarray:
+def entropy(logits: np.ndarray) -> np.ndarray:
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p = p / p.sum(axis=-1, keepdims=True)
     return -(p * np.log(p)).sum(axis=-1)
+
+
+def expected_of_classes(posterior: ba.Posterior, x: Tensor) -> np.ndarray:
+    f, u = dense(posterior, x)
+    return entropy(f / u[:, None])
 
 
 def assert_novelty(found: Tensor, expected: np.ndarray, rtol: float = 1e-8) -> None:
@@ -163,19 +170,9 @@ def assert_novelty(found: Tensor, expected: np.ndarray, rtol: float = 1e-8) -> N
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_it_is_the_entropy_of_the_pairwise_probabilities(structure):
+def test_it_is_the_entropy_at_the_temperature_of_leverage(structure):
     posterior, x = trained(structure), 2 * normal(6, 3, seed=100)
-    assert_novelty(posterior.novelty(x, likelihood="classification"), entropy(pairwise(*dense_moments(posterior, x))))
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_its_settings(structure):
-    settings = trained(structure, power=0.5, prior_precision=0.3).for_novelty.settings
-    posterior = trained(structure)
-    assert (settings.power, settings.scale, settings.form, settings.n_data) == (1.0, 1.0, "map", N)
-    expected = share(posterior) * N * BATCH * float(dense_curvature(posterior).diagonal().mean())
-    for delta in settings.prior_precision.values():
-        assert delta == approx(expected, rel=1e-10)
+    assert_novelty(posterior.novelty(x, likelihood="classification"), expected_of_classes(posterior, x))
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -184,6 +181,8 @@ CHANGES: list[dict[str, Any]] = [
     {"prior_precision": 1e-6},
     {"power": 0.7},
     {"power": 1.0},
+    {"n_data": 7.0 * N},
+    {"batch_size": 1},
     {"temperature": 3.0},
     {"averaged": False},
     {"noise_variance": 0.2},
@@ -212,26 +211,8 @@ def test_a_prior_of_several_numbers_does_not_change_it():
         )
 
 
-def test_the_likelihood_form_does_not_change_it():
-    posterior, x = trained(), normal(5, 3, seed=100)
-    other = posterior.replace(form="likelihood", prior_precision=20.0)
-    assert_close(other.novelty(x, likelihood="classification"), posterior.novelty(x, likelihood="classification"))
-
-
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
-def test_calibration_does_not_change_it(structure):
-    posterior, x = trained(structure), normal(5, 3, seed=100)
-    found = ba.calibrate(posterior, (normal(40, 3, seed=7), torch.arange(40) % 3), likelihood="classification")
-    assert found.settings.scale != posterior.settings.scale
-    before = posterior.predict(x, likelihood="classification")
-    after = found.predict(x, likelihood="classification")
-    assert torch.equal(after.novelty, before.novelty)
-    assert torch.equal(found.novelty(x, likelihood="classification"), before.novelty)
-
-
 def test_weights_without_curvature_or_prior_are_no_hindrance():
-    """Constant inputs and no weight decay: v = 0 and δ = 0, but novelty has a prior of its own."""
+    """Constant inputs and no weight decay: v = 0 and δ = 0, but leverage has a ridge of its own."""
     torch.manual_seed(0)
     model = mlp(3, 4, 3).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
@@ -243,67 +224,20 @@ def test_weights_without_curvature_or_prior_are_no_hindrance():
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, N, batch_size=BATCH)
     x = normal(5, 3, seed=100)
-    assert_novelty(
-        posterior.replace(prior_precision=1.0).novelty(x, likelihood="classification"),
-        entropy(pairwise(*dense_moments(posterior, x))),
-    )
-
-
-def test_weights_without_curvature_or_prior_need_no_other_prior():
-    torch.manual_seed(0)
-    model = mlp(3, 4, 3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(BATCH, 3) * torch.tensor([1.0, 1.0, 0.0])
-        cross_entropy(model(x), x).backward()
-        optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, N, batch_size=BATCH)
-    assert bool(torch.isfinite(posterior.novelty(torch.randn(5, 3), likelihood="classification")).all())
+    assert_novelty(posterior.novelty(x, likelihood="classification"), expected_of_classes(posterior, x))
 
 
 def test_an_unknown_batch_size_serves():
     known, unknown, x = trained(), trained(batch_size=None), normal(40, 3, seed=100)
-    for name, delta in unknown.for_novelty.prior_precision.items():
-        # 100 in place of 10: all variances a tenth, whatever the weight.
-        assert delta == approx(10 * known.for_novelty.prior_precision[name], rel=1e-12)
-        assert_close(unknown.for_novelty.variance[name], known.for_novelty.variance[name] / 10)
-    f, covariance = dense_moments(known, x)
-    assert_novelty(unknown.novelty(x, likelihood="classification"), entropy(pairwise(f, covariance / 10)))
-
-
-def test_the_number_of_data_scales_all_variances_alike():
-    posterior = trained()
-    other = posterior.replace(n_data=7.0 * N)
-    for name, variance in posterior.for_novelty.variance.items():
-        assert_close(other.for_novelty.variance[name], variance / 7)
+    assert torch.equal(unknown.novelty(x, likelihood="classification"), known.novelty(x, likelihood="classification"))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("covariance", [False, True])
-def test_one_pass_is_two(structure, covariance):
+def test_a_prediction_has_the_same(structure, covariance):
     posterior, x = trained(structure), normal(5, 3, seed=100)
-    options: Any = {"likelihood": "classification", "covariance": covariance}
-    both = posterior.predict(x, **options)
-    alone = posterior.predict(x, novelty=False, **options)
-    assert torch.equal(both.novelty, posterior.novelty(x, likelihood="classification"))
-    assert torch.equal(both.novelty, posterior.predict(x, novelty=True, **options).novelty)
-    assert torch.equal(both.mean, alone.mean)
-    assert_close(both.variance, alone.variance, rtol=1e-12)
-    assert_close(both.probs, alone.probs, rtol=1e-12)
-    if covariance:
-        assert_close(both.covariance, alone.covariance, rtol=1e-11, atol=1e-14)
-    else:
-        assert both.covariance is None
-        assert alone.covariance is None
-
-
-def test_a_small_memory_budget_does_not_change_it():
-    posterior, x = trained("kronecker"), normal(9, 3, seed=100)
-    assert_close(
-        posterior.novelty(x, likelihood="classification", memory_budget=20_000),
-        posterior.novelty(x, likelihood="classification"),
-    )
+    found = posterior.predict(x, likelihood="classification", covariance=covariance)
+    assert torch.equal(found.novelty, posterior.novelty(x, likelihood="classification"))
 
 
 def test_a_forward_of_the_user_s_own():
@@ -314,27 +248,11 @@ def test_a_forward_of_the_user_s_own():
     assert_close(found, posterior.novelty(x, likelihood="classification"))
 
 
-def test_it_is_there_by_default_up_to_twenty_outputs():
-    for classes, there in ((20, True), (21, False)):
-        posterior = trained("diagonal", mlp(3, classes))
-        found = posterior.predict(normal(4, 3), likelihood="classification")
-        if there:
-            assert found.novelty.shape == (4,)
-            continue
-        with pytest.raises(SettingError, match="novelty=True"):
-            _ = found.novelty
-        asked = posterior.predict(normal(4, 3), likelihood="classification", novelty=True)
-        assert torch.equal(asked.novelty, posterior.novelty(normal(4, 3), likelihood="classification"))
-
-
 @pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
-def test_sampling_predictives_have_none(predictive):
-    posterior = trained(prior_precision=1e4)
-    found = posterior.predict(normal(4, 3), likelihood="classification", predictive=predictive)
-    with pytest.raises(SettingError, match="linearised"):
-        _ = found.novelty
-    with pytest.raises(SettingError, match=f"novelty=True needs predictive='linearised', got '{predictive}'"):
-        posterior.predict(normal(4, 3), likelihood="classification", predictive=predictive, novelty=True)
+def test_sampling_predictives_have_the_mean_of_their_draws(predictive):
+    posterior, x = trained(prior_precision=1e4), normal(4, 3)
+    found = posterior.predict(x, likelihood="classification", predictive=predictive)
+    assert_novelty(found.novelty, entropy(found.mean.numpy() / dense(posterior, x)[1][:, None]))
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -344,12 +262,8 @@ def test_sampling_predictives_have_none(predictive):
 def test_of_sequences_it_is_the_average_over_places(structure):
     posterior = trained(structure, mlp(3, 4, 3), 5, 3)
     x = 2 * normal(6, 5, 3, seed=100)
-    f, whole = dense_moments(posterior, x)
-    found = np.zeros((6, 5))
-    for place in range(5):
-        block = whole[:, 3 * place : 3 * place + 3, 3 * place : 3 * place + 3]
-        found[:, place] = entropy(pairwise(f[:, place], block))
-    assert_novelty(posterior.novelty(x, likelihood="classification"), found.mean(axis=1))
+    f, u = dense(posterior, x)
+    assert_novelty(posterior.novelty(x, likelihood="classification"), entropy(f / u[:, None, None]).mean(axis=1))
 
 
 # --- other likelihoods ------------------------------------------------------------------------------------------------
@@ -359,51 +273,20 @@ def test_of_sequences_it_is_the_average_over_places(structure):
 def test_of_binary_outputs_it_is_the_average_entropy(structure):
     posterior = trained(structure, mlp(3, 4, 2), loss="binary")
     x = 2 * normal(6, 3, seed=100)
-    f, covariance = dense_moments(posterior, x)
-    p = 1 / (1 + np.exp(-f / np.sqrt(1 + math.pi / 8 * np.diagonal(covariance, axis1=1, axis2=2))))
-    assert_novelty(posterior.novelty(x, likelihood="binary"), entropy(np.stack([p, 1 - p], axis=-1)).mean(axis=1))
+    f, u = dense(posterior, x)
+    logits = f / u[:, None]
+    expected = entropy(np.stack([logits, np.zeros_like(logits)], axis=-1)).mean(axis=1)
+    assert_novelty(posterior.novelty(x, likelihood="binary"), expected)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
-@pytest.mark.parametrize("noise", [None, [0.2, 3.0]])
-def test_of_a_regression_it_is_what_a_target_would_teach(structure, noise):
-    posterior = trained(structure, mlp(3, 4, 2), loss="regression").replace(noise_variance=noise)
+@pytest.mark.parametrize("likelihood", ["regression", "poisson", "heteroscedastic"])
+def test_of_numbers_it_is_that_temperature(structure, likelihood):
+    posterior = trained(structure, mlp(3, 4, 2), loss=likelihood)
     x = 2 * normal(6, 3, seed=100)
-    variance = np.diagonal(dense_moments(posterior, x)[1], axis1=1, axis2=2)
-    expected = 0.5 * np.log(1 + variance / np.array(noise or [1.0, 1.0])).sum(axis=1)
-    assert_novelty(posterior.novelty(x, likelihood="regression"), expected, rtol=1e-6)
-    found = posterior.predict(x, likelihood="regression")
-    assert_close(found.novelty, posterior.novelty(x, likelihood="regression"))
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
-def test_of_counts_the_rate_is_the_curvature(structure):
-    posterior = trained(structure, mlp(3, 4, 2), loss="poisson")
-    x = 2 * normal(6, 3, seed=100)
-    f, covariance = dense_moments(posterior, x)
-    expected = 0.5 * np.log(1 + np.exp(f) * np.diagonal(covariance, axis1=1, axis2=2)).sum(axis=1)
-    assert_novelty(posterior.novelty(x, likelihood="poisson"), expected)
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
-def test_of_means_and_log_variances(structure):
-    posterior = trained(structure, mlp(3, 4, 4), loss="heteroscedastic")
-    x = 2 * normal(6, 3, seed=100)
-    f, covariance = dense_moments(posterior, x)
-    precision = np.concatenate([np.exp(-f[:, 2:]), np.full((6, 2), 0.5)], axis=1)
-    expected = 0.5 * np.log(1 + precision * np.diagonal(covariance, axis1=1, axis2=2)).sum(axis=1)
-    assert_novelty(posterior.novelty(x, likelihood="heteroscedastic"), expected)
-
-
-@pytest.mark.parametrize("likelihood", ["regression", "poisson", "heteroscedastic", "binary"])
-def test_a_prediction_is_not_changed_by_it(likelihood):
-    posterior = trained("kronecker", mlp(3, 4, 2), loss=likelihood)
-    x = normal(6, 3, seed=100)
-    both = posterior.predict(x, likelihood=likelihood)
-    alone = posterior.predict(x, likelihood=likelihood, novelty=False)
-    assert torch.equal(both.mean, alone.mean)
-    assert_close(both.variance, alone.variance, rtol=1e-12)
-    assert both.covariance is None
+    expected = dense(posterior, x)[1]
+    assert_novelty(posterior.novelty(x, likelihood=likelihood), expected)
+    assert_close(posterior.predict(x, likelihood=likelihood).novelty, expected)
 
 
 # --- mixtures ---------------------------------------------------------------------------------------------------------
@@ -421,11 +304,11 @@ def members(*sizes: int, loss: str = "classification") -> list[ba.Posterior]:
 WEIGHTS = (0.5, 0.2, 0.3)
 
 
-def test_of_a_mixture_it_is_the_entropy_of_the_average():
+def test_of_a_mixture_it_is_the_average():
     posteriors, x = members(3, 4, 3), 2 * normal(6, 3, seed=100)
     mixture = ba.Mixture(posteriors, WEIGHTS)
-    average = sum(w * pairwise(*dense_moments(p, x)) for w, p in zip(WEIGHTS, posteriors, strict=True))
-    assert_novelty(mixture.novelty(x, likelihood="classification"), entropy(average))
+    average = sum(w * expected_of_classes(p, x) for w, p in zip(WEIGHTS, posteriors, strict=True))
+    assert_novelty(mixture.novelty(x, likelihood="classification"), average)
     assert torch.equal(
         mixture.predict(x, likelihood="classification").novelty, mixture.novelty(x, likelihood="classification")
     )
@@ -435,26 +318,10 @@ def test_of_a_mixture_it_is_the_entropy_of_the_average():
     )
 
 
-def test_of_a_mixture_of_regressions_members_that_differ_count():
+def test_of_a_mixture_of_regressions_too():
     posteriors, x = members(3, 4, 2, loss="regression"), 2 * normal(6, 3, seed=100)
-    noises = [np.array([0.1, 2.0]), np.array([0.4, 0.3]), np.array([1.0, 1.0])]
-    posteriors = [p.replace(noise_variance=noise.tolist()) for p, noise in zip(posteriors, noises, strict=True)]
-    means, covariances = zip(*(dense_moments(p, x) for p in posteriors), strict=True)
-    centre = sum(w * f for w, f in zip(WEIGHTS, means, strict=True))
-    total = sum(
-        w * (np.diagonal(c, axis1=1, axis2=2) + (f - centre) ** 2)
-        for w, f, c in zip(WEIGHTS, means, covariances, strict=True)
-    )
-    precision = sum(w / noise for w, noise in zip(WEIGHTS, noises, strict=True))
-    expected = 0.5 * np.log(1 + total * precision).sum(axis=1)
-    assert_novelty(ba.Mixture(posteriors, WEIGHTS).novelty(x, likelihood="regression"), expected, rtol=1e-6)
-
-
-def test_a_mixture_without_it_says_so():
-    mixture = ba.Mixture(members(3, 4, 3))
-    found = mixture.predict(normal(4, 3), likelihood="classification", novelty=False)
-    with pytest.raises(SettingError, match="no novelty"):
-        _ = found.novelty
+    average = sum(w * dense(p, x)[1] for w, p in zip(WEIGHTS, posteriors, strict=True))
+    assert_novelty(ba.Mixture(posteriors, WEIGHTS).novelty(x, likelihood="regression"), average)
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
@@ -488,38 +355,27 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
 
 
-def deviation(model: Normed, x: Tensor) -> np.ndarray:
-    """d(x), layer by layer from activations written out."""
+def layers_written_out(model: Normed, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """f and the inputs of all layers, activations written out."""
     with torch.no_grad():
-        first = model.conv(x)
-        second = model.inner(model.places(first).tanh().flatten(1))
-    found = np.zeros(len(x))
-    for i in range(len(x)):
-        logs = 0.0
-        for layer, activations in ((model.places, first[i].flatten(1).mean(dim=1)), (model.features, second[i])):
-            mean, var = layer.running_mean.numpy(), layer.running_var.numpy()
-            squares = [(a - m) ** 2 / (v + layer.eps) for a, m, v in zip(activations.numpy(), mean, var, strict=True)]
-            logs += math.log(sum(squares) / len(squares))
-        found[i] = math.exp(logs / 2)
-    return found
+        first = model.places(model.conv(x)).tanh().flatten(1)
+        second = model.features(model.inner(first)).tanh()
+        inputs = {"conv.weight": x.flatten(2).mT, "inner.weight": first, "head.weight": second}
+        return model.head(second), inputs
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_variances_grow_with_the_distance_from_running_statistics(training):
+def test_running_statistics_stay_as_they_are(training):
     posterior, x = normed(), 2 * normal(6, 2, 3, 3, seed=100)
     model = posterior.model.eval()
-    f, covariance = dense_moments(posterior, x)
-    d = deviation(model, x)
-    assert d.max() > 2 * d.min()
+    f, inputs = layers_written_out(model, x)
+    u = steepness(posterior, inputs)
+    assert u.max() > 2 * u.min()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train(training)
     found = posterior.predict(x, likelihood="classification")
-    # d is computed in float32.
-    assert_novelty(found.novelty, entropy(pairwise(f, covariance * d[:, None, None])), rtol=1e-5)
+    assert_novelty(found.novelty, entropy(f.numpy() / u[:, None]))
     assert torch.equal(found.novelty, posterior.novelty(x, likelihood="classification"))
-    # The prediction itself has nothing of it.
-    alone = posterior.predict(x, likelihood="classification", novelty=False)
-    assert_close(found.variance, alone.variance, rtol=1e-12)
     assert model.training == training
     assert hooks(model) == 0
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
@@ -533,38 +389,20 @@ def test_no_hook_stays_where_the_model_raises():
         posterior.novelty(x, likelihood="classification")
     assert hooks(posterior.model) == 0
     assert posterior.model.training
-    # The pass over the running statistics by itself, which comes last.
-    seen = []
-
-    def broken(model: Any, inputs: Tensor) -> Tensor:
-        seen.append(hooks(model))
-        return model(inputs)
-
-    with pytest.raises(RuntimeError, match="broken"):
-        running_deviation(Call(posterior.model, broken), posterior.mode, x)
-    assert seen == [2]
-    assert hooks(posterior.model) == 0
-
-
-def test_a_model_without_running_statistics_is_not_run_for_them():
-    def never(model: Any, inputs: Tensor) -> Tensor:
-        raise AssertionError("not needed")
-
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
-    assert running_deviation(Call(model, never), {}, normal(4, 3)) is None
 
 
 def test_an_example_s_novelty_is_its_own():
-    posterior, x = normed(), normal(5, 2, 3, 3, seed=100)
-    one_by_one = torch.cat([posterior.novelty(x[i : i + 1], likelihood="classification") for i in range(5)])
-    assert_close(posterior.novelty(x, likelihood="classification"), one_by_one, rtol=1e-6, atol=1e-8)
+    posterior, x, familiar = normed(), normal(5, 2, 3, 3, seed=100), normal(10, 2, 3, 3, seed=101)
+    options: Any = {"likelihood": "classification", "reference": familiar}
+    one_by_one = torch.cat([posterior.novelty(x[i : i + 1], **options) for i in range(5)])
+    assert_close(posterior.novelty(x, **options), one_by_one, rtol=1e-6, atol=1e-8)
 
 
 def test_other_norms_change_nothing():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3))
     posterior, x = trained("diagonal", plain), 2 * normal(6, 3, seed=100)
-    assert_novelty(posterior.novelty(x, likelihood="classification"), entropy(pairwise(*dense_moments(posterior, x))))
+    assert_novelty(posterior.novelty(x, likelihood="classification"), expected_of_classes(posterior, x))
     assert hooks(plain) == 0
 
 

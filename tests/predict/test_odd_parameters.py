@@ -143,7 +143,7 @@ def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
     j, sigma = jacobian(posterior, ids), covariance(posterior)
     expected = j @ sigma @ j.mT
     for whole in (False, True):
-        found = posterior.predict(ids, likelihood="regression", covariance=whole)
+        found = posterior.predict(ids, likelihood="regression", covariance=whole, shift=False)
         assert_close(found.mean, at(posterior, own, ids).detach(), rtol=rtol, atol=rtol)
         variance = expected.diagonal(dim1=1, dim2=2)
         assert_close(found.variance.double(), variance, rtol=rtol, atol=rtol * float(variance.max()))
@@ -151,7 +151,12 @@ def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
             assert_close(found.covariance.double(), expected, rtol=rtol, atol=rtol * float(variance.max()))
     for method in ("sampled", "linearised-sampled"):
         found = posterior.predict(
-            ids, likelihood="regression", predictive=method, n_samples=3, generator=torch.Generator().manual_seed(7)
+            ids,
+            likelihood="regression",
+            predictive=method,
+            n_samples=3,
+            generator=torch.Generator().manual_seed(7),
+            shift=False,
         )
         generator = torch.Generator().manual_seed(7)
         for drawn in found.draws:
@@ -218,7 +223,7 @@ def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: s
     posterior = trained(structure, sparse=True)
     ids = batch(torch.Generator().manual_seed(9), 40)
     y = torch.randn(40, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = ba.calibrate(posterior, (ids, y), likelihood="regression", method=method, folds=1)
+    found = ba.calibrate(posterior, (ids, y), likelihood="regression", method=method)
     check(found, rtol=1e-5)
 
 

@@ -20,7 +20,6 @@ from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
 from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
-# Which probabilities so short a run prefers is not asked here.
 N, LENGTH, VOCABULARY = 40, 6, 12
 
 

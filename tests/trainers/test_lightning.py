@@ -26,7 +26,6 @@ from processes import run_python  # noqa: E402
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
     "ignore:The number of training batches",
-    # Which probabilities so short a run prefers is not asked here.
 )
 N, EPOCHS = 48, 3
 

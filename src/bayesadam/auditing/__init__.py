@@ -193,7 +193,8 @@ def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[_Pr
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
         if posterior.leverage is None:
             posterior = posterior.relative_to([inputs], options["forward"])
-        found, data = (q.predict(inputs, covariance=True, **options) for q in (posterior, posterior.for_novelty))
+        both = posterior, posterior.for_novelty
+        found, data = (q.predict(inputs, covariance=True, shift=False, **options) for q in both)
         yield found.components[0], data.components[0], y, found.novelty
 
 

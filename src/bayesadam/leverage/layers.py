@@ -50,10 +50,13 @@ class Layer:
 
         `mask`, (size, positions), is 0 at padding.
         """
-        if a.dim() < 2 or (a.numel() % size if self.tokens else a.numel() % (size * self.width)):
+        if a.dim() < 2 or (len(a) != size if self.tokens else a.numel() % (size * self.width)):
             return None
         if self.tokens:
             tokens = a.reshape(size, -1)
+            # The indices of positions, the same for all examples, are no inputs.
+            if torch.equal(tokens[:1], torch.arange(tokens.shape[1], device=a.device)[None]):
+                return None
             weights = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask.float().expand_as(tokens)
             share = weights / weights.sum(dim=1, keepdim=True)
             return torch.zeros(size, self.width, device=a.device).scatter_add(1, tokens, share)

@@ -181,6 +181,8 @@ def blocks(a: Tensor, layer: Layer) -> Tensor:
 
 def leverages(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     """h of inputs (b, width), the share of each block, (b, g)."""
+    dtype = torch.promote_types(a.dtype, w.dtype)
+    a, w = a.to(dtype), w.to(dtype)
     if w.dim() == 1:
         return (a * w).square().sum(dim=1, keepdim=True)
     return torch.einsum("bgs,gst->bgt", blocks(a, layer), w).square().sum(dim=2)
@@ -219,9 +221,9 @@ def from_inputs(
     where inputs are fewer than 20.
     """
     batches = list(batches)
-    seen = _in(layers, batches[0])
+    seen = _in(layers, set.intersection(*map(set, batches)))
     if sum(len(next(iter(each.values()), ())) for each in batches) < FEWEST:
-        state = state.among(batches[0])
+        state = state.among([layer.module for layer in seen])
         log_h = torch.cat([state.log_h(each) for each in batches]) if state.layers else torch.zeros(0, 0)
         return state.against(log_h) if state.layers else state, log_h
     pooled: dict[str, list[Tensor]] = {}

@@ -240,10 +240,17 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
     if at_temperature and options.predictive == "linearised" and not asked:
         return forward, "one forward pass"
     found, how = component_of(member, inputs, options)
-    growth = forward.growth
+    growth, steepness = (_of_rows(each, options.positions) for each in (forward.growth, forward.steepness))
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
         found = grown(found, growth)
-    return replace(found, growth=growth, steepness=forward.steepness), how
+    return replace(found, growth=growth, steepness=steepness), how
+
+
+def _of_rows(values: Tensor | None, positions: Positions | None) -> Tensor | None:
+    """One number for each example, (batch,), as one for each row: a mask has a row for every position in it."""
+    if values is None or not isinstance(positions, Tensor) or positions.dtype != torch.bool:
+        return values
+    return values.repeat_interleave(positions.flatten(1).sum(dim=1).to(values.device))
 
 
 def grown(component: Component, growth: Tensor) -> Component:

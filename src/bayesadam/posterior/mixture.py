@@ -272,7 +272,10 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
 
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
     """Weights of sum 1, equal ones for None."""
-    given = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    try:
+        given = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        given = []
     if len(given) != count or not all(0 < weight < math.inf for weight in given):
         raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
     total = math.fsum(given)
