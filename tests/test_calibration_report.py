@@ -107,11 +107,11 @@ def ratios(posterior: ba.Posterior, batch: Batch, likelihood: str = "classificat
 
 
 def shifted(posterior: ba.Posterior, batch: Batch) -> np.ndarray:
-    """The logits, over what leverage multiplies temperatures by, at the largest exponent that costs at most 1 %."""
+    """The logits, over what leverage multiplies temperatures by, at the largest exponent that costs at most 0.5 %."""
     f, own = logits(posterior.model, batch[0]), ratios(posterior, batch)
     for exponent in (0.5, 0.375, 0.25, 0.125, 0.0):
         found = f / replace(own, exponent=exponent).growth.double().numpy()[:, None]
-        if nll_at(best_temperature(found, batch[1]), found, batch[1]) <= 1.01 * nll_at(
+        if nll_at(best_temperature(found, batch[1]), found, batch[1]) <= 1.005 * nll_at(
             best_temperature(f, batch[1]), f, batch[1]
         ):
             break
@@ -295,6 +295,7 @@ def test_of_few_examples_there_are_no_guarantees():
 # --- never below temperature scaling ----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.CollapsedPredictionWarning")
 def test_probabilities_are_the_mean_network_s_at_temperatures_that_grow_with_leverage():
     batch, posterior = blobs(200, 1), network(steps=10, lr=1e-3)
     found = calibrated(posterior, batch)

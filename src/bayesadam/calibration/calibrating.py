@@ -32,8 +32,8 @@ AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
 # share of one, or so hot.
 _WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
-# Temperatures grow with leverage by the first exponent at which held-out examples lose at most 1 % of their likelihood.
-_EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.01
+# Temperatures grow with leverage by the first exponent at which held-out data lose at most 0.5 % of their likelihood.
+_EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.005
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
 
 
@@ -58,7 +58,7 @@ def calibrate(
       is the trace of N times the Gauss-Newton matrix, δ by MacKay's fixed point γ/|θ|².
 
     r(x) is the leverage of an input relative to that of the held-out inputs, 1 for the usual one: probabilities grow
-    humble where layers have to extrapolate. The exponent ½ is smaller where held-out data would lose more than 1 % of
+    humble where layers have to extrapolate. The exponent ½ is smaller where held-out data would lose more than 0.5 % of
     their likelihood by it. `"validation"` averages probabilities over the posterior instead. T has a prior,
     −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right are no reason to be
     certain. Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to nothing,
