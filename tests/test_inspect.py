@@ -18,7 +18,7 @@ from bayesadam import inspect
 from bayesadam.__main__ import main
 from bayesadam.commands import plots as command
 from bayesadam.errors import FileError, SettingError
-from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
+from bayesadam.inspect import inspect_checkpoint
 from bayesadam.readers import explain, read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
@@ -69,22 +69,10 @@ def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Pa
         assert row.below == int((snr < 1.0).sum())
         assert row.weights == snr.numel()
         assert row.shape == tuple(snr.shape)
-        assert sum(row.histogram) == int((snr > 0).sum())
     assert found.parameters[0].dead == 20
     assert found.dead == 20
     assert found.weights == posterior.n_weights
     assert found.below == sum(int((snr < 1.0).sum()) for snr in posterior.snr().values())
-
-
-def test_the_histogram_is_of_the_logarithm(trained_pair: Any, path: Path) -> None:
-    snr = ba.Posterior.from_optimizer(*trained_pair, n_data=1, prior_precision=0.0).snr()["2.weight"].double()
-    (row,) = [row for row in inspect_checkpoint(path).parameters if row.name == "2.weight"]
-    width = (LOG_RANGE[1] - LOG_RANGE[0]) / BINS
-    # Weights at or below the upper edge of each bin, but for those on an edge itself.
-    counts = torch.tensor(row.histogram).cumsum(0)
-    for number in (60, 80, 90, 100, 110):
-        edge = LOG_RANGE[0] + width * (number + 1)
-        assert abs(int(counts[number]) - int((snr.log10() < edge).sum())) <= 1
 
 
 def test_without_n_only_the_order_is_told(path: Path) -> None:
@@ -111,11 +99,10 @@ def test_quantiles_of_large_tensors_come_from_a_sample(path: Path, monkeypatch: 
     sampled = inspect_checkpoint(path, n_data=1)
     assert sampled == inspect_checkpoint(path, n_data=1)
     for one, other in zip(exact.parameters, sampled.parameters, strict=True):
-        assert (one.weights, one.dead, one.below, one.histogram) == (
+        assert (one.weights, one.dead, one.below) == (
             other.weights,
             other.dead,
             other.below,
-            other.histogram,
         )
         assert (one.quantiles[1] == other.quantiles[1]) == (one.weights <= 200)
         assert other.quantiles[1] == approx(one.quantiles[1], rel=0.3)
@@ -134,7 +121,6 @@ def test_damaged_values_are_reported_and_do_not_stop_it(trained_pair: Any, tmp_p
     found = inspect_checkpoint(tmp_path / "c.pt", n_data=10)
     assert found.diagnosis.codes()[0] == "bad-values"
     assert found.parameters[2].quantiles[1] != found.parameters[2].quantiles[1]
-    assert sum(found.parameters[2].histogram) == 399
 
 
 def test_settings_are_checked(path: Path) -> None:

@@ -375,9 +375,7 @@ def test_short_trainings_are_warned_of_when_exported_and_when_merged(saved):
     with pytest.warns(ba.errors.BayesAdamWarning, match=r"few\.pt was trained for 5 steps"):
         export_checkpoint(folder / "few.pt", folder / "few.safetensors", 64)
     torch.save(model.state_dict(), folder / "weights.pt")
-    with pytest.warns(
-        ba.errors.BayesAdamWarning, match=r"weights\.pt was trained for 5 steps against a memory .* = 1000"
-    ):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"weights\.pt was trained for 5 steps"):
         ba.merge([*sources, (folder / "weights.pt", folder / "few.safetensors")])
 
 

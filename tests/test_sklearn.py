@@ -533,6 +533,8 @@ def test_the_random_state_determines_everything_and_no_global_one_is_touched():
     assert not close(other.predict(X), expected[0])
 
 
+# `warnings.catch_warnings`, by which it is left out elsewhere, is of the whole process.
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
 def test_threads_may_fit_and_predict_at_once():
     X, y = sine(60)
     models = [BadamRegressor(**{**SMALL, "random_state": seed}) for seed in range(4)]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # log₁₀ of the signal-to-noise ratio: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
-LOG_RANGE = (-12.0, 8.0)
-BINS = 200
 # Quantiles of a larger tensor come from every k-th weight, so many or fewer.
 _SAMPLE = 2**20
 _LEVELS = (0.05, 0.5, 0.95)
@@ -36,7 +34,6 @@ class ParameterReport:
     Attributes:
         dead: how many have v = 0.
         below: how many have |μ|/σ < 1; None where that or N is not known.
-        histogram: counts of log₁₀ |μ|/σ, or of log₁₀ σ, in `BINS` bins over `LOG_RANGE`; without 0 and infinity.
         quantiles: 5, 50 and 95 % of |μ|/σ, or of σ.
     """
 
@@ -45,7 +42,6 @@ class ParameterReport:
     weights: int
     dead: int
     below: int | None
-    histogram: tuple[int, ...]
     quantiles: tuple[float, float, float]
 
 
@@ -75,7 +71,7 @@ class Inspection:
 
     @property
     def quantity(self) -> str:
-        """What the quantiles and the histograms are of: `"|μ|/σ"` or `"σ"`."""
+        """What the quantiles are of: `"|μ|/σ"` or `"σ"`."""
         return "|μ|/σ" if self.has_weights else "σ"
 
     @property
@@ -116,7 +112,7 @@ class Inspection:
         return [row if self.below is not None else row[:-1] for row in table]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; the histograms are left out."""
+        """Plain data, for JSON."""
         own = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
         shown = ("shape", "weights", "dead", "below", "quantiles")
         return {
@@ -223,11 +219,9 @@ def _report(part: GaussianWeights, result: Examined, known: float | None) -> Par
     name = result.name
     values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
     below = int((values < 1).sum()) if part.has_weights and known else None
-    logs = values[(values > 0) & torch.isfinite(values)].log10_()
-    counts = torch.histc(logs.clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
     low, median, high = quantiles(values[:: 1 + len(values) // _SAMPLE], _LEVELS)
     shape = tuple(part.shapes[name])
-    return ParameterReport(name, shape, result.numel, result.zeros, below, tuple(counts.tolist()), (low, median, high))
+    return ParameterReport(name, shape, result.numel, result.zeros, below, (low, median, high))
 
 
 def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:

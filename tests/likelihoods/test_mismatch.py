@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError
@@ -96,14 +95,6 @@ def test_inputs_without_a_tensor_or_a_batch_are_named():
         q.predict([[0.1, 0.2, 0.3]], **K)
     with pytest.raises(ba.BayesAdamError, match=r"no batch dimension\? A single example is x\[None\]"):
         q.predict(torch.rand(3), **K)
-
-
-def test_the_results_of_a_loader_say_that_they_are_several():
-    x = torch.rand(30, 3)
-    found: Any = posterior(mlp(3, 4, 3)).predict(DataLoader(TensorDataset(x), batch_size=8), **K)
-    with pytest.raises(AttributeError, match=r"torch.cat\(\[p.probs for p in posterior.predict\(loader"):
-        found.probs  # noqa: B018
-    assert torch.cat([p.probs for p in found]).shape == (30, 3)
 
 
 def test_fewer_examples_than_in_a_batch_are_warned_of():

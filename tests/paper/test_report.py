@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -341,9 +340,7 @@ def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     played = BanditSettings(("wheel",), ("badam", "uniform"), runs=2, rounds=40)
     monkeypatch.setattr(command, "QUICK_BANDITS", played)
     monkeypatch.setattr(
-        RegressionSettings,
-        "quick",
-        lambda self: replace(self, methods=("map",), n_seeds=2, epochs=2, n_test=20),
+        command, "QUICK_REGRESSION", RegressionSettings(methods=("map",), n_seeds=2, epochs=2, n_test=20)
     )
     text, found = reported(tmp_path, quick=True)
     assert [run["file"] for run in found["results"]["runs"]] == [f"quick/{name}/metrics.json" for name in EXPERIMENTS]

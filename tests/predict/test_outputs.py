@@ -115,10 +115,6 @@ def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str
         assert_close(found.variance[example], expected.diagonal(), rtol=1e-6, atol=1e-9)
         logits = posterior.model(x[example : example + 1])[0]
         assert chosen.tolist() == logits.topk(4).indices.tolist()
-        rest = torch.ones(CLASSES, dtype=torch.bool)
-        rest[chosen] = False
-        weights = logits[rest].softmax(dim=0)
-        assert_close(found.components[0].rest_variance[example], weights @ whole[rest][:, rest] @ weights, rtol=1e-6)
 
 
 def test_ten_largest_are_the_default_of_many_classes_alone() -> None:
@@ -291,34 +287,6 @@ def test_a_score_that_cannot_be_told_says_what_to_do() -> None:
 
 
 # --- probabilities --------------------------------------------------------------------------------------------------
-
-
-def test_the_rest_at_its_mean_is_off_by_no_more_than_the_bound() -> None:
-    torch.manual_seed(0)
-    x = numbers()
-    posterior = posterior_over(mlp(3, 4, CLASSES), x, prior_precision=5.0)
-    found = posterior.predict(x, likelihood="classification", outputs=ba.Top(5), covariance=True, link="sampling")
-    draw = torch.Generator().manual_seed(0)
-    for example in range(len(x)):
-        whole = dense_covariance(posterior, x[example])
-        chosen, logits = found.outputs[example], posterior.model(x[example : example + 1])[0].detach()
-        rest = torch.ones(CLASSES, dtype=torch.bool)
-        rest[chosen] = False
-        weights = torch.zeros(CLASSES).double()
-        weights[rest] = logits[rest].softmax(dim=0)
-        u = torch.cat([torch.eye(CLASSES).double()[chosen], weights[None]])
-        root = torch.linalg.cholesky(u @ whole @ u.T + 1e-12 * torch.eye(6).double())
-        away = torch.randn(100_000, 6, generator=draw).double() @ root.T
-        coarse = torch.cat([logits[chosen], logits[rest].logsumexp(dim=0)[None]])
-        exact = (coarse + away).softmax(dim=1).mean(dim=0)
-        away[:, -1] = 0.0
-        at_mean = (coarse + away).softmax(dim=1).mean(dim=0)
-        assert float((exact - at_mean).abs().sum() / 2) <= float(found.rest_error[example])
-        assert float((found.probs[example, chosen] - at_mean[:-1]).abs().max()) < 0.1
-        assert (
-            float(found.rest_error[example])
-            <= math.sqrt(float(found.components[0].rest_variance[example]) / (8 * math.pi)) + 1e-12
-        )
 
 
 def test_the_mean_network_is_used_where_data_prefer_it() -> None:

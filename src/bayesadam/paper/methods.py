@@ -235,7 +235,7 @@ def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
 
 
 def _linearised(problem: Problem, found: Sequence[Posterior]) -> Fitted:
-    asked: Any = {"likelihood": problem.data.likelihood, "novelty": False}
+    asked: Any = {"likelihood": problem.data.likelihood}
     return Fitted(tuple(partial(posterior.predict, **asked) for posterior in found), tuple(found))
 
 

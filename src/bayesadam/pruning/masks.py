@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -36,7 +36,8 @@ Ranking = str | Callable[[Tensor, Tensor], Tensor] | Mapping[str, Tensor]
 Scope = Literal["global", "layer"]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
-
+# Weights ranked together: bounds the memory beside a parameter's own.
+_AT_ONCE = 1 << 20
 
 # Scores of θ, v̂ and the posterior's rule of precisions, by name.
 RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
@@ -198,35 +199,42 @@ def removals(scores: Mapping[str, Tensor], scope: Scope, fraction: Any, spared: 
 def _lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Callable[[str], Tensor]:
     """By name a mask, True at `count` weights over all names: lowest score first, equal ones by position.
 
-    The score of rank `count` is found digit by digit, 16 bits at a time, so that one tensor is in memory at a time.
+    The score of rank `count` is found digit by digit, 16 bits at a time, with one tensor in memory at a time.
     """
+    wide = any(outlined(scores)[name].dtype not in (torch.float16, torch.bfloat16, torch.float32) for name in names)
+    kind, bits = (torch.float64, 64) if wide else (torch.float32, 32)
 
-    def keys(name: str) -> Tensor:
-        """Whole numbers in the order of the scores, from 0."""
-        bits = scores[name].reshape(-1).to("cpu", torch.float32).add(0.0).view(torch.int32).long()
-        return torch.where(bits < 0, ~bits, bits + 2**31) if bool((bits < 0).any()) else bits + 2**31
+    def keys(name: str) -> Iterator[Tensor]:
+        """Whole numbers in the order of the scores, some at a time."""
+        for some in torch.split(scores[name].reshape(-1), _AT_ONCE):
+            found = (some.to("cpu", kind) + 0.0).view(torch.int64 if wide else torch.int32)
+            yield torch.where(found < 0, found ^ torch.iinfo(found.dtype).max, found)
 
-    bound, left = 0, count
-    for shift in (16, 0):
+    prefix, left = 0, count
+    for shift in range(bits - 16, -1, -16):
         digits = torch.zeros(1 << 16, dtype=torch.int64)
-        for name in names:
-            found = keys(name)
-            inside = found if shift else found[found >> 16 == bound >> 16]
-            digits += (inside >> shift & 0xFFFF).bincount(minlength=1 << 16)
+        # The first digit has the sign: 0 is in the middle of it.
+        middle = 1 << 15 if shift == bits - 16 else 0
+        for some in (some for name in names for some in keys(name)):
+            inside = some if shift == bits - 16 else some[some >> (shift + 16) == prefix]
+            digit = (inside >> shift) + middle if middle else (inside >> shift) & 0xFFFF
+            digits += digit.long().bincount(minlength=1 << 16)
         below = digits.cumsum(0)
-        digit = int(torch.searchsorted(below, max(left, 1)))
-        left -= int(below[digit - 1]) if digit else 0
-        bound |= digit << shift
+        found = int(torch.searchsorted(below, max(left, 1)))
+        left -= int(below[found - 1]) if found else 0
+        prefix = (prefix << 16) + found - middle
     spare = {}
     for name in names:
         spare[name] = max(left, 0)
-        left -= int((keys(name) == bound).sum())
+        left -= sum(int((some == prefix).sum()) for some in keys(name))
 
     def mask(name: str) -> Tensor:
-        found = keys(name)
-        taken = found < bound
-        taken[(found == bound).nonzero()[: spare[name], 0]] = True
-        return (taken if count else torch.zeros_like(taken)).view(outlined(scores)[name].shape)
+        parts, ties = [], spare[name]
+        for some in keys(name):
+            equal = some == prefix
+            parts.append((some < prefix) | (equal & (equal.cumsum(0) <= ties)) if count else torch.zeros_like(equal))
+            ties -= int(equal.sum())
+        return torch.cat(parts).view(outlined(scores)[name].shape)
 
     return mask
 

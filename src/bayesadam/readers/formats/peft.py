@@ -138,13 +138,17 @@ class _Adapter:
             raise MatchError(f"{self.path} holds an adapter of kind {kind}, which is not built here: {_PASS_IT}")
         for package in ("transformers", "peft"):
             require(package)
-        source = self.path / _CONFIG
-        config = hf.read_json(source) if source.is_file() else {}
-        # Other things are called config.json, too.
-        if not isinstance(config.get("model_type"), str):
-            base = said(self.config.get("base_model_name_or_path"))
+        base = self.config.get("base_model_name_or_path")
+        config: dict[str, Any] = {}
+        for folder in (self.path, self.path.parent, *([Path(base)] if isinstance(base, str) else [])):
+            source = folder / _CONFIG
+            config = hf.read_json(source) if source.is_file() else {}
+            # Other things are called config.json, too.
+            if isinstance(config.get("model_type"), str):
+                break
+        else:
             raise MatchError(
-                f"the order of the parameters is that of the base model, {base}, whose {_CONFIG} is not in the "
+                f"the order of the parameters is that of the base model, {said(base)}, whose {_CONFIG} is not in the "
                 f"adapter's folder: `hf download BASE {_CONFIG} --local-dir {self.path}`; or {_PASS_IT}"
             )
         if hf.names_more(config):
