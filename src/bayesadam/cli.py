@@ -51,7 +51,7 @@ _LOOKS: Any = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_except
 _LOOKS |= {"context_settings": {"max_content_width": 120}}
 app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
 paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
-data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them.", **_LOOKS)
+data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them, verify them.", **_LOOKS)
 app.add_typer(paper)
 app.add_typer(data_app)
 
@@ -459,5 +459,25 @@ def fetch_data(
             failed = True
         if record.embedded and not quiet:
             typer.echo(f"{record.name} is embedded: there is nothing to fetch")
+    if failed:
+        raise typer.Exit(1)
+
+
+@data_app.command("verify")
+def verify_data(
+    sets: Annotated[list[str], _data_sets("Data sets, or `all` that are here.")],
+    quiet: Quiet = False,
+) -> None:
+    """Compare the files on this machine with their published checksums; ends with code 1 where one is wrong."""
+    from bayesadam.data import data_set, data_sets, find, verify
+
+    failed = False
+    for record in [each for each in data_sets() if find(each.name)] if sets == ["all"] else map(data_set, sets):
+        wrong = verify(record.name)
+        failed |= bool(wrong)
+        for file, what in wrong.items():
+            typer.echo(f"{record.name}/{file}: {what}", err=True)
+        if not wrong and not quiet:
+            typer.echo(f"{record.name}: ok")
     if failed:
         raise typer.Exit(1)

@@ -361,3 +361,12 @@ def test_the_source_is_named_where_progress_is_wanted(tiny, server, capsys):
     tiny.unlink()
     fetch("tiny")
     assert capsys.readouterr().err == f"tiny: {len(CONTENT):,} bytes from {server.url}/first\n"
+
+
+@pytest.mark.parametrize(("name", "content"), [("tiny.csv", CONTENT), ("tiny.csv.gz", PACKED)])
+def test_files_are_verified_by_their_content(tiny, tmp_path, monkeypatch, name, content):
+    assert fetching.verify("tiny") == {"tiny.csv": "missing"}
+    path = users(tmp_path, monkeypatch, name, content)
+    assert fetching.verify("tiny") == {}
+    path.write_bytes(content[:-1] + b"!")
+    assert "expected sha256" in fetching.verify("tiny")["tiny.csv"]

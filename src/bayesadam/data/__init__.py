@@ -1,6 +1,6 @@
 """Data sets: what there is, where it is, and how to load it."""
 
-from bayesadam.data.fetching import DataSet, data_set, data_sets, fetch, find, locate
+from bayesadam.data.fetching import DataSet, data_set, data_sets, fetch, find, locate, verify
 from bayesadam.data.loaders import Images, Table, load_images, load_split, load_table
 from bayesadam.data.toy import ToyData, toy_function, toy_grid, toy_points
 
@@ -20,4 +20,5 @@ __all__ = [
     "toy_function",
     "toy_grid",
     "toy_points",
+    "verify",
 ]

@@ -207,6 +207,18 @@ def fetch(name: str, *, progress: bool = True) -> tuple[Path, ...]:
     return tuple(paths)
 
 
+def verify(name: str) -> dict[str, str]:
+    """What is wrong with the files of a data set on this machine, by published name: missing, or of another sha256."""
+    present, wrong = find(name), {}
+    for file in data_set(name).files:
+        path = present.get(file.name)
+        if path is None:
+            wrong[file.name] = "missing"
+        elif (digest := _sha256(path, packed=path.name != file.name)) != file.sha256:
+            wrong[file.name] = f"{path}: expected sha256 {file.sha256}, found {digest}"
+    return wrong
+
+
 def _sha256(path: Path, *, packed: bool = False) -> str:
     """Of the content, unpacked where it is packed; of nothing where it cannot be."""
     digest = hashlib.sha256()
