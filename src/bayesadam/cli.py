@@ -468,7 +468,10 @@ def verify_data(
     sets: Annotated[list[str], _data_sets("Data sets, or `all` that are here.")],
     quiet: Quiet = False,
 ) -> None:
-    """Compare the files on this machine with their published checksums; ends with code 1 where one is wrong."""
+    """Compare the files here with their checksums.
+
+    Ends with code 1 where one is wrong or missing.
+    """
     from bayesadam.data import data_set, data_sets, find, verify
 
     failed = False

@@ -4,6 +4,7 @@ The optimiser numbers the tensors in the model's order, which an adapter's file 
 code is run that a file names, and a model is used only if it has exactly the tensors of the file.
 """
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,7 +143,8 @@ class _Adapter:
         config: dict[str, Any] = {}
         for folder in (self.path, self.path.parent, *([Path(base)] if isinstance(base, str) else [])):
             source = folder / _CONFIG
-            config = hf.read_json(source) if source.is_file() else {}
+            # The name of the base model may be no path at all.
+            config = hf.read_json(source) if os.path.isfile(source) else {}
             # Other things are called config.json, too.
             if isinstance(config.get("model_type"), str):
                 break
