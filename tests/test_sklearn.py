@@ -534,6 +534,17 @@ def test_the_random_state_determines_everything_and_no_global_one_is_touched():
     assert not close(other.predict(X), expected[0])
 
 
+def test_draws_of_y_have_the_predictive_moments():
+    X, y = sine(60)
+    model = BadamRegressor(**SMALL).fit(X, y)
+    mean, std = model.predict(X[:4], return_std=True)
+    draws = model.sample_y(X[:4], 3000, random_state=1)
+    assert draws.shape == (4, 3000)
+    assert bool((np.abs(draws.mean(axis=1) - mean) < 5 * std / np.sqrt(3000)).all())
+    assert_close(draws.std(axis=1), std, rtol=0.1)
+    assert np.array_equal(draws, model.sample_y(X[:4], 3000, random_state=1))
+
+
 def test_threads_may_fit_and_predict_at_once(monkeypatch):
     # `warnings.catch_warnings`, by which the warning of few held-out rows is left out, is of the whole process.
     monkeypatch.setattr(calibrating, "warn", lambda *_: None)
