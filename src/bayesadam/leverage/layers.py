@@ -112,8 +112,8 @@ def layer_inputs(
         pooled = layer.pooled(module, a.detach(), size, mask)
         if pooled is not None:
             runs[layer.module] += 1
-            before = found.get(layer.module, torch.zeros_like(pooled))
-            found[layer.module] = before + (pooled - before) / runs[layer.module]
+            before = found.get(layer.module, pooled)
+            found[layer.module] = pooled if before is pooled else before + (pooled - before) / runs[layer.module]
 
     with ExitStack() as hooks:
         for layer in layers:
@@ -130,6 +130,6 @@ def observed(
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     params = parameters_at_mean(gaussian)
     taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask)
-    with evaluating(gaussian.model), torch.no_grad(), taps as seen:
+    with evaluating(gaussian.model, differentiable=False), torch.no_grad(), taps as seen:
         outputs = call(params, inputs)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen

@@ -185,6 +185,8 @@ def leverages(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     a, w = a.to(dtype), w.to(dtype)
     if w.dim() == 1:
         return (a * w).square().sum(dim=1, keepdim=True)
+    if len(w) == 1:
+        return (a @ w[0]).square().sum(dim=1, keepdim=True)
     return torch.einsum("bgs,gst->bgt", blocks(a, layer), w).square().sum(dim=2)
 
 

@@ -139,12 +139,11 @@ class _Shared:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def _attention_by_layers() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -162,7 +161,8 @@ def _tensor_cores() -> Iterator[None]:
             setting.allow_tf32 = value
 
 
-_in_plain_mathematics = _Shared(_plain_attention)
+_by_layers = _Shared(_attention_by_layers)
+_in_plain_mathematics = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
 _in_tf32 = _Shared(_tensor_cores)
 _uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 
@@ -173,7 +173,7 @@ def in_tf32(like: Tensor) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[None]:
     """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
 
     Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
@@ -181,7 +181,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
     eager = _uncompiled() if compiled else nullcontext()
-    with in_eval_mode(model), _in_plain_mathematics(), eager, torch.inference_mode(False):
+    plainly = _in_plain_mathematics() if differentiable else nullcontext()
+    with in_eval_mode(model), _by_layers(), plainly, eager, torch.inference_mode(False):
         yield
 
 
