@@ -131,7 +131,7 @@ def test_novelty_of_two_kinds_of_inputs(name):
     inside, outside = (q.predict(size * torch.randn(50, 2, generator=G), likelihood=name) for size in (1, 5))
     ax = inside.plot(other=outside)
     assert ax.get_title(loc="right") == f"AUROC {scores.auroc(inside.novelty, outside.novelty):.3f}"
-    assert ax.get_xlabel() == "novelty (nats)"
+    assert ax.get_xlabel() == "novelty"
     assert labels(ax) == ["these, 50 examples", "other, 50 examples"]
     assert labels(inside.plot(kind="novelty")) == ["these, 50 examples"]
 

@@ -164,7 +164,7 @@ def _novelty(ax: Any, p: Any, other: Any) -> Any:
     for shade, (name, values) in zip(COLOURS, groups.items(), strict=False):
         own: Any = {"bins": edges, "weights": np.full(len(values), 1 / len(values)), "color": shade}
         ax.hist(values, **own, histtype="stepfilled", alpha=0.5, label=f"{name}, {len(values):,} examples")
-    ax.set(xlabel="novelty (nats)", ylabel="share of examples")
+    ax.set(xlabel="novelty", ylabel="share of examples")
     ax.set_title(title, loc="right", fontsize="medium")
     return _with_legend(ax)
 

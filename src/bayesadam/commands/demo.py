@@ -180,14 +180,14 @@ def _draw_functions(axes: Axes, below: Axes, demo: Demo) -> None:
     plots.predictive_panel(axes, *curves, draws=list(demo.draws), truth=demo.grid.y.squeeze(1), points=points)
     axes.set(title="(a) Functions drawn from the posterior", xlabel="x", ylabel="y", xlim=TEST_INTERVAL)
     axes.legend(loc="upper left")
-    note = "Grey: the range of the data. Beyond it a diagonal\nposterior widens too little, and misses the truth."
+    note = "Grey: the range of the data. Beyond it the band\ngrows with leverage, and need not hold the truth."
     where: Any = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
     axes.text(0.985, 0.02, note, color=plots.MUTED, fontsize=8, **where)
     below.plot(demo.grid.x.squeeze(1), demo.predictive.novelty, color=plots.colour("badam"), linewidth=1.5)
     usual = float(demo.predictive.guarantee["novelty"].double().quantile(1 - _FLAGGED))
     below.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
-    below.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
-    below.legend(loc="lower right")
+    below.set(title="(b) Novelty", xlabel="x", yscale="log", xlim=TEST_INTERVAL)
+    below.legend(loc="upper center")
 
 
 def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None = None) -> tuple[Path, ...]:
