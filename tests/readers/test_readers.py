@@ -142,6 +142,7 @@ AMSGRAD = {"amsgrad": True, "betas": (0.9, 0.8), "lr": 0.1}
 ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
 NADAM, RADAM = "torch.optim.nadam.NAdam", "torch.optim.radam.RAdam"
 ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
+ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
 
 CASES = [
@@ -172,6 +173,9 @@ CASES = [
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
     *cases("lamb-unclipped", "timm.optim.lamb.Lamb", references.adam, max_grad_norm=None, decoupled_decay=True),
     *cases("adan", "timm.optim.adan.Adan", references.adan, EACH, DECAY),
+    *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
+    *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),
+    *cases("ademamix-warm-up", ADEMAMIX, references.adam, betas=(0.9, 0.95, 0.999), t_alpha_beta3=10),
     # The average starts at one, so float32 rounds it to 6e-8 at every step, however small the gradients are.
     *cases("rmsproptf", RMSPROPTF, references.rmsprop_from_one, CENTRED, DECAY, coupled=True, atol=2e-7),
     *cases(

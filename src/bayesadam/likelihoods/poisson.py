@@ -42,11 +42,11 @@ class Poisson(NumericLikelihood):
 
     def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
         """Counts, (n, k)."""
-        return _counts(super().shaped(targets, like))
+        return counts(super().shaped(targets, like), self.name)
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Counts in the outputs' shape."""
-        return _counts(super().matched(targets, outputs))
+        return counts(super().matched(targets, outputs), self.name)
 
     def start(self, targets: Tensor) -> Tensor | None:
         """The logarithm of the mean count."""
@@ -120,11 +120,12 @@ def _log_mean_by_quadrature(c: Component, y: Tensor) -> Tensor:
     return (scores + weights.log()).logsumexp(dim=0) + scale.log()
 
 
-def _counts(y: Tensor) -> Tensor:
+def counts(y: Tensor, name: str) -> Tensor:
+    """The targets of the likelihood `name`, if all are counts."""
     wrong = y[~(torch.isfinite(y) & (y >= 0) & (y == y.floor()))]
     if wrong.numel():
         raise MatchError(
-            f"the targets of a Poisson likelihood are counts, 0, 1, 2, …, but one is {float(wrong[0]):g}: round them, "
+            f"the targets of likelihood={name!r} are counts, 0, 1, 2, …, but one is {float(wrong[0]):g}: round them, "
             "or use likelihood='regression' for real numbers"
         )
     return y

@@ -207,6 +207,15 @@ READERS: tuple[StateReader, ...] = (
     _average("lamb", "timm.optim.lamb.Lamb", step="group"),
     # Averages (g + β₂ Δg)², after Nesterov.
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group"),
+    # Three betas, of which the last is that of the slow momentum.
+    _average(
+        "ademamix",
+        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
+        step="group",
+        coupled_decay=True,
+        decoupled_flag="weight_decouple",
+        mark="t_alpha_beta3",
+    ),
     _average(
         "rmsproptf",
         "timm.optim.rmsprop_tf.RMSpropTF",
@@ -377,8 +386,12 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     if reader.decay is None:
         return True
     value, index = group.get(reader.decay[0]), reader.decay[1]
-    # β is the last: Adan has three, of which Adam's would be the wrong one.
-    return value is not None if index is None else isinstance(value, list | tuple) and len(value) == index + 1
+    if index is None:
+        return value is not None
+    if not isinstance(value, list | tuple):
+        return False
+    # β is the last unless a mark says whose they are: Adan has three, of which Adam's would be the wrong one.
+    return len(value) == index + 1 or (reader.mark is not None and len(value) > index)
 
 
 def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
