@@ -113,7 +113,7 @@ class NegativeBinomial(NumericLikelihood):
         return summed(scores, dims).to(c.mean)
 
     def mass(self, c: Component, y: Tensor, upper: bool) -> Tensor:
-        """P(Y > k | f) = P(T < m + g), T the logit of a Beta(k + 1, r) variable, by quadrature; right to 1e-3."""
+        """P(Y > k | f) = P(T < m + g), T the logit of a Beta(k + 1, r) variable, by quadrature; right to 2e-3."""
         weights, m, variance, g = _given_dispersion(c, _FEW_NODES_PER_UNIT)
         a, r = y.floor().clamp(min=0) + 1, (-g).exp()
         z, step = _stretched(8.0, 8, m.dim() + 1, m)
