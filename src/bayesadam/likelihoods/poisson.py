@@ -94,8 +94,8 @@ class Poisson(NumericLikelihood):
             f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts "
             "would. Calibration makes up for that by widening the posterior: p.predicted_mean is then too high, and "
             "p.interval too wide. Take p.mean.exp() for the rate, and p.prediction_set(level), which holds its level "
-            "on data like the held-out; or train with likelihood='negative-binomial', two outputs a target. Outputs are "
-            "the logarithms of rates: of rates pass forward=lambda model, x: model(x).log()"
+            "on data like the held-out; or train with likelihood='negative-binomial', two outputs a target. Outputs "
+            "are the logarithms of rates: of rates pass forward=lambda model, x: model(x).log()"
         )
 
 
