@@ -55,7 +55,7 @@ class Layer:
         if self.tokens:
             tokens = a.reshape(size, -1)
             # The indices of positions, the same for all examples, are no inputs.
-            if torch.equal(tokens[:1], torch.arange(tokens.shape[1], device=a.device)[None]):
+            if torch.equal(tokens, torch.arange(tokens.shape[1], device=a.device).expand_as(tokens)):
                 return None
             weights = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask.float().expand_as(tokens)
             share = weights / weights.sum(dim=1, keepdim=True)
