@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from bayesadam.errors import MatchError
 from bayesadam.readers import explain, read_checkpoint, read_curvature, read_optimizer
 from bayesadam.readers.match import AmbiguousError, Slot, fillings, pair
 from cases import mlp
-from floats import assert_close
+from floats import approx, assert_close
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
@@ -297,7 +296,7 @@ def test_fastai(tmp_path: Path) -> None:
     found = read_curvature(read)
     for (name, _), held in zip(net.named_parameters(), state["state"], strict=True):
         assert_close(found.second_moment[name], held["sqr_avg"] / (1 - 0.99**2))
-        assert math.isclose(found.weight_decay[name], 0.0 if name.endswith("bias") else 0.01)
+        assert found.weight_decay[name] == approx(0.0 if name.endswith("bias") else 0.01)
     assert found.steps == dict.fromkeys(found.second_moment, 2)
 
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from bayesadam.errors import MatchError
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.poisson import counts
 from bayesadam.likelihoods.predictive import function_draws, position_blocks
-from bayesadam.likelihoods.regression import NumericLikelihood, nodes, summed
+from bayesadam.likelihoods.regression import NumericLikelihood, first_half, nodes, summed
 
 # Nodes to the unit of g, for log p and for the cumulative distribution.
 _NODES_PER_UNIT = 2
@@ -54,13 +53,7 @@ class NegativeBinomial(NumericLikelihood):
 
     def locations(self, outputs: Tensor) -> Tensor:
         """The log-means."""
-        if outputs.dim() < 2 or outputs.shape[-1] % 2:
-            raise MatchError(
-                "negative-binomial needs two outputs per target in the last dimension, log-means first, then "
-                f"log-dispersions, but the outputs have shape {tuple(outputs.shape)}: for one output per target use "
-                "likelihood='poisson'"
-            )
-        return outputs.chunk(2, dim=-1)[0]
+        return first_half(outputs, self.name, "log-means first, then log-dispersions", instead="poisson")
 
     def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
         """Counts, (n, k)."""

@@ -292,6 +292,16 @@ class Regression(GaussianLikelihood):
         return white.square().sum(dim=-1).sqrt()
 
 
+def first_half(outputs: Tensor, name: str, order: str, *, instead: str) -> Tensor:
+    """The first outputs of targets that have two each; refuses outputs that are not pairs."""
+    if outputs.dim() < 2 or outputs.shape[-1] % 2:
+        raise MatchError(
+            f"{name} needs two outputs per target in the last dimension, {order}, but the outputs have shape "
+            f"{tuple(outputs.shape)}: for one output per target use likelihood={instead!r}"
+        )
+    return outputs.chunk(2, dim=-1)[0]
+
+
 class Heteroscedastic(GaussianLikelihood):
     """y = m + N(0, exp g), a variance of its own for every input: 2 k outputs for k targets, means first.
 
@@ -318,13 +328,7 @@ class Heteroscedastic(GaussianLikelihood):
 
     def locations(self, outputs: Tensor) -> Tensor:
         """The means."""
-        if outputs.dim() < 2 or outputs.shape[-1] % 2:
-            raise MatchError(
-                "heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, "
-                f"but the outputs have shape {tuple(outputs.shape)}: for one output per target use "
-                "likelihood='regression'"
-            )
-        return outputs.chunk(2, dim=-1)[0]
+        return first_half(outputs, "heteroscedastic", "means first, then log-variances", instead="regression")
 
     def expected(self, c: Component) -> Tensor:
         """E[y] = E[m], (batch, ..., k)."""
