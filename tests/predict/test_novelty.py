@@ -124,8 +124,8 @@ def input_sides(posterior: ba.Posterior) -> dict[str, tuple[np.ndarray, bool]]:
     return found
 
 
-def steepness(posterior: ba.Posterior, inputs: Mapping[str, Tensor]) -> np.ndarray:
-    """u = √(1 + (10 π/4) r^1.5), (b,), of the layers' inputs, (b, ..., width) by weight, relative to the batch."""
+def relative(posterior: ba.Posterior, inputs: Mapping[str, Tensor]) -> np.ndarray:
+    """r, (b,), of the layers' inputs, (b, ..., width) by weight, relative to the batch."""
     logs, p = [], DIAGONAL
     for name, (side, rotated) in input_sides(posterior).items():
         a = inputs[name].flatten(1, -2).mean(dim=1).numpy() if inputs[name].dim() > 2 else inputs[name].numpy()
@@ -134,18 +134,23 @@ def steepness(posterior: ba.Posterior, inputs: Mapping[str, Tensor]) -> np.ndarr
         p = ROTATED if rotated else p
     each = np.stack([log - np.median(log) for log in logs])
     log_r = np.log(np.exp(p * each).mean(axis=0)) / p
-    return np.sqrt(1 + 10 * math.pi / 4 * np.exp(log_r - np.median(log_r)) ** 1.5)
+    return np.exp(log_r - np.median(log_r))
+
+
+def steepness(r: np.ndarray) -> np.ndarray:
+    """u = √(1 + (10 π/4) r^1.5)."""
+    return np.sqrt(1 + 10 * math.pi / 4 * r**1.5)
 
 
 @torch.no_grad()
 def dense(posterior: ba.Posterior, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """f, (b, ..., o), and u, (b,), of a network of layers in a row."""
+    """f, (b, ..., o), and r, (b,), of a network of layers in a row."""
     inputs, names = {}, iter([name for name, mode in posterior.mode.items() if mode.dim() > 1])
     for layer in posterior.model:
         if isinstance(layer, nn.Linear):
             inputs[next(names)] = x
         x = layer(x)
-    return x.numpy(), steepness(posterior, inputs)
+    return x.numpy(), relative(posterior, inputs)
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:
@@ -155,7 +160,8 @@ def entropy(logits: np.ndarray) -> np.ndarray:
 
 
 def expected_of_classes(posterior: ba.Posterior, x: Tensor) -> np.ndarray:
-    f, u = dense(posterior, x)
+    f, r = dense(posterior, x)
+    u = steepness(r)
     return entropy(f / u[:, None])
 
 
@@ -252,18 +258,26 @@ def test_a_forward_of_the_user_s_own():
 def test_sampling_predictives_have_the_mean_of_their_draws(predictive):
     posterior, x = trained(prior_precision=1e4), normal(4, 3)
     found = posterior.predict(x, likelihood="classification", predictive=predictive)
-    assert_novelty(found.novelty, entropy(found.mean.numpy() / dense(posterior, x)[1][:, None]))
+    assert_novelty(found.novelty, entropy(found.mean.numpy() / steepness(dense(posterior, x)[1])[:, None]))
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
-def test_of_sequences_it_is_the_average_over_places(structure):
+def test_of_sequences_it_is_entropy_and_leverage_place_by_place(structure):
     posterior = trained(structure, mlp(3, 4, 3), 5, 3)
     x = 2 * normal(6, 5, 3, seed=100)
-    f, u = dense(posterior, x)
-    assert_novelty(posterior.novelty(x, likelihood="classification"), entropy(f / u[:, None, None]).mean(axis=1))
+    f, r = dense(posterior, x)
+    expected = entropy(f) + 0.3 * np.log(r)[:, None]
+    assert_novelty(posterior.novelty(x, likelihood="classification"), expected.mean(axis=1))
+    assert_close(posterior.predict(x, likelihood="classification", outputs="all").token_novelty, expected, rtol=1e-5)
+
+
+def test_one_place_has_no_tokens():
+    posterior = trained("diagonal", mlp(3, 4, 3))
+    with pytest.raises(ba.errors.SettingError, match="token_novelty is of outputs"):
+        _ = posterior.predict(normal(6, 3), likelihood="classification").token_novelty
 
 
 # --- other likelihoods ------------------------------------------------------------------------------------------------
@@ -273,7 +287,8 @@ def test_of_sequences_it_is_the_average_over_places(structure):
 def test_of_binary_outputs_it_is_the_average_entropy(structure):
     posterior = trained(structure, mlp(3, 4, 2), loss="binary")
     x = 2 * normal(6, 3, seed=100)
-    f, u = dense(posterior, x)
+    f, r = dense(posterior, x)
+    u = steepness(r)
     logits = f / u[:, None]
     expected = entropy(np.stack([logits, np.zeros_like(logits)], axis=-1)).mean(axis=1)
     assert_novelty(posterior.novelty(x, likelihood="binary"), expected)
@@ -281,7 +296,7 @@ def test_of_binary_outputs_it_is_the_average_entropy(structure):
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
 @pytest.mark.parametrize("likelihood", ["regression", "poisson", "heteroscedastic"])
-def test_of_numbers_it_is_that_temperature(structure, likelihood):
+def test_of_numbers_it_is_the_relative_leverage(structure, likelihood):
     posterior = trained(structure, mlp(3, 4, 2), loss=likelihood)
     x = 2 * normal(6, 3, seed=100)
     expected = dense(posterior, x)[1]
@@ -369,7 +384,7 @@ def test_running_statistics_stay_as_they_are(training):
     posterior, x = normed(), 2 * normal(6, 2, 3, 3, seed=100)
     model = posterior.model.eval()
     f, inputs = layers_written_out(model, x)
-    u = steepness(posterior, inputs)
+    u = steepness(relative(posterior, inputs))
     assert u.max() > 2 * u.min()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train(training)

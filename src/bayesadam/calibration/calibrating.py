@@ -188,9 +188,9 @@ def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
     with quietly():
         found, _ = component_of_member(fit.posterior, inputs, options)
     data.step()
-    growth, steepness = fit.seen.ratios.growth[rows], fit.seen.ratios.steepness[rows]
+    growth, ratio = fit.seen.ratios.growth[rows], fit.seen.ratios.steep[rows]
     found = found if options.record.tempered else grown(found, growth)
-    return replace(found, growth=growth, steepness=steepness)
+    return replace(found, growth=growth, ratio=ratio)
 
 
 def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -63,15 +63,18 @@ def _refined(
     score: Callable[[float], float], start: float, *, reach: float = 1.2, least: float = 0.0, most: float = math.inf
 ) -> tuple[float, float]:
     """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`; its score."""
-    best, value = start, score(start)
-    while reach > 1e-4:
-        centre = best
-        for offset in (-reach, -reach / 2, reach / 2, reach):
-            at = min(max(centre * math.exp(offset), least), most)
-            if (found := score(at)) > value:
-                best, value = at, found
-        reach /= 2
-    return best, value
+    rounds = math.ceil(math.log2(reach / 1e-4))
+
+    @cache
+    def at(step: int) -> tuple[float, float]:
+        value = min(max(start * math.exp(reach * step / 2**rounds), least), most)
+        return score(value), value
+
+    best = 0
+    for width in (2**i for i in range(rounds, -1, -1)):
+        best = max((best, best - width, best - width // 2, best + width // 2, best + width), key=lambda i: at(i)[0])
+    value, found = at(best)
+    return found, value
 
 
 def best_temperature(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from bayesadam._alone import named_modules
 from bayesadam.predict.call import Call, Forward, batch_size, evaluating, plain
-from bayesadam.predict.moments import parameters_at_mean
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,12 @@ class Layer:
             return None
         if self.tokens:
             tokens = a.reshape(size, -1)
-            # The indices of positions, the same for all examples, are no inputs.
-            if torch.equal(tokens, torch.arange(tokens.shape[1], device=a.device).expand_as(tokens)):
-                return None
             weights = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask.float().expand_as(tokens)
             share = weights / weights.sum(dim=1, keepdim=True)
             return torch.zeros(size, self.width, device=a.device).scatter_add(1, tokens, share)
-        a = a.to(torch.promote_types(a.dtype, torch.float32))
+        a = a if a.dtype == torch.float32 else a.to(torch.promote_types(a.dtype, torch.float32))
+        if a.dim() == 2 and len(a) == size:
+            return a
         if isinstance(module, _ConvNd):
             return a.reshape(size, self.width, -1).mean(dim=2)
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
@@ -98,38 +96,56 @@ def layers_of(model: nn.Module, names: Collection[str]) -> tuple[Layer, ...]:
 
 @contextmanager
 def layer_inputs(
-    model: nn.Module, layers: Sequence[Layer], size: int, mask: Tensor | None = None
+    model: nn.Module, layers: Sequence[Layer], size: int, mask: Tensor | None = None, *, chosen: bool = False
 ) -> Iterator[dict[str, Tensor]]:
     """The pooled input of every layer that a forward pass inside runs, (size, width) by the layer's module.
 
-    A layer that runs several times has the mean of its inputs.
+    A layer that runs several times has the mean of its inputs. Embeddings of positions have none, which is looked for
+    unless the layers were `chosen` before. Each layer's own `forward` is put aside meanwhile: hooks take longer.
     """
     found: dict[str, Tensor] = {}
-    runs = dict.fromkeys((layer.module for layer in layers), 0)
+    runs: dict[str, int] = {}
+    modules = {name[:-1]: module for name, module in named_modules(model)}
+    held = [(modules[layer.module], modules[layer.module].__dict__.get("forward")) for layer in layers]
 
-    def see(layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        a = args[0] if args else next(iter(kwargs.values()))
-        pooled = layer.pooled(module, a.detach(), size, mask)
-        if pooled is not None:
-            runs[layer.module] += 1
-            before = found.get(layer.module, pooled)
-            found[layer.module] = pooled if before is pooled else before + (pooled - before) / runs[layer.module]
+    def watched(layer: Layer, module: nn.Module) -> Any:
+        forward = module.forward
 
-    with ExitStack() as hooks:
-        for layer in layers:
-            module = model.get_submodule(layer.module)
-            hooks.callback(module.register_forward_pre_hook(partial(see, layer), with_kwargs=True).remove)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            a = (args[0] if args else next(iter(kwargs.values()))).detach()
+            pooled = None if layer.tokens and not chosen and _counts_up(a) else layer.pooled(module, a, size, mask)
+            if pooled is not None:
+                run, before = runs.get(layer.module, 0) + 1, found.get(layer.module)
+                runs[layer.module] = run
+                found[layer.module] = pooled if before is None else before + (pooled - before) / run
+            return forward(*args, **kwargs)
+
+        return call
+
+    try:
+        for layer, (module, _) in zip(layers, held, strict=True):
+            module.__dict__["forward"] = watched(layer, module)
         yield found
+    finally:
+        for module, before in held:
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.__dict__["forward"] = before
+
+
+def _counts_up(tokens: Tensor) -> bool:
+    """Whether these are the indices of positions, the same for all examples."""
+    tokens = tokens.reshape(len(tokens), -1)
+    return torch.equal(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
 
 
 def observed(
-    gaussian: Any, layers: Sequence[Layer], inputs: Any, forward: Forward | None = None
+    gaussian: Any, layers: Sequence[Layer], inputs: Any, forward: Forward | None = None, *, chosen: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """f(x; μ), (batch, ...), in float32 or wider, and the pooled input of each layer, (batch, width) by its module."""
     inputs, call = plain(inputs), Call(gaussian.model, forward)
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
-    params = parameters_at_mean(gaussian)
-    taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask)
+    taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask, chosen=chosen)
     with evaluating(gaussian.model, differentiable=False), torch.no_grad(), taps as seen:
-        outputs = call(params, inputs)
+        outputs = call(gaussian.mean, inputs)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen

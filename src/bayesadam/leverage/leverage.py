@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,6 @@ WIDEST = 2048
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
 # leverage count for more.
 _MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
-_SHARE, _STEEP = 10 * math.pi / 4, 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +63,6 @@ class Ratios:
         """((1 + r)/2)^½, or of a smaller exponent, by which an example's own temperature is above the common one."""
         return ((1 + self.gentle) / 2) ** self.exponent
 
-    @property
-    def steepness(self) -> Tensor:
-        """√(1 + (10 π/4) r^1.5), by which novelty divides logits."""
-        return (1 + _SHARE * self.steep**_STEEP).sqrt()
-
 
 @dataclass(frozen=True, eq=False)
 class Leverage:
@@ -84,16 +79,39 @@ class Leverage:
     """
 
     layers: tuple[Layer, ...]
-    factors: Mapping[str, Tensor]
+    factors: dict[str, Tensor]
     source: Source
     medians: Tensor | None = None
     n_reference: int = 0
     exponent: float = 0.5
 
+    @cached_property
+    def _alike(self) -> tuple[list[tuple[list[Layer], Tensor]], Tensor]:
+        """Layers whose factors have the same shape, with those stacked, and the place of every layer among them."""
+        groups: dict[torch.Size, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            groups.setdefault(self.factors[layer.module].shape, []).append(number)
+        stacks = []
+        for numbers in groups.values():
+            alike = [self.layers[number] for number in numbers]
+            each = [self.factors[layer.module] for layer in alike]
+            w = each[0][None] if len(each) == 1 else torch.stack(each)
+            # The same numbers, in one piece of memory and not in two.
+            self.factors.update(zip((layer.module for layer in alike), w, strict=True))
+            stacks.append((alike, w))
+        order = torch.tensor([number for numbers in groups.values() for number in numbers]).argsort()
+        return stacks, order.to(stacks[0][1].device)
+
     def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """log h of pooled inputs by module, (batch, layers)."""
-        each = [leverages(inputs[x.module], self.factors[x.module], x).sum(dim=1) for x in self.layers]
-        return _log(torch.stack(each, dim=1))
+        stacks, order = self._alike
+        each = []
+        for layers, w in stacks:
+            a = [inputs[layer.module] for layer in layers]
+            shares = _of_alike(a[0][None] if len(a) == 1 else torch.stack(a), w, layers[0])
+            each.append(shares[..., 0] if shares.shape[2] == 1 else shares.sum(dim=2))
+        h = each[0] if len(each) == 1 else torch.cat(each)[order]
+        return _log(h.T)
 
     def among(self, modules: Collection[str]) -> Leverage:
         """Of the layers that a forward pass runs."""
@@ -107,7 +125,7 @@ class Leverage:
 
     def ratios(self, log_h: Tensor) -> Ratios:
         """Relative to familiar inputs, or to the batch itself."""
-        medians = self.against(log_h).medians if self.medians is None else self.medians
+        medians = self.against(log_h).medians if self.medians is None else self.medians.to(log_h)
         assert medians is not None
         gentle, steep = self._means(log_h - medians[:-2])
         return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp(), self.exponent)
@@ -173,21 +191,27 @@ def factor(a: Tensor) -> Tensor:
 
 
 def blocks(a: Tensor, layer: Layer) -> Tensor:
-    """Inputs (b, width) as (b, g, s): the layer's groups, or parts of at most 2,048, zeros added to the last."""
+    """Inputs (..., width) as (..., g, s): the layer's groups, or parts of at most 2,048, zeros added to the last."""
     g = layer.groups if layer.groups > 1 else -(-layer.width // WIDEST)
     s = -(-layer.width // g)
-    return F.pad(a, (0, g * s - layer.width)).reshape(len(a), g, s)
+    return F.pad(a, (0, g * s - layer.width)).unflatten(-1, (g, s))
 
 
 def leverages(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     """h of inputs (b, width), the share of each block, (b, g)."""
-    dtype = torch.promote_types(a.dtype, w.dtype)
-    a, w = a.to(dtype), w.to(dtype)
-    if w.dim() == 1:
-        return (a * w).square().sum(dim=1, keepdim=True)
-    if len(w) == 1:
-        return (a @ w[0]).square().sum(dim=1, keepdim=True)
-    return torch.einsum("bgs,gst->bgt", blocks(a, layer), w).square().sum(dim=2)
+    return _of_alike(a[None], w[None], layer)[0]
+
+
+def _of_alike(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
+    """h of the inputs (k, b, width) of layers like this one, the share of each block, (k, b, g)."""
+    if a.dtype != w.dtype:
+        dtype = torch.promote_types(a.dtype, w.dtype)
+        a, w = a.to(dtype), w.to(dtype)
+    if w.dim() == 2:
+        return (a * w[:, None]).square().sum(dim=2, keepdim=True)
+    if w.shape[1] == 1:
+        return torch.bmm(a, w[:, 0]).square().sum(dim=2, keepdim=True)
+    return torch.einsum("kbgs,kgst->kbgt", blocks(a, layer), w).square().sum(dim=3)
 
 
 def from_structure(layers: Sequence[Layer], structure: Structure) -> Leverage:

@@ -32,6 +32,8 @@ from bayesadam.likelihoods.predictive import (
 # The class index that torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
 IGNORED = -100
 _LOGIT_DRAWS = 200
+# Of r in novelty, chosen like the settings of leverage on MNIST, Fashion-MNIST and texts.
+_SHARE, _STEEP, _SHARE_OF_TEXTS = 10 * math.pi / 4, 1.5, 0.3
 # Half precision leaves the sum of probabilities that far from 1.
 _SAME_SUM = 1e-2
 
@@ -70,6 +72,13 @@ class LogitPredictive(Predictive):
 
     def _sample(self, number: int, n: int, generator: torch.Generator | None) -> Tensor:
         return self.likelihood.sample(self._each[number], n, generator)
+
+    @property
+    def token_novelty(self) -> Tensor:
+        """How unlike the training data each position is, (batch, positions); `novelty` is the mean of an example's."""
+        if self.mean.dim() < 3 or not self.likelihood.coupled:
+            raise SettingError("token_novelty is of outputs (batch, positions, classes); see novelty")
+        return average(self.weights, [self.likelihood.token_novelty(c) for c in self.components])
 
     def entropy(self) -> Tensor:
         """The entropy of y in nats: all uncertainty."""
@@ -186,10 +195,21 @@ class ClassLikelihood(Likelihood[LogitPredictive]):
         return self.probit(c.mean / c.temperature, c.variance / c.temperature**2)
 
     def novelty(self, component: Component) -> Tensor:
-        """The mean over positions of the entropy of probabilities at the temperature of novelty."""
-        logits = component.mean if component.logits is None else component.logits
-        at = logits / _of_examples(component.steepness, logits)
+        """The entropy of probabilities at the temperature of novelty; see `token_novelty` of several positions."""
+        logits, r = component.mean if component.logits is None else component.logits, component.ratio
+        assert r is not None
+        if self.coupled and logits.dim() > 2:
+            return rows(self.token_novelty(component)).mean(dim=1)
+        at = logits / _of_examples((1 + _SHARE * r**_STEEP).sqrt(), logits)
         return rows(entropy(self.of_classes(self.probs_at(at, replace(component, logits=None))))).mean(dim=1)
+
+    def token_novelty(self, component: Component) -> Tensor:
+        """The entropy at each position, and 0.3 log r of the example."""
+        logits = component.mean if component.logits is None else component.logits
+        found, r = entropy(logits.softmax(dim=-1)), component.ratio
+        if r is None:
+            raise SettingError("this prediction has no novelty: the leverage of a sharded network is not known")
+        return found + _SHARE_OF_TEXTS * _of_examples(r.log(), logits).squeeze(-1).to(found)
 
     def draw_probs(self, c: Component, seed: int) -> Tensor:
         """Probabilities at the component's draws of f, or at 200 Gaussian ones."""

@@ -38,7 +38,8 @@ class Component:
         averaged: whether probabilities average over the posterior; else they are the mean network's.
         growth: √((1 + r)/2) of each example, (batch,), by which its own temperature, or the standard deviation of f, is
             above the usual one; None for 1.
-        steepness: √(1 + (10 π/4) r^1.5), (batch,), by which novelty divides logits; None where leverage is not known.
+        ratio: r of each example, (batch,), its leverage over that of familiar inputs, as novelty takes it; None where it
+            is not known.
         alone: whether the mean network alone was run, so that variances are not known.
         score: the estimate behind `epistemic`, where outputs are too many for an exact one.
         outputs: indices of the outputs asked for, (batch, ..., k); None for all.
@@ -53,7 +54,7 @@ class Component:
     temperature: float = 1.0
     averaged: bool = True
     growth: Tensor | None = None
-    steepness: Tensor | None = None
+    ratio: Tensor | None = None
     alone: bool = False
     score: Score | None = None
     outputs: Tensor | None = None

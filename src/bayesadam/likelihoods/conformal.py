@@ -38,8 +38,8 @@ def threshold(scores: Tensor, level: float) -> Tensor:
 
 
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """(1 + the number of reference scores at least as large)/(n + 1)."""
-    ordered = reference.sort().values.to(scores)
+    """(1 + the number of reference scores, in ascending order, at least as large)/(n + 1)."""
+    ordered = reference.to(scores)
     larger = len(ordered) - torch.searchsorted(ordered, scores.contiguous(), right=False)
     return (1 + larger).to(torch.float64) / (len(ordered) + 1)
 
@@ -76,7 +76,7 @@ def joined(parts: Sequence[Guarantee], novelty: Sequence[Tensor]) -> dict[str, T
     """The scores of several batches, on the CPU; of those that not every batch has, none."""
     names = set.intersection(*map(set, parts)) if parts else set()
     found = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
-    return found | ({"novelty": torch.cat(list(novelty)).cpu()} if novelty else {})
+    return found | ({"novelty": torch.cat(list(novelty)).cpu().sort().values} if novelty else {})
 
 
 def check_level(level: float) -> None:

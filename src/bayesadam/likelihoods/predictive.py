@@ -83,8 +83,8 @@ class Likelihood(ABC, Generic[P]):
 
     def novelty(self, component: Component) -> Tensor:
         """How unlike the training data each example is, (batch,)."""
-        assert component.steepness is not None
-        return component.steepness
+        assert component.ratio is not None
+        return component.ratio
 
     def predictive(
         self,
@@ -247,10 +247,11 @@ class Predictive(ABC):
     def novelty(self) -> Tensor:
         """How unlike the training data each example is, (batch,): larger is less familiar.
 
-        For classes the entropy, in nats, of softmax(f/u), u = √(1 + (10 π/4) r^1.5), for numbers u itself; r is the
-        leverage of the example in the network's layers, relative to that of familiar inputs.
+        r is the leverage of the example in the network's layers, relative to that of familiar inputs. For numbers it is
+        r itself, for classes the entropy, in nats, of softmax(f/u), u = √(1 + (10 π/4) r^1.5); where outputs are of
+        many positions, such as the tokens of a text, their mean entropy at u = 1, and 0.3 log r.
         """
-        each = [self.likelihood.novelty(c) for c in self.components if c.steepness is not None]
+        each = [self.likelihood.novelty(c) for c in self.components if c.ratio is not None]
         if len(each) < len(self.components):
             raise SettingError("this prediction has no novelty: the leverage of a sharded network is not known")
         return average(self.weights, each)

@@ -240,10 +240,10 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
     if at_temperature and options.predictive == "linearised" and not asked:
         return forward, "one forward pass"
     found, how = component_of(member, inputs, options)
-    growth, steepness = (_of_rows(each, options.positions) for each in (forward.growth, forward.steepness))
+    growth, ratio = (_of_rows(each, options.positions) for each in (forward.growth, forward.ratio))
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
         found = grown(found, growth)
-    return replace(found, growth=growth, steepness=steepness), how
+    return replace(found, growth=growth, ratio=ratio), how
 
 
 def _of_rows(values: Tensor | None, positions: Positions | None) -> Tensor | None:
@@ -268,7 +268,8 @@ def grown(component: Component, growth: Tensor) -> Component:
 def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     """f of the mean network, and its leverage; relative to the batch itself where there is no other reference."""
     leverage = member.leverage or member.state_leverage
-    outputs, seen = observed(member, leverage.layers, inputs, options.forward)
+    chosen = leverage.medians is not None
+    outputs, seen = observed(member, leverage.layers, inputs, options.forward, chosen=chosen)
     leverage = leverage.among(seen)
     ratios = leverage.ratios(leverage.log_h(seen)) if leverage.layers else Ratios.usual(outputs)
     return Component(
@@ -278,7 +279,7 @@ def forward_component(member: Any, inputs: Any, options: Options) -> Component:
         temperature=member.temperature,
         averaged=False,
         growth=ratios.growth if options.shift and member.leverage is not None else None,
-        steepness=ratios.steepness,
+        ratio=ratios.steep,
         alone=True,
     )
 

@@ -46,10 +46,24 @@ def described(posterior: Any) -> list[tuple[str, str]]:
         if name == "prior_precision" and any(member.settings.default_prior for member in posterior.members):
             text += " (no weight decay)" if value == (1.0, 1.0) else " (1 where there is no weight decay)"
         lines.append((name.replace("_", " "), text))
+    lines.append(("leverage", "; ".join(dict.fromkeys(map(_of_leverage, posterior.members)))))
     if report is None:
         return [*lines, ("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
     nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
     return [*lines, ("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
+
+
+def _of_leverage(posterior: Any) -> str:
+    """Where the leverage of inputs is from, and what would be better."""
+    known = posterior.leverage
+    source = known.source if known is not None else "gradients" if posterior.structure.bases else "second moments"
+    words = {"inputs": "held-out inputs", "gradients": "the right factors of gradients"}
+    text = words.get(source, "column sums of the second moment")
+    text += ", relative to each batch itself" if known is None else f", relative to {known.n_reference:,} inputs"
+    normed = [type(m).__name__ for m in posterior.model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm"))]
+    if source == "second moments" and normed:
+        text += f"; poor after {normed[0]}: calibrate on held-out inputs, or record gradients"
+    return text
 
 
 def _words(value: Sequence[float]) -> str:
@@ -126,4 +140,5 @@ class CalibrationReport:
         """From its plain data and the tensors of its guarantee."""
         before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
         plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before}
-        return cls(**plain, guarantee=tensors)
+        ordered = {name: scores.sort().values if name == "novelty" else scores for name, scores in tensors.items()}
+        return cls(**plain, guarantee=ordered)

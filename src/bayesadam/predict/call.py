@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from bayesadam._alone import alone_with, in_eval_mode
+from bayesadam._alone import alone_with, in_eval_mode, named_modules
 from bayesadam.errors import MatchError
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -27,16 +26,36 @@ _LABELS = (*_OWN_LABELS, "targets", "target", "y")
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-class _Caller(nn.Module):
-    """Holds the model so that `functional_call` reaches it through whatever the user's `forward` does."""
+@contextmanager
+def _holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other tensors for the parameters they name, wherever those are used, and copies of its buffers.
 
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.model = call.model
-        self.call = call
-
-    def forward(self, inputs: Any) -> Any:
-        return self.call.run(inputs)
+    They are taken in the types and on the devices of the parameters. Buffers of torch's own layers are only read in
+    evaluation mode, and not copied.
+    """
+    modules = list(named_modules(model))
+    own: dict[int, Tensor] = {}
+    found = 0
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            tensor = None if parameter is None else params.get(prefix + key)
+            if tensor is not None and tensor.shape == parameter.shape:
+                own[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
+                found += 1
+    if found < len(params):
+        raise MatchError(f"{type(model).__name__} no longer has the parameters of the posterior, or has other shapes")
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    for _, module in modules:
+        held += [(module._parameters, k, p) for k, p in module._parameters.items() if id(p) in own]
+        if module.training or not type(module).__module__.startswith("torch.nn."):
+            held += [(module._buffers, k, b) for k, b in module._buffers.items() if b is not None]
+    try:
+        for where, key, tensor in held:
+            where[key] = own[id(tensor)] if id(tensor) in own else tensor.clone()
+        yield
+    finally:
+        for where, key, tensor in held:
+            where[key] = tensor
 
 
 @dataclass(frozen=True)
@@ -60,9 +79,8 @@ class Call:
 
     def returned(self, params: Mapping[str, Tensor], inputs: Any) -> Any:
         """All that the model returns, whatever it is."""
-        tensors = {f"model.{name}": tensor for name, tensor in params.items()}
-        tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        return functional_call(_Caller(self), tensors, (inputs,))
+        with _holding(self.model, params):
+            return self.run(inputs)
 
     def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The output as (batch, outputs)."""
@@ -179,11 +197,12 @@ def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[Non
     Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
     would be compiled anew for every hook, and other threads that use the same model wait.
     """
-    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
-    eager = _uncompiled() if compiled else nullcontext()
-    plainly = _in_plain_mathematics() if differentiable else nullcontext()
-    with in_eval_mode(model), _by_layers(), plainly, eager, torch.inference_mode(False):
-        yield
+    with in_eval_mode(model) as modules:
+        compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
+        eager = _uncompiled() if compiled else nullcontext()
+        plainly = _in_plain_mathematics() if differentiable else nullcontext()
+        with _by_layers(), plainly, eager, torch.inference_mode(False):
+            yield
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._alone import unwrap
+from bayesadam._alone import named_modules, unwrap
 from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam.errors import MatchError, StateError
@@ -106,7 +106,14 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the user's own module by name; FSDP2's as the shards that an optimiser has seen."""
     require_kind(model, nn.Module, "model")
     reshard(model)
-    return dict(unwrap(model).named_parameters())
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for prefix, module in named_modules(unwrap(model)):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[prefix + key] = parameter
+    return found
 
 
 def match_optimizers(
