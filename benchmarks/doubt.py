@@ -255,9 +255,9 @@ def run_costs(task: Task, where: Path, seeds: Sequence[int]) -> None:
         recorder = ba.Recorder.from_batches(networks[0].model, batches, F.cross_entropy, keep=KEEP)
         networks[0] = replace(networks[0], recorder=recorder)
     if networks:
-        case = task.case(networks, 0, epochs=0)
+        one, several = (task.case(each, 0, epochs=0) for each in (networks[:1], networks))
         rows = {name: row for name, row in task.rows.items() if len(networks) > 1 or not row.joint}
-        found = all_measured(rows, lambda row: timed_alone(row, case, task.settings["timed"]))
+        found = all_measured(rows, lambda row: timed_alone(row, several if row.joint else one, task.settings["timed"]))
         write_cell(
             where / f"{task.label}-{COSTS}.json", task.cell(seed=COSTS, settings=dict(task.settings), rows=found)
         )
@@ -351,6 +351,8 @@ def main() -> None:
     parser.add_argument("--costs", action="store_true", help="of networks that were saved, nothing else running")
     parser.add_argument("--report", action="store_true", help="tables of the cells there are, nothing else")
     options = parser.parse_args()
+    if options.quick:
+        torch.set_num_threads(1)
     if not options.report:
         import_peer("laplace", "laplace-torch", alone=options.alone)
         import_detectors(alone=options.alone)

@@ -76,14 +76,21 @@ class Gpt:
         return row
 
     def _ours(self, case: Case) -> Scorer:
-        """Of one network its posterior, of several the mixture of theirs, calibrated as in `language.py`."""
+        """Of one network its posterior, of several the mixture of theirs, calibrated as in `language.py`; members are
+        asked one by one, in a forward pass each.
+        """
         own = self.case(case)
         each = [_diagonal(own, one) for one in own.networks]
         posterior: Any = language.calibrated(each[0] if len(each) == 1 else ba.Mixture(each), own)
 
+        members = posterior.members if isinstance(posterior, ba.Mixture) else (posterior,)
+
         def score(x: Tensor) -> Answer:
-            found = posterior.predict(x, likelihood="classification", memory_budget=own.budget)
-            return Answer(found.probs.flatten(0, 1), found.novelty)
+            each = [one.predict(x, likelihood="classification", memory_budget=own.budget) for one in members]
+            probs, novelty = (
+                torch.stack(parts).mean(dim=0) for parts in zip(*((f.probs, f.novelty) for f in each), strict=True)
+            )
+            return Answer(probs.flatten(0, 1), novelty)
 
         return score
 
