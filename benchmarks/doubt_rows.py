@@ -313,7 +313,7 @@ class Row:
         keeps: what doubt needs or keeps, beside the network and its optimiser.
         peer: the package that it is of, where that is not ours.
         joint: whether it takes the networks of all seeds.
-        once: whether it trains a network of its own, and is made for seed 0 alone.
+        once: whether it is of seed 0 alone, as it trains a network of its own or is slow.
     """
 
     fit: Callable[[Case], Scorer]
@@ -323,8 +323,8 @@ class Row:
     once: bool = False
 
 
-def _peer(name: str, maker: Maker, keeps: str, **options: bool) -> Row:
-    return Row(detector(name, maker, **options), keeps, peer="pytorch-ood")
+def _peer(name: str, maker: Maker, keeps: str, *, once: bool = False, **options: bool) -> Row:
+    return Row(detector(name, maker, **options), keeps, peer="pytorch-ood", once=once)
 
 
 NOTHING, HELD_OUT, TEN = "nothing", "held-out inputs", "ten inputs"
@@ -350,7 +350,7 @@ ROWS: Mapping[str, Row] = {
     "SCALE": _peer("SCALE", of_maps, NOTHING),
     "LTS": _peer("LTS", of_parts, NOTHING),
     "KLMatching": _peer("KLMatching", of_model, HELD_OUT, held_out=True),
-    "OpenMax": _peer("OpenMax", of_model, FITTED),
+    "OpenMax": _peer("OpenMax", of_model, FITTED, once=True),
     "ReAct": _peer("ReAct", of_parts, FITTED),
     "VRA": _peer("VRA", of_parts, FITTED),
     "DICE": _peer("DICE", of_share, FITTED),
