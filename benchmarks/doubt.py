@@ -1,4 +1,4 @@
-"""Doubt: calibrated probabilities, clean and shifted, and telling what was never seen, beside every detector we know.
+"""Doubt: calibrated probabilities, clean and shifted, and telling what was never seen, beside detectors and ensembles.
 
     python benchmarks/doubt.py [--quick] [--alone] [--data mnist fashion-mnist cifar10 text manual] [--networks ...]
         [--choices 0 1 2] [--seeds 0 1 2 3 4] [--images N] [--epochs N] [--compile] [--costs] [--report] [--device cuda]
@@ -27,8 +27,7 @@ of the features, DICE leaves out 0.9 of the weights, as OpenOOD does, NACUE look
 ensemble have a temperature each; it and the mixture are of all seeds of a choice; MC dropout, which trains anew, and
 OpenMax, which is slow, are of seed 0. AUROC is of test inputs against a set; FPR95 the share of test inputs flagged
 where 95 % of the others are. "cost" is the median over turns of the time of a row over that of one forward pass without
-gradients. Our settings were chosen on other networks of MNIST and Fashion-MNIST, which had seen all classes, none on
-CIFAR-10 or texts.
+gradients. Our settings were chosen on other networks of MNIST and Fashion-MNIST, none on CIFAR-10.
 """
 
 from __future__ import annotations
