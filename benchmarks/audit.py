@@ -49,7 +49,7 @@ from audit_refits import batches, posteriors, refits, spearman
 from bayesadam import scores
 from bayesadam.auditing import Audit, audit
 from doubt_data import NoData, Pixels, folder, load
-from doubt_rows import network_of
+from doubt_networks import network_of
 from harness import (
     Cell,
     Target,

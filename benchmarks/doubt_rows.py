@@ -1,60 +1,44 @@
-"""The rows of `doubt.py`: networks trained, and every way of saying what they do not know."""
+"""The rows of `doubt.py`: every way of saying what a network does not know."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import bayesadam as ba
-from bayesadam.predict.prediction import PredictiveKind
 from doubt_data import Pixels, Suite
+from doubt_networks import KEEP, Trained, train
 from harness import import_peer
-from networks import ResNet18, lenet, mlp, small_resnet, vit
 
-Needs = Literal["none", "ten inputs", "held-out", "training"]
-# Probabilities, where a row has its own, and doubt, larger for what is less familiar.
-Answer = tuple[Tensor | None, Tensor]
-Scorer = Callable[[Tensor], Answer]
-
-RATE, KEEP = 1e-3, 50
-IVON_RATE, IVON_DECAY = 0.1, 0.9999
 DROPOUT = 0.1
 FEATURE_IMAGES = 10_000
-# laplace-torch holds the Jacobians of a batch, (images, classes, weights): bytes at a time, and weights at most.
-JACOBIAN_BYTES = {"cpu": 5e7, "cuda": 2.5e8}
-MOST_WEIGHTS = {"cpu": 100_000, "cuda": 1_000_000}
+# The share of the last layer's weights that DICE leaves out, which has no default: OpenOOD's.
+DICE_SHARE = 0.9
+TEMPERATURES = torch.logspace(-1.3, 1.3, 400).tolist()
 
 
-# --- networks -------------------------------------------------------------------------------------------------------
+class Answer(NamedTuple):
+    """Of a batch: probabilities, where a row has its own, doubt, larger for what is less familiar, and the p-value of
+    the latter, where a row has one.
+    """
 
-NETWORKS: Mapping[str, Callable[[int], nn.Sequential]] = {
-    "mlp": lambda classes: nn.Sequential(nn.Flatten(), *mlp((784, 400, 400, classes))),
-    "lenet": lenet,
-    "resnet": lambda classes: small_resnet(classes=classes),
-    "resnet18": ResNet18,
-    "vit": vit,
-}
-EPOCHS = {"mlp": 8, "lenet": 8, "resnet": 5, "resnet18": 10, "vit": 20}
+    probs: Tensor | None
+    doubt: Tensor
+    pvalue: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A network and what trained it."""
-
-    model: nn.Sequential
-    optimizer: torch.optim.Optimizer
-    recorder: ba.Recorder | None
+Scorer = Callable[[Tensor], Answer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,69 +66,6 @@ class Case:
         return len(self.suite.train[0])
 
 
-def network_of(name: str, classes: int, *, dropout: float = 0.0) -> nn.Sequential:
-    """A network; with dropout before its last two linear layers, or before its last where there is one."""
-    layers = list(NETWORKS[name](classes))
-    if dropout:
-        for place in [i for i, layer in enumerate(layers) if isinstance(layer, nn.Linear)][:-3:-1]:
-            layers.insert(place, nn.Dropout(dropout))
-    return nn.Sequential(*layers)
-
-
-def augmented(x: Tensor) -> Tensor:
-    """Each image flipped or not, and moved by up to four pixels."""
-    n, _, height, width = x.shape
-    flipped = torch.where((torch.rand(n, device=x.device) < 0.5)[:, None, None, None], x.flip(3), x)
-    down, right = torch.randint(9, (2, n, 1), device=x.device)
-    rows = (down + torch.arange(height, device=x.device))[:, :, None]
-    columns = (right + torch.arange(width, device=x.device))[:, None, :]
-    padded = F.pad(flipped, (4, 4, 4, 4)).permute(0, 2, 3, 1)
-    return padded[torch.arange(n, device=x.device)[:, None, None], rows, columns].permute(0, 3, 1, 2).contiguous()
-
-
-def train(
-    network: str,
-    suite: Suite,
-    *,
-    seed: int,
-    epochs: int,
-    batch: int,
-    dropout: float = 0.0,
-    optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-) -> Trained:
-    """A network trained by Adam, or by the optimiser given; a cosine takes the rate to 0. Smaller last batches are left
-    out.
-
-    Natural images are augmented; ResNet-18 runs in bfloat16 on CUDA, where the transformer's training ended in NaN.
-    """
-    torch.manual_seed(seed)
-    x, y = suite.train
-    model = network_of(network, suite.classes, dropout=dropout).to(x.device).train()
-    optimizer = (optimizer_of or (lambda parameters: torch.optim.Adam(parameters, lr=RATE)))(model.parameters())
-    natural = suite.name == "cifar10"
-    half = torch.autocast(x.device.type, torch.bfloat16, enabled=network == "resnet18" and x.device.type == "cuda")
-    steps = len(x) // batch
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
-    perturbed = optimizer.sampled_parameters if isinstance(optimizer, ba.optim.IVON) else nullcontext
-    with ba.Recorder(optimizer, keep=KEEP) as recorder:
-        for _ in range(epochs):
-            for rows in torch.randperm(len(x), device=x.device)[: steps * batch].split(batch):
-                inputs = augmented(x[rows]) if natural else x[rows]
-                optimizer.zero_grad()
-                with perturbed():
-                    with half:
-                        loss = F.cross_entropy(model(inputs), y[rows])
-                    loss.backward()
-                optimizer.step()
-                schedule.step()
-    optimizer.zero_grad()
-    model.eval()
-    return Trained(model, optimizer, recorder)
-
-
-# --- scores ---------------------------------------------------------------------------------------------------------
-
-
 def entropy(probs: Tensor) -> Tensor:
     """In nats, of each row."""
     return torch.special.entr(probs.double()).sum(dim=1)
@@ -156,7 +77,7 @@ def by_entropy(probs_of: Callable[[Tensor], Tensor]) -> Scorer:
     def score(x: Tensor) -> Answer:
         with torch.no_grad():
             probs = probs_of(x)
-        return probs, entropy(probs)
+        return Answer(probs, entropy(probs))
 
     return score
 
@@ -177,25 +98,26 @@ def alone(case: Case) -> Scorer:
     return by_entropy(lambda x: case.model(x).softmax(dim=1))
 
 
-def temperature(case: Case) -> Scorer:
+def best_temperature(model: nn.Module, suite: Suite) -> float:
     """The temperature of the greatest held-out likelihood, out of 400 from 0.05 to 20."""
-    (x, y), tried = case.suite.held_out, torch.logspace(-1.3, 1.3, 400)
-    logits = logits_of(case.model, x)
-    best = float(min(tried, key=lambda t: float(F.cross_entropy(logits / t, y))))
-    return by_entropy(lambda x: (case.model(x) / best).softmax(dim=1))
+    x, y = suite.held_out
+    logits = logits_of(model, x)
+    return TEMPERATURES[int(torch.stack([F.cross_entropy(logits / t, y) for t in TEMPERATURES]).argmin())]
 
 
 def ensemble(case: Case) -> Scorer:
-    return by_entropy(lambda x: torch.stack([one.model(x).softmax(dim=1) for one in case.networks]).mean(dim=0))
+    """The mean probabilities of networks, each at its own temperature; of one network temperature scaling."""
+    models = [(one.model, best_temperature(one.model, case.suite)) for one in case.networks]
+    return by_entropy(lambda x: torch.stack([(model(x) / t).softmax(dim=1) for model, t in models]).mean(dim=0))
 
 
 @contextmanager
-def dropping(model: nn.Module) -> Any:
+def dropping(model: nn.Module) -> Iterator[None]:
     """With dropout as in training, the rest in evaluation mode."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
     try:
-        for layer in layers:
-            layer.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()
         yield
     finally:
         model.eval()
@@ -212,19 +134,6 @@ def mc_dropout(case: Case) -> Scorer:
     return by_entropy(probs_of)
 
 
-def ivon(case: Case) -> Scorer:
-    def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        betas = (0.9, IVON_DECAY)
-        return ba.optim.IVON(parameters, lr=IVON_RATE, n_data=case.n_data, betas=betas, generator=case.seed)
-
-    settings: Any = {"seed": case.seed, "epochs": case.epochs, "batch": case.batch}
-    found = train(case.network, case.suite, optimizer_of=optimizer_of, **settings)
-    posterior = found.optimizer.posterior(found.model)  # type: ignore[attr-defined]
-    sampled: PredictiveKind = "sampled"
-    options: Any = {"likelihood": "classification", "predictive": sampled, "n_samples": case.draws}
-    return by_entropy(lambda x: posterior.predict(x, **options).probs)
-
-
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
@@ -239,9 +148,11 @@ def ours(posterior_of: Callable[[Case], ba.Posterior | ba.Mixture]) -> Callable[
         held_out = batches_of(case.suite.held_out, 500)
         posterior: Any = ba.calibrate(posterior_of(case), held_out, likelihood="classification")
 
+        kept = posterior.calibration.n_scored > 0
+
         def score(x: Tensor) -> Answer:
             found = posterior.predict(x)
-            return found.probs, found.novelty
+            return Answer(found.probs, found.novelty, found.novelty_pvalue if kept else None)
 
         return score
 
@@ -253,7 +164,7 @@ def by_state(posterior_of: Callable[[Case], ba.Posterior]) -> Callable[[Case], S
 
     def row(case: Case) -> Scorer:
         posterior = posterior_of(case).relative_to([case.suite.held_out[0][:10]])
-        return lambda x: (None, posterior.novelty(x, likelihood="classification"))
+        return lambda x: Answer(None, posterior.novelty(x, likelihood="classification"))
 
     return row
 
@@ -282,38 +193,31 @@ def mixture(case: Case) -> ba.Mixture:
 # --- laplace-torch --------------------------------------------------------------------------------------------------
 
 
-def laplace(subset: str) -> Callable[[Case], Scorer]:
-    """Kronecker factors, a diagonal where those fail; the prior by its own marginal likelihood; probit
+def laplace(case: Case) -> Scorer:
+    """The last layer's Kronecker factors, a diagonal where those fail; the prior by its own marginal likelihood; probit
     probabilities.
     """
+    from laplace import Laplace
 
-    def row(case: Case) -> Scorer:
-        from laplace import Laplace
+    data = TensorDataset(*case.suite.train)
+    loader = DataLoader(data, batch_size=None, sampler=BatchSampler(SequentialSampler(data), case.batch, False))
+    errors = []
+    for structure in ("kron", "diag"):
+        try:
+            # It sets attributes on the model.
+            peer = Laplace(copy.deepcopy(case.model), "classification", "last_layer", structure)
+            peer.fit(loader)
+            peer.optimize_prior_precision(method="marglik")
 
-        weights = sum(p.numel() for p in (case.model if subset == "all" else case.model[-1]).parameters())
-        kind = case.suite.train[0].device.type
-        if weights > MOST_WEIGHTS[kind]:
-            raise ValueError(f"the Jacobians of {weights:,} weights would take too long")
-        errors = []
-        for structure in ("kron", "diag"):
-            try:
-                # It sets attributes on the model.
-                peer = Laplace(copy.deepcopy(case.model), "classification", subset, structure)
-                peer.fit(DataLoader(TensorDataset(*case.suite.train), batch_size=case.batch))
-                peer.optimize_prior_precision(method="marglik")
-                chunk = max(1, int(JACOBIAN_BYTES[kind] / (4 * case.suite.classes * weights)))
+            def probs_of(x: Tensor, peer: Any = peer) -> Tensor:
+                return peer(x, link_approx="probit").detach()  # type: ignore[no-any-return]
 
-                def probs_of(x: Tensor, peer: Any = peer, chunk: int = chunk) -> Tensor:
-                    return torch.cat([peer(part, link_approx="probit").detach() for part in x.split(chunk)])
-
-                if bool(probs_of(case.suite.test[0][:2]).isfinite().all()):
-                    return by_entropy(probs_of)
-                errors.append(f"{structure}: probabilities are not finite")
-            except Exception as error:
-                errors.append(f"{structure}: {type(error).__name__}: {error}")
-        raise RuntimeError("; ".join(errors))
-
-    return row
+            if bool(probs_of(case.suite.test[0][:2]).isfinite().all()):
+                return by_entropy(probs_of)
+            errors.append(f"{structure}: probabilities are not finite")
+        except Exception as error:
+            errors.append(f"{structure}: {type(error).__name__}: {error}")
+    raise RuntimeError("; ".join(errors))
 
 
 # --- pytorch-ood ----------------------------------------------------------------------------------------------------
@@ -328,43 +232,73 @@ def import_detectors(*, alone: bool = False) -> ModuleType | None:
     return import_peer("pytorch_ood.detector", "pytorch-ood", alone=alone)
 
 
-def of_logits(name: str) -> Callable[[Case], Scorer]:
+# How a detector is made of the features' network and the last layer.
+Maker = Callable[[Any, nn.Sequential, nn.Linear], Any]
+
+
+def of_model(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    return kind(nn.Sequential(*body, head))
+
+
+def of_body(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    return kind(body)
+
+
+def of_parts(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    return kind(body, head)
+
+
+def of_maps(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    """Features as maps of one pixel."""
+    return kind(nn.Sequential(*body, nn.Unflatten(1, (-1, 1, 1))), nn.Sequential(nn.Flatten(), head))
+
+
+def of_last(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    """The network, and the module that makes the features."""
+    return kind(nn.Sequential(*body, head), [body[-1]])
+
+
+def of_share(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    return kind(body, head.weight, head.bias, DICE_SHARE)
+
+
+def of_half(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
+    """A space of half as many dimensions as there are features."""
+    return kind(body, head.in_features // 2, head.weight, head.bias)
+
+
+def detector(name: str, maker: Maker, *, gradients: bool = False, held_out: bool = False) -> Callable[[Case], Scorer]:
+    """One of the package's, with its defaults, fitted, where that is needed, to the features or logits of 10,000
+    training inputs at most, or of the held-out ones.
+    """
+
     def row(case: Case) -> Scorer:
-        detector = getattr(sys.modules["pytorch_ood.detector"], name)(case.model)
-        return lambda x: (None, detector.predict(x) if name == "ODIN" else _quiet(detector.predict, x))
-
-    return row
-
-
-def of_features(name: str) -> Callable[[Case], Scorer]:
-    """Features are the inputs of the last linear layer, of 10,000 training images at most."""
-
-    def row(case: Case) -> Scorer:
-        kind = getattr(sys.modules["pytorch_ood.detector"], name)
-        body, head = case.model[:-1], case.model[-1]
+        # Its hooks and devices are not to touch the network.
+        model = copy.deepcopy(case.model)
+        body, head = model[:-1], model[-1]
         assert isinstance(head, nn.Linear)
-        x, y = (part[:FEATURE_IMAGES] for part in case.suite.train)
-        features, width = logits_of(body, x), head.in_features
-        if name == "ReAct":
-            detector = kind(body, head)
-            detector.fit_feature_maps(features, y)
-        elif name == "KNN":
-            detector = kind(body)
-            detector.fit_features(features.cpu(), y.cpu())
-        elif name == "ViM":
-            detector = kind(body, width // 2, head.weight, head.bias)
-            detector.fit_features(features, y)
-        else:
-            detector = kind(body)
-            detector.fit_features(features, y)
-        return lambda x: (None, _quiet(detector.predict, x))
+        peer = maker(getattr(sys.modules["pytorch_ood.detector"], name), body, head)
+        x, y = (part[:FEATURE_IMAGES] for part in (case.suite.held_out if held_out else case.suite.train))
+        if peer.requires_fit:
+            features = logits_of(body, x)
+            if hasattr(peer, "fit_logits"):
+                peer.fit_logits(logits_of(head, features), y)
+            elif hasattr(peer, "fit_feature_maps"):
+                peer.fit_feature_maps(features, y)
+            elif hasattr(peer, "fit_features"):
+                # Nearest neighbours are scikit-learn's.
+                where = "cpu" if name == "KNN" else x.device
+                peer.fit_features(features.to(where), y.to(where))
+            else:
+                peer.fit(list(zip(x.split(500), y.split(500), strict=True)))
+
+        def score(x: Tensor) -> Answer:
+            with torch.set_grad_enabled(gradients):
+                return Answer(None, peer.predict(x).detach())
+
+        return score
 
     return row
-
-
-def _quiet(predict: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return predict(x)
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------
@@ -376,37 +310,59 @@ class Row:
 
     Attributes:
         fit: from what was trained to a scorer.
-        needs: which data doubt needs, beside the network and its optimiser.
+        keeps: what doubt needs or keeps, beside the network and its optimiser.
         peer: the package that it is of, where that is not ours.
         joint: whether it takes the networks of all seeds.
+        once: whether it is of seed 0 alone, as it trains a network of its own or is slow.
     """
 
     fit: Callable[[Case], Scorer]
-    needs: Needs
+    keeps: str
     peer: str | None = None
     joint: bool = False
+    once: bool = False
 
 
+def _peer(name: str, maker: Maker, keeps: str, *, once: bool = False, **options: bool) -> Row:
+    return Row(detector(name, maker, **options), keeps, peer="pytorch-ood", once=once)
+
+
+NOTHING, HELD_OUT, TEN = "nothing", "held-out inputs", "ten inputs"
+FITTED, KEPT = "fitted to 10,000 training features", "10,000 training features"
 ROWS: Mapping[str, Row] = {
-    "network alone": Row(alone, "none"),
-    "temperature": Row(temperature, "held-out"),
-    "ours, held-out inputs": Row(ours(diagonal), "held-out"),
-    "ours, Adam's state": Row(by_state(diagonal), "ten inputs"),
-    "ours, recorded gradients": Row(by_state(kronecker), "ten inputs"),
-    "ours, gradients of 50 batches": Row(by_state(kronecker_from_batches), "training"),
-    "ours, mixture": Row(ours(mixture), "held-out", joint=True),
-    "laplace-torch, last layer": Row(laplace("last_layer"), "training", peer="laplace-torch"),
-    "laplace-torch, all layers": Row(laplace("all"), "training", peer="laplace-torch"),
-    "MC dropout": Row(mc_dropout, "none"),
-    "IVON": Row(ivon, "none"),
-    "ensemble": Row(ensemble, "none", joint=True),
-    "MaxSoftmax": Row(of_logits("MaxSoftmax"), "none", peer="pytorch-ood"),
-    "MaxLogit": Row(of_logits("MaxLogit"), "none", peer="pytorch-ood"),
-    "EnergyBased": Row(of_logits("EnergyBased"), "none", peer="pytorch-ood"),
-    "ODIN": Row(of_logits("ODIN"), "none", peer="pytorch-ood"),
-    "ReAct": Row(of_features("ReAct"), "training", peer="pytorch-ood"),
-    "KNN": Row(of_features("KNN"), "training", peer="pytorch-ood"),
-    "Mahalanobis": Row(of_features("Mahalanobis"), "training", peer="pytorch-ood"),
-    "ViM": Row(of_features("ViM"), "training", peer="pytorch-ood"),
+    "network alone": Row(alone, NOTHING),
+    "temperature": Row(ensemble, HELD_OUT),
+    "ours, held-out inputs": Row(ours(diagonal), HELD_OUT),
+    "ours, Adam's state": Row(by_state(diagonal), TEN),
+    "ours, recorded gradients": Row(by_state(kronecker), f"{TEN}; a recorder in training"),
+    "ours, gradients of 50 batches": Row(by_state(kronecker_from_batches), f"{TEN}; 50 training batches"),
+    "ours, mixture": Row(ours(mixture), "held-out inputs; several networks", joint=True),
+    "ensemble": Row(ensemble, "held-out inputs; several networks", joint=True),
+    "MC dropout": Row(mc_dropout, "dropout in training", once=True),
+    "laplace-torch, last layer": Row(laplace, "training data", peer="laplace-torch"),
+    "MaxSoftmax": _peer("MaxSoftmax", of_model, NOTHING),
+    "MaxLogit": _peer("MaxLogit", of_model, NOTHING),
+    "EnergyBased": _peer("EnergyBased", of_model, NOTHING),
+    "GEN": _peer("GEN", of_model, NOTHING),
+    "ODIN": _peer("ODIN", of_model, NOTHING, gradients=True),
+    "GradNorm": _peer("GradNorm", of_model, NOTHING, gradients=True),
+    "ASH": _peer("ASH", of_maps, NOTHING),
+    "SCALE": _peer("SCALE", of_maps, NOTHING),
+    "LTS": _peer("LTS", of_parts, NOTHING),
+    "KLMatching": _peer("KLMatching", of_model, HELD_OUT, held_out=True),
+    "OpenMax": _peer("OpenMax", of_model, FITTED, once=True),
+    "ReAct": _peer("ReAct", of_parts, FITTED),
+    "VRA": _peer("VRA", of_parts, FITTED),
+    "DICE": _peer("DICE", of_share, FITTED),
+    "SHE": _peer("SHE", of_parts, FITTED),
+    "fDBD": _peer("fDBD", of_parts, FITTED),
+    "NCI": _peer("NCI", of_parts, FITTED),
+    "PNML": _peer("PNML", of_parts, FITTED),
+    "GMM": _peer("GMM", of_body, FITTED),
+    "NACUE": _peer("NACUE", of_last, FITTED, gradients=True),
+    "Mahalanobis": _peer("Mahalanobis", of_body, FITTED),
+    "RMD": _peer("RMD", of_body, FITTED),
+    "ViM": _peer("ViM", of_half, FITTED),
+    "KNN": _peer("KNN", of_body, KEPT),
+    "NNGuide": _peer("NNGuide", of_parts, KEPT),
 }
-OURS = tuple(name for name in ROWS if name.startswith("ours"))

@@ -99,6 +99,27 @@ def test_bandits_alone_resume(tmp_path):
     assert "| linear | " in told[1]
 
 
+@pytest.mark.parametrize("data", ["mnist", "text"])
+def test_doubt_resumes_and_reports(data, tmp_path):
+    command = ("doubt", "--alone", "--data", data, "--out", tmp_path)
+    assert "no cell is finished" in run(*command, "--report").stderr
+    first, second = run(*command, "--seeds", 0), run(*command, "--seeds", 0, 1)
+    assert first.returncode == 0, first.stderr[-4000:]
+    assert second.returncode == 0, second.stderr[-4000:]
+    assert first.stdout.count(" trained or loaded in ") == 1
+    assert second.stdout.count(" trained or loaded in ") == 2
+    cells = json.loads((tmp_path / "doubt.json").read_text(encoding="utf-8"))["cells"]
+    assert [cell["seed"] for cell in cells] == [0, 1, "all"]
+    shifted = cells[0]["rows"]["ours, held-out inputs"]["shifted"]
+    assert [len(strengths) for strengths in shifted.values()] == [4] * 6
+    assert "cost" not in cells[1]["rows"]["network alone"]
+    timed = run(*command, "--seeds", 0, 1, "--costs")
+    assert timed.returncode == 0, timed.stderr[-4000:]
+    last = run(*command, "--report").stdout
+    assert "4 cells" in last
+    assert "| ensemble | " in (tmp_path / "doubt.md").read_text(encoding="utf-8")
+
+
 def test_a_stopped_search_resumes_and_all_of_a_kind_draw_the_same_settings(tmp_path):
     out = ("--out", tmp_path)
     assert "no search is finished" in run("tune_bandits", *out, "--report").stderr

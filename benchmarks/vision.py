@@ -41,25 +41,18 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 import cifar
-import doubt_rows
+import doubt_data
+import doubt_networks
 from bayesadam import scores
-from doubt_data import LEFT_OUT, NoData, Pixels, Suite, folder, load
-from doubt_rows import (
-    EPOCHS,
-    Case,
-    Trained,
-    batches_of,
-    diagonal_of,
-    entropy,
-    kronecker_from_batches,
-    logits_of,
-    network_of,
-    train,
-)
+from doubt_data import NoData, Pixels, Suite, folder, load
+from doubt_networks import Trained, network_of, train
+from doubt_rows import Case, batches_of, diagonal_of, entropy, kronecker_from_batches, logits_of
 from harness import Cell, Row, arguments, class_scores, number, read_cell, replaced, setting, write_cell, write_results
 from networks import small_resnet, vit
 
 NETWORKS, PARTS = ("resnet18", "vit"), ("whole", "eight")
+EPOCHS = {"resnet18": 10, "vit": 20}
+LEFT_OUT = doubt_data.LEFT_OUT["cifar10"][0]
 EIGHT_SEEDS = (1000, 1001, 1002)
 LEFT_OUT_SET, OTHERS = "left-out classes", ("mnist", "fashion-mnist")
 NOVELTY = "novelty"
@@ -364,7 +357,7 @@ def main() -> None:
             own = [seed for seed in seeds if part == "whole" or seed in EIGHT_SEEDS[: 1 if options.quick else None]]
             about = {**asdict(sizes), "epochs": 1 if options.quick else EPOCHS[network]}
             suite = held[part].to(options.device)
-            with mock.patch.dict(doubt_rows.NETWORKS, QUICK_NETWORKS if options.quick else {}):
+            with mock.patch.dict(doubt_networks.NETWORKS, QUICK_NETWORKS if options.quick else {}):
                 cells = run(options.rows, network, part, suite, own, about, options.out / "vision")
             if cells:
                 title = f"{network}, {part}"
