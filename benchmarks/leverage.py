@@ -1,212 +1,375 @@
-"""Leverage: how its settings were chosen, how many inputs it needs, and what it does for variances.
+"""Leverage: how its settings were chosen, how many inputs it needs, and what it has to do with variances.
 
     python benchmarks/leverage.py [PART ...] [--quick] [--groups ...] [--jobs 1] [--device cuda] [--out out/bench]
 
-Without a PART all of them run.
+Without a PART all of them run. Images and texts are in $BAYESADAM_DATA.
 
-- regression: the NLL of tables on gap splits, whose test rows are the middle third of one input, and on ordinary ones,
-  by what of the variance σ² + Var f grows with leverage. One network of 50-50 ReLU units under AdamW a split, stopped
-  by a fifth of the training rows; the same rows give A, the medians and, with the growth in place, σ². Forms are chosen
-  on made-up tables and diabetes, and reported of three UCI tables out of $BAYESADAM_DATA/uci.
+- choose: development networks, three of a group, on seeds and left-out classes that no other benchmark has. Novelty
+  is judged by the mean of the AUROC against the near set and that against far ones; temperatures by the NLL under 24
+  shifts over that of plain temperature scaling, as long as the clean NLL grows by no more than 0.5 %. Each group is
+  also scored by the setting chosen on the others. 500 familiar inputs give A, the medians and T₀.
+- sizes: the library's own `calibrate` on 50 to 1,000 familiar inputs, drawn anew for each of 20 splits.
+- regression: the NLL of tables by what of the variance σ² + Var f grows with leverage, on gap splits, whose test rows
+  are the middle third of one input, on splits whose test rows are one of its ends, and on ordinary ones. One network
+  of 50-50 ReLU units under AdamW a split, stopped by a fifth of the training rows; the same rows give A, the medians
+  and, with the growth in place, σ². Forms are chosen on made-up tables and diabetes, and reported of three UCI tables
+  out of $BAYESADAM_DATA/uci.
+- relation: the exact variance of small linearised networks under a Kronecker-factored posterior, beside r.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.model_selection import train_test_split
-from sklearn.utils import check_random_state
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 import bayesadam as ba
-import tabular
-from bayesadam.leverage import Layer, layer_inputs, layers_of
-from bayesadam.sklearn import BadamRegressor
-from bayesadam.sklearn.training import split
-from harness import arguments, mean_and_error, parallel, setting, write_results
+from bayesadam.calibration.fits import log_prior
+from harness import arguments, number, parallel, setting, write_results
+from leverage_cases import GROUPS, Case, case
+from leverage_variances import MEANS, layers, left_out, leverage, regression, relation, relative, root
 
-# --- leverage, setting by setting -----------------------------------------------------------------------------------
+Key = tuple[str, ...]
+Scored = dict[str, dict[str, float]]
 
-RIDGE = 0.01
-MEANS = {"geometric": 0.0, "mean": 1.0, "root mean square": 2.0, "power 4": 4.0, "largest": math.inf}
+SOURCES = ("inputs", "gradients", "second moments")
+POOLING = ("pooled", "by position")
+RIDGES = ("0.001", "0.01", "0.1")
+EXPONENTS = ("1", "1.5", "2")
+GROWTH: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "((1 + r)/2)^¼": lambda r: ((1 + r) / 2) ** 0.25,
+    "((1 + r)/2)^½": lambda r: ((1 + r) / 2) ** 0.5,
+    "(1 + r)/2": lambda r: (1 + r) / 2,
+    "max(1, r)^½": lambda r: r.clamp(min=1) ** 0.5,
+    "max(1, r)": lambda r: r.clamp(min=1),
+    "r^½": lambda r: r**0.5,
+}
+AXES = {
+    "novelty": {
+        "source": SOURCES,
+        "positions": POOLING,
+        "ε": RIDGES,
+        "mean over layers": tuple(MEANS),
+        "exponent": EXPONENTS,
+    }
+}
+AXES["growth"] = {**dict(list(AXES["novelty"].items())[:4]), "growth": tuple(GROWTH)}
+DEAREST = 1.005
+HELD_OUT = 500
+TEMPERATURES = torch.linspace(math.log(0.25), math.log(20), 300).exp()
 
 
-def layers(model: nn.Module) -> tuple[Layer, ...]:
-    return layers_of(model, [name for name, _ in model.named_parameters()])
+def ours(what: str, source: str = "inputs") -> Key:
+    """The library's setting."""
+    if what == "growth":
+        return source, "pooled", "0.01", "geometric", "((1 + r)/2)^½"
+    return source, "pooled", "0.01", "power 4" if source == "second moments" else "mean", "1.5"
+
+
+# --- choose: what a network's layers see -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def pooled(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The mean over positions of every layer's input, (n, width) by module."""
-    with layer_inputs(model, layers(model), len(x)) as seen:
-        model(x)
-    return dict(seen)
+def spread(model: nn.Module, x: Tensor, batch: int = 250) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Outputs and every layer's input at each position, (n, positions, width); an embedding's is the mean over them."""
+    found: dict[str, Tensor] = {}
+
+    def see(layer: Any, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if layer.tokens:
+            found[layer.module] = layer.pooled(module, args[0], len(args[0]), None)[:, None]
+        elif isinstance(module, _ConvNd):
+            found[layer.module] = args[0].flatten(2).mT
+        else:
+            found[layer.module] = args[0].reshape(len(args[0]), -1, layer.width)
+
+    hooks = [model.get_submodule(each.module).register_forward_pre_hook(partial(see, each)) for each in layers(model)]
+    try:
+        for part in x.split(batch):
+            yield model(part), dict(found)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def root(a: Tensor, ridge: float = RIDGE) -> Tensor:
-    """W of W Wᵀ = (A + ε ā)⁻¹; (A + ε ā)^(−½) of a diagonal."""
-    if a.dim() == 1:
-        return (a + ridge * a.mean()).rsqrt()
-    eye = torch.eye(len(a), dtype=torch.float64, device=a.device)
-    lower = torch.linalg.cholesky(a.double() + ridge * a.diagonal().double().mean() * eye)
-    found: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).mT.to(a.dtype)
+def curvatures(one: Case, x: Tensor, batches: int = 50, size: int = 64) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """A of every layer by source and pooling; an embedding's is the column sums of v̂ whatever the source."""
+    diagonal, right = {}, {}
+    rows = torch.randint(len(one.train[0]), (batches, size))
+    for some in rows:
+        one.model.zero_grad()
+        F.cross_entropy(one.model(one.train[0][some]), one.train[1][some]).backward()
+        for layer in layers(one.model):
+            gradient = one.model.get_parameter(layer.weight).grad
+            assert gradient is not None
+            if not layer.tokens:
+                each = gradient.flatten(2) if gradient.dim() > 2 else gradient[..., None]
+                right[layer.module] = right.get(layer.module, 0) + torch.einsum("oik,ojk->ij", each, each)
+    for layer in layers(one.model):
+        v = one.optimizer.state[one.model.get_parameter(layer.weight)]["exp_avg_sq"]
+        diagonal[layer.module] = layer.columns(v)
+    sums: dict[str, dict[str, Tensor]] = {how: {} for how in POOLING}
+    for _, seen in spread(one.model, x):
+        for key, a in seen.items():
+            for how, rows in (("pooled", a.mean(dim=1)), ("by position", a.flatten(0, 1))):
+                sums[how][key] = sums[how].get(key, 0) + rows.mT @ rows / (
+                    len(x) if how == "pooled" else len(x) * a.shape[1]
+                )
+    tokens = {layer.module for layer in layers(one.model) if layer.tokens}
+    found = {}
+    for how in POOLING:
+        for source, by_name in zip(SOURCES, (sums[how], right, diagonal), strict=True):
+            found[source, how] = {key: diagonal[key] if key in tokens else by_name[key] for key in diagonal}
     return found
 
 
-def leverage(a: Tensor, w: Tensor) -> Tensor:
-    """h = |Wᵀ a|² of inputs (..., width)."""
-    return (a * w if w.dim() == 1 else a @ w).square().sum(dim=-1)
+def observed(one: Case, x: Tensor, factors: Mapping[Key, Mapping[str, Tensor]]) -> tuple[Tensor, dict[Key, Tensor]]:
+    """Outputs, and h by setting, (n, layers)."""
+    outputs, found = [], {key: [] for key in factors}  # type: ignore[var-annotated]
+    for out, seen in spread(one.model, x):
+        outputs.append(out)
+        for key, by_name in factors.items():
+            at = {name: a.mean(dim=1, keepdim=True) if key[1] == "pooled" else a for name, a in seen.items()}
+            found[key].append(torch.stack([leverage(at[name], w).mean(dim=1) for name, w in by_name.items()], dim=1))
+    return torch.cat(outputs), {key: torch.cat(parts) for key, parts in found.items()}
 
 
-def left_out(h: Tensor, n: int) -> Tensor:
-    """h of the n inputs behind A, each left out of it."""
-    return (n - 1) / n * h / (1 - h / n).clamp(min=1e-6)
+# --- choose: scores --------------------------------------------------------------------------------------------------
 
 
-def over_layers(log_h: Tensor, p: float) -> Tensor:
-    """The logarithm of a power mean over layers, (n, layers) to (n,)."""
-    if p == 0:
-        return log_h.mean(dim=1)
-    if math.isinf(p):
-        return log_h.amax(dim=1)
-    return ((p * log_h).logsumexp(dim=1) - math.log(log_h.shape[1])) / p
+def temperature(logits: Tensor, y: Tensor) -> float:
+    """T of the greatest likelihood and prior."""
+    logs = (logits / TEMPERATURES.to(logits)[:, None, None]).log_softmax(dim=2)
+    losses = -logs.gather(2, y.expand(len(logs), -1)[..., None]).mean(dim=(1, 2)).cpu()
+    priors = torch.tensor([log_prior(t) for t in TEMPERATURES.tolist()])
+    return float(TEMPERATURES[(losses - priors / len(y)).argmin()])
 
 
-def relative(reference: Tensor, log_h: Tensor, p: float) -> Tensor:
-    """r of inputs, (n,), from log h of them and of familiar ones, (·, layers)."""
-    medians = reference.quantile(0.5, dim=0)
-    usual = over_layers(reference - medians, p).quantile(0.5)
-    return (over_layers(log_h - medians, p) - usual).exp()
+def nlls(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y.repeat(len(logits) // len(y)), reduction="none")
 
 
-# --- regression -----------------------------------------------------------------------------------------------------
-
-# Var y/σ² by u = Var f/σ² and r.
-Form = Callable[[Tensor, Tensor], Tensor]
-FORMS: Mapping[str, Form] = {
-    "σ²": lambda u, r: torch.ones_like(u),
-    "σ² + Var f": lambda u, r: 1 + u,
-    "σ² + Var f (1 + r)/2": lambda u, r: 1 + u * (1 + r) / 2,
-    "σ² + Var f r": lambda u, r: 1 + u * r,
-    "σ² + Var f ((1 + r)/2)²": lambda u, r: 1 + u * ((1 + r) / 2) ** 2,
-    "σ² (1 + r)/2": lambda u, r: (1 + r) / 2,
-    "σ² (1 + r)/2 + Var f": lambda u, r: (1 + r) / 2 + u,
-    "(σ² + Var f) √((1 + r)/2)": lambda u, r: (1 + u) * ((1 + r) / 2) ** 0.5,
-    "(σ² + Var f) (1 + r)/2": lambda u, r: (1 + u) * (1 + r) / 2,
-    "(σ² + Var f) ((1 + r)/2)^1.5": lambda u, r: (1 + u) * ((1 + r) / 2) ** 1.5,
-    "(σ² + Var f) ((1 + r)/2)²": lambda u, r: (1 + u) * ((1 + r) / 2) ** 2,
-    "(σ² + Var f) max(1, r)": lambda u, r: (1 + u) * r.clamp(min=1),
-    "(σ² + Var f) max(1, r)²": lambda u, r: (1 + u) * r.clamp(min=1) ** 2,
-    "σ² max(1, r) + Var f (1 + r)/2": lambda u, r: r.clamp(min=1) + u * (1 + r) / 2,
-    "(σ² + Var f (1 + r)/2) (1 + r)/2": lambda u, r: (1 + u * (1 + r) / 2) * (1 + r) / 2,
-}
-WITHOUT_R = ("σ²", "σ² + Var f")
-OF_LIBRARY = ("the library", "the library, shift=False")
-LAYER_MEANS = ("geometric", "mean", "largest")
-STRUCTURES = ("diagonal", "kronecker")
-Splits = dict[str, float]
-
-
-def rows_of(name: str, number: int, gap: bool) -> tuple[Any, Any, Any, Any]:
-    """Training and test inputs, training and test targets."""
-    X, y = tabular.GAP_SETS[name]()
-    if gap:
-        return tabular.gap_split_of(name, X, y, number)
-    if name in tabular.UCI:
-        return tabular.split_of(name, X, y, number)
-    found: tuple[Any, Any, Any, Any] = train_test_split(X, y, test_size=0.2, random_state=number)
+def judged(one: Case, quick: bool) -> dict[str, Scored]:
+    """Every setting's scores on one network, novelty's and temperature's."""
+    x, y = (part[:HELD_OUT] for part in one.familiar)
+    _, seen = next(spread(one.model, x[:2]))
+    ridges = RIDGES[1:2] if quick else RIDGES
+    factors: dict[Key, dict[str, Tensor]] = {}
+    for (source, how), by_name in curvatures(one, x).items():
+        for ridge in ridges:
+            factors[source, how, ridge] = {name: root(a, float(ridge)) for name, a in by_name.items()}
+    outputs, reference = observed(one, x, factors)
+    # Leaving an example out has a closed form where it is one row of A; an embedding's A is not of these inputs.
+    alone = [not layer.tokens and seen[layer.module].shape[1] == 1 for layer in layers(one.model)]
+    inputs = [not layer.tokens for layer in layers(one.model)]
+    exact = {"pooled": torch.tensor(inputs, device=x.device), "by position": torch.tensor(alone, device=x.device)}
+    sets = {"test": one.test[0], "near": one.near, **one.far, **{f"shift {k}": x for k, x in one.shifted.items()}}
+    there = {name: observed(one, each, factors) for name, each in sets.items()}
+    kinds, far, y_test = [f"shift {kind}" for kind in one.shifted], list(one.far), one.test[1]
+    plain = temperature(outputs, y)
+    usual = {name: float(nlls(there[name][0] / plain, y_test).mean()) for name in ("test", *kinds)}
+    found: dict[str, Scored] = {
+        "novelty": {"network alone": _aurocs({k: _entropy(v[0]) for k, v in there.items()}, far)}
+    }
+    found["growth"] = {}
+    for key, familiar in reference.items():
+        if key[0] == "inputs":
+            familiar = torch.where(exact[key[1]], left_out(familiar, len(x)), familiar)
+        familiar = familiar.clamp(min=1e-30).log()
+        logs = {name: h.clamp(min=1e-30).log() for name, (_, by) in there.items() for h in (by[key],)}
+        for mean, p in MEANS.items():
+            usual_r = relative(familiar, familiar, p)
+            r = {name: relative(familiar, log, p) for name, log in logs.items()}
+            for exponent in EXPONENTS:
+                hot = {
+                    k: (1 + 10 * math.pi / 4 * r[k] ** float(exponent)).sqrt()[:, None] for k in ("test", "near", *far)
+                }
+                novelty = {k: _entropy(there[k][0] / t) for k, t in hot.items()}
+                found["novelty"]["|".join((*key, mean, exponent))] = _aurocs(novelty, far)
+            for form, growth in GROWTH.items():
+                t = temperature(outputs / growth(usual_r)[:, None], y)
+                now = {k: float(nlls(there[k][0] / (t * growth(r[k])[:, None]), y_test).mean()) for k in usual}
+                ratios = {"clean": now["test"] / usual["test"]}
+                ratios["shifted"] = sum(now[k] for k in kinds) / sum(usual[k] for k in kinds)
+                ratios["worst"] = max(now[k] / usual[k] for k in kinds)
+                found["growth"]["|".join((*key, mean, form))] = ratios
     return found
 
 
-def nll(square: Tensor, variance: Tensor) -> float:
-    return float(0.5 * (square / variance + variance.log() + math.log(2 * math.pi)).mean())
+def _entropy(logits: Tensor) -> Tensor:
+    logs = logits.double().log_softmax(dim=1)
+    return -(logs.exp() * logs).sum(dim=1)
 
 
-def by_form(name: str, number: int, gap: bool, structure: str) -> Splits:
-    """The NLL of one split in the target's units, form by form."""
-    X, X_test, y, y_test = rows_of(name, number, gap)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ba.errors.StructureWarning)
-        made = BadamRegressor(n_ensemble=1, structure=structure, random_state=number).fit(X, y)
-    posterior, scaler = made.posteriors_[0], made.target_scaler_
-    held_out = split(np.zeros(len(y)), made.validation_fraction, 1, check_random_state(number))[0].held_out.numpy()
-    inputs = [torch.from_numpy(made.input_scaler_.transform(part)) for part in (X[held_out], X_test)]
-    targets = [torch.from_numpy(scaler.transform(part[:, None])) for part in (y[held_out], y_test)]
-    units, found = math.log(float(scaler.scale_[0])), {}
-    for row, shift in zip(OF_LIBRARY, (True, False), strict=True):
-        p = posterior.predict(inputs[1], likelihood="regression", shift=shift)
-        found[row] = -float(p.log_prob(targets[1]).mean()) + units
-    plain = [posterior.predict(x, likelihood="regression", shift=False) for x in inputs]
-    squares = [(t - p.mean)[:, 0].square() for t, p in zip(targets, plain, strict=True)]
-    u = [p.variance[:, 0] / posterior.noise_variance for p in plain]
-    seen, n = [pooled(posterior.model, x) for x in inputs], len(held_out)
-    w = {key: root(a.mT @ a / n) for key, a in seen[0].items()}
-    reference = torch.stack([left_out(leverage(seen[0][key], w[key]), n) for key in w], dim=1).log()
-    there = torch.stack([leverage(seen[1][key], w[key]) for key in w], dim=1).log()
-    for kind in LAYER_MEANS:
-        r = [relative(reference, each, MEANS[kind]) for each in (reference, there)]
-        for form, grown in FORMS.items():
-            noise = (squares[0] / grown(u[0], r[0])).mean()
-            row = form if form in WITHOUT_R else f"{form}, {kind}"
-            found[row] = nll(squares[1], noise * grown(u[1], r[1])) + units
-    return found
+def _aurocs(novelty: Mapping[str, Tensor], far: Iterable[str]) -> dict[str, float]:
+    near = ba.scores.auroc(novelty["test"], novelty["near"])
+    away = statistics.fmean(ba.scores.auroc(novelty["test"], novelty[name]) for name in far)
+    return {"near": near, "far": away, "both": (near + away) / 2}
 
 
-def regression(options: Any) -> dict[str, Any]:
-    """Mean NLL and its standard error, by tables, structures and forms; what chooses comes first."""
-    results: dict[str, Any] = {}
-    wanted = {"made-up": tabular.MADE_UP, "UCI": tabular.UCI}
-    for where, names in {"made-up": ["waves"]}.items() if options.quick else wanted.items():
-        tasks = []
-        for name in names:
-            gaps = tabular.GAP_SETS[name]()[0].shape[1]
-            for gap, count in ((True, gaps), (False, 10)):
-                each = range(1 if options.quick else count)
-                tasks += [(name, number, gap, s) for number in each for s in STRUCTURES]
-        for task, found in zip(tasks, parallel([partial(by_form, *t) for t in tasks], jobs=options.jobs), strict=True):
-            name, _, gap, structure = task
-            at = results.setdefault(where, {}).setdefault(structure, {}).setdefault("gap" if gap else "ordinary", {})
-            for row, value in found.items():
-                at.setdefault(row, {}).setdefault(name, []).append(value)
-        print(regression_table(where, results[where]), flush=True)
-    return results
+def of_group(group: str, networks: int, quick: bool, device: str) -> dict[str, Scored]:
+    """The mean scores of a group's networks."""
+    torch.set_num_threads(1)
+    each = [judged(case(group, i, quick=quick, device=device), quick) for i in range(networks)]
+    return {
+        what: {
+            key: {score: statistics.fmean(one[what][key][score] for one in each) for score in values}
+            for key, values in each[0][what].items()
+        }
+        for what in each[0]
+    }
 
 
-def regression_table(where: str, results: Mapping[str, Any]) -> str:
-    """Markdown; the last columns are means over the tables, relative to σ² + Var f."""
-    lines = []
-    for structure, by_kind in results.items():
-        names = list(by_kind["gap"]["σ²"])
-        title = [f"{name}, {kind}" for kind in by_kind for name in names] + [f"all, {kind}" for kind in by_kind]
-        lines += [f"\n{where}, {structure}\n", "| | " + " | ".join(title) + " |", "|---" * (len(title) + 1) + "|"]
-        for row in by_kind["gap"]:
-            cells = ["{:.3f} ± {:.3f}".format(*mean_and_error(by_kind[k][row][n])) for k in by_kind for n in names]
-            for kind in by_kind.values():
-                gains = [np.mean(kind[row][n]) - np.mean(kind["σ² + Var f"][n]) for n in names]
-                cells.append(f"{np.mean(gains):+.3f}")
-            lines.append(f"| {row} | " + " | ".join(cells) + " |")
+# --- choose: the choice ----------------------------------------------------------------------------------------------
+
+
+def best(results: Mapping[str, Mapping[str, Scored]], what: str, groups: Sequence[str], source: str) -> str:
+    """The setting of a source with the best mean over groups; of temperatures that are not too dear."""
+    keys = [key for key in results[groups[0]][what] if key.startswith(f"{source}|")]
+
+    def mean(key: str, score: str) -> float:
+        return statistics.fmean(results[group][what][key][score] for group in groups)
+
+    if what == "novelty":
+        return max(keys, key=lambda key: mean(key, "both"))
+    cheap = [key for key in keys if mean(key, "clean") <= DEAREST] or keys
+    return min(cheap, key=lambda key: mean(key, "shifted"))
+
+
+def replaced(key: Key, place: int, value: str) -> Key:
+    return (*key[:place], value, *key[place + 1 :])
+
+
+def choice(results: Mapping[str, Mapping[str, Scored]]) -> str:
+    """Markdown: every axis by itself, the others as the library has them; then each group left out in turn."""
+    groups = list(results)
+    columns = ("AUROC near", "far", "NLL shifted", "clean", "worst kind")
+    lines = [f"| mean of {len(groups)} groups | " + " | ".join(columns) + " |", "|---" * 6 + "|"]
+    titles = {("novelty", "network alone"): "network alone"}
+    for what, axes in AXES.items():
+        titles[what, "|".join(ours(what))] = f"{what}: ours"
+        for place, (axis, values) in enumerate(axes.items()):
+            for value in values:
+                key = "|".join(ours(what, value) if axis == "source" else replaced(ours(what), place, value))
+                if key in results[groups[0]][what]:
+                    titles.setdefault((what, key), f"{what}: {axis} {value}")
+    for (what, key), title in titles.items():
+        scores = ("near", "far") if what == "novelty" else ("shifted", "clean", "worst")
+        cells = [f"{statistics.fmean(results[g][what][key][s] for g in groups):.3f}" for s in scores]
+        cells = [*cells, "", "", ""] if what == "novelty" else ["", "", *cells]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    for source, what in product(SOURCES, AXES):
+        score = "both" if what == "novelty" else "shifted"
+        all_of_them = best(results, what, groups, source)
+        lines += ["", f"{what}, {source}; the best for all: {all_of_them}", ""]
+        lines += [
+            "| left out | chosen on the others | its score here | best for all | ours | best here |",
+            "|---" * 6 + "|",
+        ]
+        for group in groups:
+            others = [each for each in groups if each != group] or groups
+            chosen = best(results, what, others, source)
+            keys = (chosen, all_of_them, "|".join(ours(what, source)), best(results, what, [group], source))
+            cells = [f"{results[group][what][key][score]:.3f}" for key in keys]
+            lines.append(f"| {group} | {chosen.partition('|')[2].replace('|', ', ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-# --- parts ----------------------------------------------------------------------------------------------------------
+def choose(options: Any) -> dict[str, Any]:
+    groups = options.groups or (GROUPS[:2] if options.quick else GROUPS)
+    calls = [partial(of_group, group, 1 if options.quick else 3, options.quick, options.device) for group in groups]
+    results = dict(zip(groups, parallel(calls, jobs=options.jobs), strict=True))
+    told = choice(results)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "leverage-choose.md").write_text(told + "\n", encoding="utf-8")
+    print(told, flush=True)
+    return results
 
-PARTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {"regression": regression}
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+SIZES = (50, 100, 300, 1000)
+LEVELS = (0.01, 0.05, 0.2)
+
+
+def with_few(group: str, networks: int, quick: bool, device: str) -> dict[str, dict[str, list[float]]]:
+    """Scores by the number of familiar inputs, split by split."""
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, list[float]]] = {}
+    for i in range(networks):
+        one = case(group, i, quick=quick, device=device)
+        n = len(one.train[0])
+        whole = ba.Posterior.from_optimizer(one.model, one.optimizer, n, batch_size=128, likelihood="classification")
+        (x, y), y_test, new = one.familiar, one.test[1], torch.cat([one.near, *one.far.values()])
+        shifted, far = torch.cat(list(one.shifted.values())), list(one.far.values())
+        for size, seed in product(SIZES[:1] if quick else SIZES, range(2 if quick else 20)):
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+            some, rest = order[:size], order[size : size + 1500]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ba.errors.HeldOutWarning)
+                posterior = ba.calibrate(whole, (x[some], y[some]))
+            fresh, away, worse = (posterior.predict(each) for each in (x[rest], new, shifted))
+            with torch.no_grad():
+                plain = temperature(one.model(x[some]), y[some])
+                logits = one.model(x[rest]), one.model(shifted)
+            novelty = away.novelty.split([len(one.near), *map(len, far)])
+            aurocs = [ba.scores.auroc(fresh.novelty, each) for each in novelty]
+            row = {f"false alarms at {a:g}": float((fresh.novelty_pvalue <= a).double().mean()) for a in LEVELS}
+            row |= {"AUROC near": aurocs[0], "AUROC far": statistics.fmean(aurocs[1:])}
+            row["NLL shifted"] = _ratio(worse.probs, logits[1] / plain, y_test.repeat(len(shifted) // len(y_test)))
+            row["NLL clean"] = _ratio(fresh.probs, logits[0] / plain, y[rest])
+            for key, value in row.items():
+                found.setdefault(str(size), {}).setdefault(key, []).append(value)
+    return found
+
+
+def _ratio(probs: Tensor, logits: Tensor, y: Tensor) -> float:
+    """Our NLL over that of plain logits."""
+    ours = -probs.double().gather(1, y[:, None]).clamp(min=1e-300).log().mean()
+    return float(ours / F.cross_entropy(logits.double(), y))
+
+
+def sizes(options: Any) -> dict[str, Any]:
+    groups = options.groups or [group for group in GROUPS if group.endswith(("-mlp", "-lenet"))]
+    groups = groups[:1] if options.quick else groups
+    calls = [partial(with_few, group, 1 if options.quick else 2, options.quick, options.device) for group in groups]
+    results = dict(zip(groups, parallel(calls, jobs=options.jobs), strict=True))
+    scores = list(results[groups[0]][str(SIZES[0])])
+    lines = ["| familiar inputs | " + " | ".join(scores) + " |", "|---" * (len(scores) + 1) + "|"]
+    for size in results[groups[0]]:
+        cells = [number([v for group in groups for v in results[group][size][score]], 4) for score in scores]
+        lines.append(f"| {size} | " + " | ".join(cells) + " |")
+    told = "\n".join(lines)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "leverage-sizes.md").write_text(told + "\n", encoding="utf-8")
+    print(told, flush=True)
+    return results
+
+
+PARTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "choose": choose,
+    "sizes": sizes,
+    "regression": regression,
+    "relation": relation,
+}
 
 
 def main() -> None:
     parser = arguments(__doc__, quick="one split, one network, made-up images", device=True, jobs=1)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
     options = parser.parse_args()
-    parts: Sequence[str] = options.parts or list(PARTS)
+    parts = options.parts or list(PARTS)
     results = {part: PARTS[part](options) for part in parts}
-    name = "-".join(["leverage", *options.parts])
-    write_results(options.out, name, {**setting(), "results": results})
+    write_results(options.out, "-".join(["leverage", *options.parts]), {**setting(), "results": results})
     print(f"{len(results)} parts")
 
 
