@@ -53,16 +53,8 @@ GROWTH: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max(1, r)": lambda r: r.clamp(min=1),
     "r^½": lambda r: r**0.5,
 }
-AXES = {
-    "novelty": {
-        "source": SOURCES,
-        "positions": POOLING,
-        "ε": RIDGES,
-        "mean over layers": tuple(MEANS),
-        "exponent": EXPONENTS,
-    }
-}
-AXES["growth"] = {**dict(list(AXES["novelty"].items())[:4]), "growth": tuple(GROWTH)}
+SHARED = {"source": SOURCES, "positions": POOLING, "ε": RIDGES, "mean over layers": tuple(MEANS)}
+AXES = {"novelty": {**SHARED, "exponent": EXPONENTS}, "growth": {**SHARED, "T(x)/T₀": tuple(GROWTH)}}
 DEAREST = 1.005
 HELD_OUT = 500
 TEMPERATURES = torch.linspace(math.log(0.25), math.log(20), 300).exp()

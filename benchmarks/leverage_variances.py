@@ -265,6 +265,8 @@ def both(task: str, seed: int, quick: bool) -> dict[str, Tensor]:
     reference = torch.stack([left_out(leverage(a, w[key]), len(a)) for key, a in familiar.items()], dim=1).log()
     log_h = torch.stack([leverage(there[key], w[key]) for key in w], dim=1).log()
     found = {kind: relative(reference, log_h, MEANS[kind]) for kind in ("geometric", "mean")}
+    by_layer = (log_h - reference.quantile(0.5, dim=0)).exp().unbind(dim=1)
+    found |= {f"layer {i}": h for i, h in enumerate(by_layer, start=1)}
     return {"variance": variance / variance[:1000].median(), "distance": at.norm(dim=1), **found}
 
 
@@ -299,6 +301,10 @@ def relation(options: Any) -> dict[str, Any]:
         at = [results[f"{task}, {low:g} to {high:g}"] for task in TASKS]
         cells = [", ".join(f"{one[key]:.2f}" for key in ("variance", "geometric", "mean")) for one in at]
         lines.append(f"| {low:g} to {high:g} | " + " | ".join(cells) + " |")
+    for task, found in drawn.items():
+        hole = [float(found[key][:, 1000:2000].median()) for key in found if key.startswith("layer")]
+        results[f"{task}, layers in the hole"] = hole
+        lines.append(f"\nmedian h in the hole, layer by layer, {task}: " + ", ".join(f"{h:.2f}" for h in hole))
     print("\n".join(lines), flush=True)
     picture(drawn, options.out / "leverage.png")
     return results
