@@ -61,7 +61,7 @@ RECIPES = {
     "lenet": Recipe(8),
     "resnet": Recipe(5),
     "resnet18": Recipe(30, batch=256, decay=0.05, half=True),
-    "vit": Recipe(60, batch=256, decay=0.05),
+    "vit": Recipe(40, batch=256, decay=0.05),
     "bert": Recipe(8),
 }
 

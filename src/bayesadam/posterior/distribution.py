@@ -216,8 +216,9 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
     if len(members) > 1:
         for member in members:
             member.require_proper()
-        common = with_common_outputs(members, q.weights, inputs, options)
-        streams = [replace(common, generator=own.generator) for own in streams]
+        if not all(_is_forward(member, options) for member in members):
+            common = with_common_outputs(members, q.weights, inputs, options)
+            streams = [replace(common, generator=own.generator) for own in streams]
     components, plan = [], ""
     for member, own in zip(members, streams, strict=True):
         component, plan = component_of_member(member, inputs, own)
@@ -235,15 +236,20 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
     if member.is_sharded:
         return component_of(member, inputs, options)
     forward = forward_component(member, inputs, options)
-    at_temperature = options.record.tempered and not member.averaged
-    asked = options.covariance or options.chosen is not None or options.positions is not None
-    if at_temperature and options.predictive == "linearised" and not asked:
+    if _is_forward(member, options):
         return forward, "one forward pass"
     found, how = component_of(member, inputs, options)
     growth, ratio = (_of_rows(each, options.positions) for each in (forward.growth, forward.ratio))
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
         found = grown(found, growth)
     return replace(found, growth=growth, ratio=ratio), how
+
+
+def _is_forward(member: Any, options: Options) -> bool:
+    """Whether a forward pass is all that was asked for: probabilities are the mean network's, at a temperature."""
+    asked = options.covariance or options.chosen is not None or options.positions is not None
+    plainly = options.predictive == "linearised" and not asked and not member.is_sharded
+    return plainly and options.record.tempered and not member.averaged
 
 
 def _of_rows(values: Tensor | None, positions: Positions | None) -> Tensor | None:
