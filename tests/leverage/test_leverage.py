@@ -134,12 +134,22 @@ def test_padding_is_left_out():
     assert_close(seen[""], torch.stack([x[0, :2].mean(dim=0), x[1].mean(dim=0)]))
 
 
+def test_a_forward_of_the_modules_own_is_kept():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].forward = lambda x: 2 * nn.functional.linear(x, model[0].weight, model[0].bias)
+    own, x = model[0].forward, torch.randn(5, 4)
+    with layer_inputs(model, layers_of(model, dict(model.named_parameters())), 5) as seen:
+        assert_close(model(x), own(x))
+    assert_close(seen["0"], x)
+    assert model[0].forward is own
+
+
 def test_hooks_are_gone_where_the_model_fails():
     layer = nn.Linear(3, 2)
     (about,) = layers_of(layer, dict(layer.named_parameters()))
     with pytest.raises(RuntimeError), layer_inputs(layer, [about], 2):
         layer(torch.randn(2, 5))
-    assert not layer._forward_pre_hooks
+    assert "forward" not in vars(layer)
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -186,6 +196,40 @@ def test_the_state_gives_the_column_sums_of_v():
     step = optimizer.state[model[0].weight]["step"]
     sums = (optimizer.state[model[0].weight]["exp_avg_sq"] / (1 - 0.999**step)).sum(dim=0)
     assert_close(found.factors["0"], (sums + RIDGE * sums.mean()).rsqrt())
+
+
+def test_adafactors_column_factor_is_taken_as_it_is():
+    x, y = blobs(64, 0)
+    model, _ = network()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    found = ba.Posterior.from_optimizer(model, optimizer, n_data=64, batch_size=64).state_leverage
+    for module in ("0", "2"):
+        column = optimizer.state[model.get_submodule(module).weight]["col_var"].flatten()
+        # The scale of a layer is the median's.
+        expected = (column + RIDGE * column.mean()).rsqrt()
+        assert_close(found.factors[module] / found.factors[module].mean(), expected / expected.mean(), rtol=1e-4)
+
+
+def test_the_factors_of_peft_are_layers():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+    optimizer, (x, y) = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), blobs(200, 0)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    found = ba.Posterior.from_optimizer(model, optimizer, n_data=200, batch_size=200, likelihood="classification")
+    widths = {layer.module.rpartition("lora_")[2]: layer.width for layer in found.layers}
+    assert widths == {"A.default": 4, "B.default": 2}
+    calibrated = ba.calibrate(found, blobs(100, 1))
+    assert calibrated.leverage.source == "inputs"
+    assert float(calibrated.novelty(20 * x[:5]).min()) > float(calibrated.novelty(x).median())
 
 
 @pytest.mark.filterwarnings("ignore:the posterior has 8 gradients")
@@ -284,6 +328,15 @@ def test_it_is_saved(tmp_path):
     again = ba.Posterior.load(tmp_path / "q.safetensors", network(5)[0])
     for name in ("probs", "novelty", "novelty_pvalue"):
         assert_close(getattr(again.predict(x), name), getattr(q.predict(x), name))
+
+
+def test_it_is_published(tmp_path):
+    found, (x, _) = ba.calibrate(posterior(), blobs(100, 1)), blobs(20, 2)
+    with pytest.warns(ba.errors.BayesAdamWarning, match="less than the memory"):
+        found.export(tmp_path / "curvature.safetensors")
+    again = ba.Posterior.load(tmp_path / "curvature.safetensors", found.model)
+    assert again.leverage.source == "inputs"
+    assert_close(again.novelty(x), found.novelty(x))
 
 
 def test_another_models_leverage_is_refused(tmp_path):

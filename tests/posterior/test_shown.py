@@ -40,6 +40,7 @@ def test_settings_are_properties_and_printed():
         "likelihood": "regression",
         "scale": "s = 1",
         "prior precision": "δ = 6e+03",
+        "leverage": "column sums of the second moment, relative to each batch itself",
         "calibrated": "no: calibrate(posterior, held_out, likelihood=...)",
     }
     prior = {name: float(number) for number, name in enumerate(q.mode)}
@@ -79,3 +80,22 @@ def test_a_mixture_shows_the_range_over_its_members():
     tuned = ba.calibrate(mixture, (x, x[:, :1]), likelihood="regression")
     scales = sorted(member.scale for member in tuned)
     assert lines(tuned)["scale"] == f"s = 1 to 4 → {scales[0]:.3g} to {scales[1]:.3g}"
+
+
+def test_where_leverage_is_from_is_shown():
+    q, x = trained()
+    found = ba.calibrate(q, (x, x[:, :1]))
+    assert lines(found)["leverage"] == "held-out inputs, relative to 60 inputs"
+    assert lines(q.relative_to([x[:10]]))["leverage"] == "column sums of the second moment, relative to 10 inputs"
+    recorder = ba.Recorder.from_batches(q.model, [(x, x[:, :1])] * 100, torch.nn.functional.mse_loss, keep=20)
+    recorded = ba.Posterior.from_recorder(q.model, recorder, n_data=60)
+    assert lines(recorded)["leverage"] == "the right factors of gradients, relative to each batch itself"
+
+
+def test_poor_leverage_is_told_with_its_remedy():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 2)).square().mean().backward()
+    optimizer.step()
+    shown = lines(ba.Posterior.from_optimizer(model, optimizer, n_data=8))["leverage"]
+    assert shown.endswith("poor after LayerNorm: calibrate on held-out inputs, or record gradients")

@@ -194,7 +194,7 @@ def blocks(a: Tensor, layer: Layer) -> Tensor:
     """Inputs (..., width) as (..., g, s): the layer's groups, or parts of at most 2,048, zeros added to the last."""
     g = layer.groups if layer.groups > 1 else -(-layer.width // WIDEST)
     s = -(-layer.width // g)
-    return F.pad(a, (0, g * s - layer.width)).unflatten(-1, (g, s))
+    return F.pad(a, (0, g * s - layer.width)).reshape(*a.shape[:-1], g, s)
 
 
 def leverages(a: Tensor, w: Tensor, layer: Layer) -> Tensor:

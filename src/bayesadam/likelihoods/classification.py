@@ -209,7 +209,7 @@ class ClassLikelihood(Likelihood[LogitPredictive]):
         found, r = entropy(logits.softmax(dim=-1)), component.ratio
         if r is None:
             raise SettingError("this prediction has no novelty: the leverage of a sharded network is not known")
-        return found + _SHARE_OF_TEXTS * _of_examples(r.log(), logits).squeeze(-1).to(found)
+        return found + _SHARE_OF_TEXTS * _of_examples(r.log(), found)
 
     def draw_probs(self, c: Component, seed: int) -> Tensor:
         """Probabilities at the component's draws of f, or at 200 Gaussian ones."""

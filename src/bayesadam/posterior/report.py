@@ -60,7 +60,8 @@ def _of_leverage(posterior: Any) -> str:
     words = {"inputs": "held-out inputs", "gradients": "the right factors of gradients"}
     text = words.get(source, "column sums of the second moment")
     text += ", relative to each batch itself" if known is None else f", relative to {known.n_reference:,} inputs"
-    normed = [type(m).__name__ for m in posterior.model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm"))]
+    kinds = (type(module).__name__ for module in posterior.model.modules())
+    normed = [kind for kind in kinds if kind.endswith(("LayerNorm", "RMSNorm"))]
     if source == "second moments" and normed:
         text += f"; poor after {normed[0]}: calibrate on held-out inputs, or record gradients"
     return text

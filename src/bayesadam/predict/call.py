@@ -38,8 +38,8 @@ def _holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     found = 0
     for prefix, module in modules:
         for key, parameter in module._parameters.items():
-            tensor = None if parameter is None else params.get(prefix + key)
-            if tensor is not None and tensor.shape == parameter.shape:
+            tensor = params.get(prefix + key)
+            if tensor is not None and parameter is not None and tensor.shape == parameter.shape:
                 own[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
                 found += 1
     if found < len(params):
