@@ -38,8 +38,8 @@ class Component:
         averaged: whether probabilities average over the posterior; else they are the mean network's.
         growth: √((1 + r)/2) of each example, (batch,), by which its own temperature, or the standard deviation of f, is
             above the usual one; None for 1.
-        ratio: r of each example, (batch,), its leverage over that of familiar inputs, as novelty takes it; None where it
-            is not known.
+        ratio: r of each example, (batch,), its leverage over that of familiar inputs, as novelty takes it; None where
+            it is not known.
         alone: whether the mean network alone was run, so that variances are not known.
         score: the estimate behind `epistemic`, where outputs are too many for an exact one.
         outputs: indices of the outputs asked for, (batch, ..., k); None for all.
