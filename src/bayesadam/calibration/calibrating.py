@@ -14,7 +14,7 @@ from torch import Tensor
 from bayesadam._checks import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_validation
+from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_forward, by_validation
 from bayesadam.calibration.held_out import HeldOut, Observed, aligned, quietly
 from bayesadam.errors import HeldOutWarning, SettingError
 from bayesadam.gaussian.noise import fresh_seed
@@ -22,7 +22,7 @@ from bayesadam.likelihoods import Component, Link, agreed
 from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.posterior.distribution import component_of_member, grown
+from bayesadam.posterior.distribution import by_leverage, component_of_member, grown
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import DEFAULT_BUDGET
@@ -64,7 +64,8 @@ def calibrate(
     certain. Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to nothing,
     so that regression defaults to evidence. δ comes out as one number for all parameters; a `LoraPrior` is multiplied
     by one number. Under a predictive that samples, s and δ of the linearised network are multiplied by the best of
-    powers of ten from 0.1 to 10⁵ in half steps.
+    powers of ten from 0.1 to 10⁵ in half steps. Under `"forward"` the only settings are T₀ of classes, or v of
+    Var[f] = v r, and σ² of a regression, by the likelihood of y.
 
     `novelty_pvalue`, `prediction_set` and `interval` rest on the scores of the held-out examples: each is left out of
     its own leverage, and the one to three settings are fitted to all. `posterior.calibration` is the report.
@@ -91,9 +92,13 @@ def calibrate(
     options = Options(likelihood=name, predictive=predictive, **of_predict)
     record = options.record
     if method is None:
-        method = record.calibration if predictive == "linearised" or not record.tempered else "validation"
+        alone = predictive == "forward" and not record.tempered
+        method = record.calibration if predictive in ("linearised", "forward") or not record.tempered else "validation"
+        method = "validation" if alone else method
     elif method == "temperature" and not record.tempered:
         raise SettingError(f"method='temperature' is for classes, and the likelihood is {name!r}")
+    elif predictive == "forward" and method != ("temperature" if record.tempered else "validation"):
+        raise SettingError(f"predictive='forward' has no method={method!r}: leave it out")
     # Every candidate sees the same random numbers, so that they differ by their settings alone.
     seed = 0 if predictive == "linearised" else fresh_seed(generator)
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
@@ -151,6 +156,8 @@ def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
         leverage = posterior.leverage and replace(posterior.leverage, exponent=exponent)
         posterior = posterior.replace(temperature=best, averaged=False, leverage=leverage)
         return _Fit(posterior, seen._replace(ratios=ratios), plain)
+    if predictive == "forward":
+        return _Fit(by_forward(posterior, data), seen)
     found = by_evidence(posterior, data) if method == "evidence" else by_validation(posterior, data)
     found = found if predictive == "linearised" else by_draws(found, data)
     found.warn_of_limits()
@@ -189,7 +196,12 @@ def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
         found, _ = component_of_member(fit.posterior, inputs, options)
     data.step()
     growth, ratio = fit.seen.ratios.growth[rows], fit.seen.ratios.steep[rows]
-    found = found if options.record.tempered else grown(found, growth)
+    if not options.record.tempered and options.predictive == "forward":
+        at, spread = fit.seen.ratios.gentle[rows], fit.posterior.spread
+        assert spread is not None
+        found = replace(found, variance=by_leverage(options.record, found.mean, at, spread))
+    elif not options.record.tempered:
+        found = grown(found, growth)
     return replace(found, growth=growth, ratio=ratio)
 
 

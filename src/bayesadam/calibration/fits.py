@@ -17,6 +17,7 @@ from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Component, agreed
 from bayesadam.posterior import Posterior
+from bayesadam.posterior.distribution import by_leverage
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Forward, examples
 from bayesadam.predict.moments import VarianceOf
@@ -199,6 +200,39 @@ def _middle(mean: Tensor, table: Tensor) -> float:
     scale = float(mean.var()) if mean.numel() > 1 else 1.0
     found = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
     return found if math.isfinite(found) else 0.0
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+def by_forward(posterior: Posterior, data: HeldOut) -> Posterior:
+    """v of Var[f] = v r by the likelihood of the targets, and σ² of a regression with it.
+
+    v = κ/E[H], H the Hessian of −log p(y | f): with κ = 1 the usual input's f is known as well as one observation tells
+    it. κ has the prior −½ log² κ nats. Residuals of a regression are N(0, σ² (1 + κ r)), so that σ² is the mean of
+    (y − f)²/(1 + κ r).
+    """
+    seen, record = data.observed, data.options.record
+    r = seen.ratios.gentle[seen.owners].to(seen.outputs)
+
+    def settings(scale: float) -> dict[str, Any]:
+        noise = None
+        if record.noise:
+            square = (seen.targets - seen.outputs).square()
+            noise = (square / (1 + scale * r).view(-1, *[1] * (square.dim() - 1))).mean(dim=0)
+        h = record.locations(record.hessian_diagonal(seen.outputs, noise))
+        return {"spread": scale / h.mean(dim=0), "noise_variance": noise}
+
+    def score(scale: float) -> float:
+        found = settings(scale)
+        variance = by_leverage(record, seen.outputs, r, found.pop("spread"))
+        value = _scores(data.options, seen.outputs, variance[None], seen.targets, **found)[0]
+        return value - 0.5 * math.log(scale) ** 2 / len(r)
+
+    scale, value = _refined(score, 1.0, reach=math.log(1000))
+    if not math.isfinite(value):
+        raise CalibrationError("no v gives a finite log-likelihood on the held-out data; the posterior is unchanged")
+    return posterior.replace(**settings(scale))
 
 
 # --- evidence -------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Distribution(ABC):
         inputs: Any,
         *,
         likelihood: LikelihoodName | None = None,
-        predictive: PredictiveKind = "linearised",
+        predictive: PredictiveKind | None = None,
         n_samples: int = 30,
         covariance: bool = False,
         link: Link = "probit",
@@ -85,6 +85,7 @@ class Distribution(ABC):
         | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact  | a forward pass, a backward one per output |
         | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q | a forward-mode product per draw           |
         | `"sampled"`            | f(x; θ), θ ~ q             | a forward pass per draw                   |
+        | `"forward"`            | N(f(x; μ), v r)            | a forward pass                            |
 
         A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each
         example by itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn,
@@ -97,7 +98,10 @@ class Distribution(ABC):
             likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
                 output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one
                 log-rate per target). None for the posterior's own.
-            predictive: see the table.
+            predictive: see the table; r is the relative leverage of the input, and v fitted by
+                `calibrate(..., predictive="forward")`. Classes are at T(x) there. None is `"forward"` of what was
+                calibrated for it, else `"linearised"`, which of classes calibrated by temperature runs the mean network
+                alone too.
             n_samples: draws of the sampling predictives.
             covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"`,
                 `mutual_information()` and a heteroscedastic density take outputs as independent of each other.
@@ -122,7 +126,8 @@ class Distribution(ABC):
         """
         if method is not None:
             warn(f"predict(method={method!r}) is now called predict(predictive={method!r})", DeprecationWarning)
-        kind, name = predictive if method is None else method, self._likelihood(likelihood)
+        name, forward_only = self._likelihood(likelihood), all(q.spread is not None for q in self.members)
+        kind = method or predictive or ("forward" if forward_only else "linearised")
         how = covariance, link, forward, generator, memory_budget
         options = Options(name, kind, n_samples, *how, outputs, positions, probes, shift)
         if not is_loader(inputs):
@@ -247,6 +252,8 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
 
 def _is_forward(member: Any, options: Options) -> bool:
     """Whether a forward pass is all that was asked for: probabilities are the mean network's, at a temperature."""
+    if options.predictive == "forward":
+        return True
     asked = options.covariance or options.chosen is not None or options.positions is not None
     plainly = options.predictive == "linearised" and not asked and not member.is_sharded
     return plainly and options.record.tempered and not member.averaged
@@ -278,16 +285,31 @@ def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     outputs, seen = observed(member, leverage.layers, inputs, options.forward, chosen=chosen)
     leverage = leverage.among(seen)
     ratios = leverage.ratios(leverage.log_h(seen)) if leverage.layers else Ratios.usual(outputs)
+    noise = member.noise_variance if options.record.noise else None
+    variance = torch.zeros((), dtype=outputs.dtype, device=outputs.device).expand_as(outputs)
+    if options.predictive == "forward" and not options.record.tempered:
+        if member.spread is None:
+            raise SettingError(
+                "predictive='forward' of numbers needs calibrate(posterior, held_out, predictive='forward') first"
+            )
+        variance = by_leverage(options.record, outputs, ratios.gentle, member.spread)
     return Component(
         outputs,
-        torch.zeros((), dtype=outputs.dtype, device=outputs.device).expand_as(outputs),
-        noise_variance=member.noise_variance if options.record.noise else None,
+        variance,
+        noise_variance=noise,
         temperature=member.temperature,
         averaged=False,
         growth=ratios.growth if options.shift and member.leverage is not None else None,
         ratio=ratios.steep,
-        alone=True,
+        alone=options.record.tempered or options.predictive != "forward",
     )
+
+
+def by_leverage(record: Any, outputs: Tensor, r: Tensor, spread: Tensor) -> Tensor:
+    """Var[f] = v r of the outputs that locate targets, 0 of others."""
+    variance = torch.zeros_like(outputs)
+    record.locations(variance).copy_(spread.to(outputs) * r.to(outputs).view(-1, *[1] * (outputs.dim() - 1)))
+    return variance
 
 
 def _streams(q: Distribution, options: Options) -> list[Options]:

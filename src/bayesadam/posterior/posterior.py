@@ -53,7 +53,7 @@ from bayesadam.readers.formats.lazy import Lazy
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "leverage")
+_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
 _GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
 
 
@@ -81,6 +81,7 @@ class Posterior(GaussianWeights, Distribution):
         noise_variance: σ² of a regression's observations, by output; None until it is calibrated or given.
         temperature: T, by which logits are divided before they become probabilities.
         averaged: whether probabilities average over the posterior; else they are the mean network's at T.
+        spread: v of the predictive `"forward"` of numbers, Var[f] = v r, by target; None until it is calibrated for that.
         leverage: how far layers have to extrapolate, relative to held-out inputs; None until it is calibrated.
         calibration: what `calibrate` did, as long as nothing was changed since.
         padding: None for the padding rows of the model's embeddings.
@@ -92,6 +93,7 @@ class Posterior(GaussianWeights, Distribution):
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
     averaged: bool = field(default=True, kw_only=True)
+    spread: Tensor | None = field(default=None, kw_only=True)
     leverage: Leverage | None = field(default=None, kw_only=True)
     calibration: CalibrationReport | None = field(default=None, kw_only=True)
 
@@ -389,7 +391,7 @@ class Posterior(GaussianWeights, Distribution):
         """A new one with other settings.
 
         They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance, temperature,
-        averaged and leverage. What calibration said of the old one does not hold for the new one, which has no report
+        averaged, spread and leverage. What calibration said of the old one does not hold for the new one, which has no report
         and gives no guarantees; but for a likelihood that only repeats it.
         """
         if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
@@ -398,7 +400,7 @@ class Posterior(GaussianWeights, Distribution):
         if changes == {"likelihood": self.likelihood}:
             return self
         outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
-        outputs["noise_variance"] = _noise(outputs["noise_variance"])
+        outputs |= {name: _noise(outputs[name]) for name in ("noise_variance", "spread")}
         positive("temperature", outputs["temperature"], "by which logits are divided")
         if isinstance(changes.get("prior_precision"), CovariantPrior):
             changes.setdefault("covariant", True)
@@ -411,9 +413,9 @@ class Posterior(GaussianWeights, Distribution):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same posterior on another device or in another floating type; the model stays where it is."""
-        noise = None if self.noise_variance is None else self.noise_variance.to(device=device, dtype=dtype)
+        noise, spread = (None if v is None else v.to(device, dtype) for v in (self.noise_variance, self.spread))
         leverage = None if self.leverage is None else self.leverage.to(device, dtype)
-        return replace(super().to(device, dtype), noise_variance=noise, leverage=leverage)
+        return replace(super().to(device, dtype), noise_variance=noise, spread=spread, leverage=leverage)
 
     def gathered(self, model: nn.Module) -> Posterior:
         """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
@@ -436,6 +438,7 @@ class Posterior(GaussianWeights, Distribution):
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
             "temperature": self.temperature,
             "averaged": self.averaged,
+            "spread": None if self.spread is None else self.spread.double().tolist(),
             "running_statistics": running_statistics(self.model),
         }
         add_report(self.calibration, more, header)
@@ -490,6 +493,7 @@ class Posterior(GaussianWeights, Distribution):
             noise_variance=_noise(header.get("noise_variance")),
             temperature=header.get("temperature", 1.0),
             averaged=header.get("averaged", True),
+            spread=_noise(header.get("spread")),
             leverage=leverage,
             calibration=report,
         )
@@ -580,5 +584,5 @@ def _noise(value: Any) -> Tensor | None:
     noise = torch.as_tensor(value)
     noise = noise.detach().to(working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
-        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
+        raise SettingError(f"noise_variance and spread must be finite and at least 0, got {value!r}")
     return noise

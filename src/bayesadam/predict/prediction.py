@@ -24,7 +24,7 @@ from bayesadam.predict.moments import DEFAULT_BUDGET, Moments, Rows, Top, moment
 from bayesadam.predict.plan import Plan, at_one_position, plan_for
 from bayesadam.predict.sharded import gathered
 
-PredictiveKind = Literal["linearised", "sampled", "linearised-sampled"]
+PredictiveKind = Literal["linearised", "sampled", "linearised-sampled", "forward"]
 Positions = Literal["all", "last"] | Tensor
 Outputs = Literal["all", "top"] | int | Top | Tensor | Sequence[int]
 # Of more classes than these the ten largest are predicted, unless others are asked for.
@@ -84,6 +84,11 @@ class Options:
         if not isinstance(self.positions, Tensor) and self.positions not in (None, "all", "last"):
             raise SettingError(
                 f"positions must be 'all', 'last', an index for each example, or a boolean mask, got {self.positions!r}"
+            )
+        asked = self.covariance or self.chosen is not None or self.positions is not None
+        if self.predictive == "forward" and asked:
+            raise SettingError(
+                "predictive='forward' runs the mean network alone: covariance, outputs and positions need another"
             )
         count("n_samples", self.n_samples, "draws", least=2)
         count("memory_budget", self.memory_budget, "bytes")
