@@ -18,6 +18,7 @@ from bayesadam._version import __version__
 from bayesadam.anchoring import anchor
 from bayesadam.auditing import audit
 from bayesadam.calibration import calibrate, log_marginal_likelihood
+from bayesadam.deploying import Served, deploy
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspect import inspect_checkpoint
@@ -39,6 +40,7 @@ __all__ = [
     "Posterior",
     "Predictive",
     "Recorder",
+    "Served",
     "Top",
     "__version__",
     "anchor",
@@ -47,6 +49,7 @@ __all__ = [
     "auditing",
     "bandits",
     "calibrate",
+    "deploy",
     "doctor",
     "errors",
     "inspect_checkpoint",

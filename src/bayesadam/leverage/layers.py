@@ -44,20 +44,22 @@ class Layer:
         shape = self.groups, v.shape[0] // self.groups, self.width // self.groups, -1
         return v.reshape(shape).sum(dim=(1, 3)).flatten()
 
-    def pooled(self, module: nn.Module, a: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
-        """The mean of a over positions, (size, width); None of what has no row for each example.
+    def has_rows(self, a: Tensor, size: int) -> bool:
+        """Whether an input has a row, or some, for each example."""
+        return a.dim() > 1 and (len(a) == size if self.tokens else a.numel() % (size * self.width) == 0)
+
+    def pooled(self, module: nn.Module, a: Tensor, size: int, mask: Tensor | None) -> Tensor:
+        """The mean of a over positions, (size, width).
 
         `mask`, (size, positions), is 0 at padding.
         """
-        if a.dim() < 2 or (len(a) != size if self.tokens else a.numel() % (size * self.width)):
-            return None
         if self.tokens:
             tokens = a.reshape(size, -1)
             weights = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask.float().expand_as(tokens)
             share = weights / weights.sum(dim=1, keepdim=True)
             return torch.zeros(size, self.width, device=a.device).scatter_add(1, tokens, share)
         a = a if a.dtype == torch.float32 else a.to(torch.promote_types(a.dtype, torch.float32))
-        if a.dim() == 2 and len(a) == size:
+        if a.dim() == 2 and a.shape[0] == size:
             return a
         if isinstance(module, _ConvNd):
             return a.reshape(size, self.width, -1).mean(dim=2)
@@ -113,8 +115,8 @@ def layer_inputs(
 
         def call(*args: Any, **kwargs: Any) -> Any:
             a = (args[0] if args else next(iter(kwargs.values()))).detach()
-            pooled = None if layer.tokens and not chosen and _counts_up(a) else layer.pooled(module, a, size, mask)
-            if pooled is not None:
+            if layer.has_rows(a, size) and (chosen or not layer.tokens or not _counts_up(a)):
+                pooled = layer.pooled(module, a, size, mask)
                 run, before = runs.get(layer.module, 0) + 1, found.get(layer.module)
                 runs[layer.module] = run
                 found[layer.module] = pooled if before is None else before + (pooled - before) / run

@@ -86,7 +86,7 @@ class Leverage:
     exponent: float = 0.5
 
     @cached_property
-    def _alike(self) -> tuple[list[tuple[list[Layer], Tensor]], Tensor]:
+    def stacked(self) -> tuple[list[tuple[list[Layer], Tensor]], Tensor]:
         """Layers whose factors have the same shape, with those stacked, and the place of every layer among them."""
         groups: dict[torch.Size, list[int]] = {}
         for number, layer in enumerate(self.layers):
@@ -104,14 +104,7 @@ class Leverage:
 
     def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """log h of pooled inputs by module, (batch, layers)."""
-        stacks, order = self._alike
-        each = []
-        for layers, w in stacks:
-            a = [inputs[layer.module] for layer in layers]
-            shares = _of_alike(a[0][None] if len(a) == 1 else torch.stack(a), w, layers[0])
-            each.append(shares[..., 0] if shares.shape[2] == 1 else shares.sum(dim=2))
-        h = each[0] if len(each) == 1 else torch.cat(each)[order]
-        return _log(h.T)
+        return log_leverages(inputs, *self.stacked)
 
     def among(self, modules: Collection[str]) -> Leverage:
         """Of the layers that a forward pass runs."""
@@ -120,15 +113,14 @@ class Leverage:
     def against(self, log_h: Tensor) -> Leverage:
         """With the medians of familiar inputs, whose leverages these are."""
         medians = log_h.nanquantile(0.5, dim=0)
-        means = torch.stack(self._means(log_h - medians), dim=1).nanquantile(0.5, dim=0)
+        means = torch.stack(means_over_layers(log_h - medians, self.source), dim=1).nanquantile(0.5, dim=0)
         return replace(self, medians=torch.cat([medians, means]), n_reference=len(log_h))
 
     def ratios(self, log_h: Tensor) -> Ratios:
         """Relative to familiar inputs, or to the batch itself."""
         medians = self.against(log_h).medians if self.medians is None else self.medians.to(log_h)
         assert medians is not None
-        gentle, steep = self._means(log_h - medians[:-2])
-        return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp(), self.exponent)
+        return relative(log_h, medians, self.source, self.exponent)
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Leverage:
         """The same elsewhere."""
@@ -170,10 +162,29 @@ class Leverage:
             raise FileError(f"{path} is damaged: its leverage has a source {source!r}, or other layers")
         return cls(kept, factors, source, medians, n, exponent)
 
-    def _means(self, log_h: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithms of the geometric mean over layers and of novelty's, (batch,) each."""
-        p = _MEANS[self.source]
-        return log_h.mean(dim=1), ((p * log_h).logsumexp(dim=1) - math.log(log_h.shape[1])) / p
+
+def log_leverages(
+    inputs: Mapping[str, Tensor], stacks: Sequence[tuple[Sequence[Layer], Tensor]], order: Tensor
+) -> Tensor:
+    """log h of pooled inputs by module, (batch, layers), by `Leverage.stacked`."""
+    each = []
+    for layers, w in stacks:
+        a = [inputs[layer.module] for layer in layers]
+        shares = _of_alike(a[0][None] if len(a) == 1 else torch.stack(a), w, layers[0])
+        each.append(shares[..., 0] if shares.shape[2] == 1 else shares.sum(dim=2))
+    return _log((each[0] if len(each) == 1 else torch.cat(each)[order]).T)
+
+
+def means_over_layers(log_h: Tensor, source: Source) -> tuple[Tensor, Tensor]:
+    """The logarithms of the geometric mean over layers and of novelty's, (batch,) each."""
+    p = _MEANS[source]
+    return log_h.mean(dim=1), ((p * log_h).logsumexp(dim=1) - math.log(log_h.shape[1])) / p
+
+
+def relative(log_h: Tensor, medians: Tensor, source: Source, exponent: float) -> Ratios:
+    """r of examples, relative to the medians of familiar inputs."""
+    gentle, steep = means_over_layers(log_h - medians[:-2], source)
+    return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp(), exponent)
 
 
 # --- factors --------------------------------------------------------------------------------------------------------

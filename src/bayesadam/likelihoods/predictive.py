@@ -375,7 +375,7 @@ def normal_like(mean: Tensor, n: int, generator: torch.Generator | None) -> Tens
 
 def rows(tensor: Tensor) -> Tensor:
     """(batch, ...) as (batch, outputs), also where an output is a single number, (batch,)."""
-    return tensor.reshape(len(tensor), -1)
+    return tensor.reshape(tensor.shape[0], -1)
 
 
 def position_blocks(covariance: Tensor, mean: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Posterior(GaussianWeights, Distribution):
         noise_variance: σ² of a regression's observations, by output; None until it is calibrated or given.
         temperature: T, by which logits are divided before they become probabilities.
         averaged: whether probabilities average over the posterior; else they are the mean network's at T.
-        spread: v of the predictive `"forward"` of numbers, Var[f] = v r, by target; None until it is calibrated for that.
+        spread: v of the predictive `"forward"`, Var[f] = v r, by target; None unless it was calibrated for that.
         leverage: how far layers have to extrapolate, relative to held-out inputs; None until it is calibrated.
         calibration: what `calibrate` did, as long as nothing was changed since.
         padding: None for the padding rows of the model's embeddings.
@@ -391,8 +391,8 @@ class Posterior(GaussianWeights, Distribution):
         """A new one with other settings.
 
         They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance, temperature,
-        averaged, spread and leverage. What calibration said of the old one does not hold for the new one, which has no report
-        and gives no guarantees; but for a likelihood that only repeats it.
+        averaged, spread and leverage. What calibration said of the old one does not hold for the new one, which has no
+        report and gives no guarantees; but for a likelihood that only repeats it.
         """
         if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
             names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))

@@ -1,0 +1,275 @@
+"""`deploy`: a calibrated posterior as a plain module, one forward pass, which torch.export, ONNX and compilers take."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bayesadam._checks import require_kind
+from bayesadam._extras import require
+from bayesadam._files import replacing
+from bayesadam._version import __version__
+from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.leverage.layers import Layer
+from bayesadam.leverage.leverage import log_leverages, relative
+from bayesadam.likelihoods import Component
+from bayesadam.likelihoods import likelihood as likelihood_of
+from bayesadam.likelihoods.conformal import check_level, threshold
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.distribution import by_leverage
+from bayesadam.predict.call import Forward, output_tensor
+
+_FORMATS = (".pt2", ".onnx")
+
+
+class Answer(NamedTuple):
+    """What a deployed network says of a batch; None where it does not apply, or was not calibrated.
+
+    Attributes:
+        novelty: how unlike the held-out inputs each example is, (batch,).
+        p_value: the share of held-out examples at least as novel, (batch,).
+        probs: of the classes.
+        mean: E[y] of numbers.
+        stddev: of y, observation noise included.
+        prediction_set: the classes of the conformal set, booleans.
+        lower: the lower end of the conformal interval of numbers.
+        upper: its upper end.
+        answered: whether its answer is good enough; the others are for a person.
+        in_range: whether its inputs are in the range of the held-out ones.
+    """
+
+    novelty: Tensor
+    p_value: Tensor | None = None
+    probs: Tensor | None = None
+    mean: Tensor | None = None
+    stddev: Tensor | None = None
+    prediction_set: Tensor | None = None
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+    answered: Tensor | None = None
+    in_range: Tensor | None = None
+
+
+def deploy(posterior: Posterior, *, level: float = 0.95, forward: Forward | None = None) -> Served:
+    """The model with its doubt as a plain module: call it with a batch for an `Answer`.
+
+        served = ba.deploy(posterior)
+        answer = served(x)                                    # or served(*tensors), served(**batch)
+        served.save("model.pt2", x)                           # or "model.onnx"; x is an example
+
+    It has its own copy of the model, at the posterior's mean, in evaluation mode. `half()` and `bfloat16()` change the
+    model alone: what doubt is made of stays in float32. Exported, it gives a dict of the answer's tensors.
+
+    Args:
+        posterior: one that `calibrate` was given held-out data for; of numbers with `predictive="forward"`.
+        level: of prediction sets and intervals.
+        forward: `forward(model, inputs)` for models whose call is unusual, as `predict` takes it.
+    """
+    require_kind(posterior, Posterior, "posterior")
+    check_level(level)
+    report = posterior.calibration
+    if report is None or posterior.leverage is None:
+        raise CalibrationError("only a calibrated posterior can be deployed: calibrate(posterior, held_out) first")
+    record = likelihood_of(report.likelihood)
+    if record.tempered and posterior.averaged:
+        raise CalibrationError(
+            "these probabilities average over the posterior, which takes more than a forward pass: calibrate with "
+            "method='temperature'"
+        )
+    if not record.tempered and posterior.spread is None:
+        raise CalibrationError(
+            "the variance of this prediction takes backward passes: calibrate(posterior, held_out, "
+            "predictive='forward') fits one that takes none"
+        )
+    return Served(posterior, level, forward)
+
+
+class Served(nn.Module):
+    """A model and its doubt, in torch operations alone; see `deploy`.
+
+    Attributes:
+        about: what it is and what it was calibrated on, plain data.
+    """
+
+    def __init__(self, posterior: Posterior, level: float, forward: Forward | None) -> None:
+        super().__init__()
+        report, leverage = posterior.calibration, posterior.leverage
+        assert report is not None
+        assert leverage is not None
+        self.model = _at_mean(posterior)
+        self.record, self._forward = likelihood_of(report.likelihood), forward
+        self.source, self.exponent, self.temperature = leverage.source, leverage.exponent, posterior.temperature
+        stacks, order = leverage.stacked
+        self.layers = [tuple(layers) for layers, _ in stacks]
+        guarantee = report.guarantee
+        scores = guarantee.get("classes.lac" if self.record.tempered else "residuals")
+        tables = {
+            "order": order,
+            "medians": leverage.medians,
+            "novelties": guarantee.get("novelty"),
+            "noise_variance": posterior.noise_variance if self.record.noise else None,
+            "spread": posterior.spread,
+            "reach": None if scores is None else threshold(scores, level),
+        } | {f"factors{number}": w for number, (_, w) in enumerate(stacks)}
+        device = next(iter(posterior.mode.values())).device
+        for name, tensor in tables.items():
+            if tensor is None:
+                setattr(self, name, None)
+            else:
+                self.register_buffer(name, tensor.to(device, torch.float32 if tensor.is_floating_point() else None))
+        self.about = _about(posterior, level)
+        self._seen: dict[str, list[Tensor]] | None = None
+        for layers in self.layers:
+            for layer in layers:
+                module = self.model.get_submodule(layer.module)
+                module.register_forward_pre_hook(self._tap(layer), with_kwargs=True)
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer to a batch: a tensor, a tuple or a mapping, or what the model is called with."""
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            args, kwargs = (), dict(args[0])
+        elif len(args) == 1 and isinstance(args[0], tuple | list):
+            args = tuple(args[0])
+        self._seen = {}
+        self._mask, self._size = kwargs.get("attention_mask"), _first((args, kwargs)).shape[0]
+        try:
+            if self._forward is not None:
+                found = self._forward(self.model, kwargs or (args[0] if len(args) == 1 else args))
+            else:
+                found = self.model(*args, **kwargs)
+            seen = {name: sum(each[1:], each[0]) / len(each) for name, each in self._seen.items()}
+        finally:
+            self._seen = self._mask = None
+        answer = self._answer(output_tensor(found).float(), seen)
+        if torch.compiler.is_exporting():
+            return {name: tensor for name, tensor in answer._asdict().items() if tensor is not None}
+        return answer
+
+    def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor]) -> Answer:
+        factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
+        log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
+        ratios = relative(log_h, self.medians, self.source, self.exponent)
+        tempered = self.record.tempered
+        component = Component(
+            outputs,
+            outputs.new_zeros(()) if tempered else by_leverage(self.record, outputs, ratios.gentle, self.spread),
+            noise_variance=self.noise_variance,
+            temperature=self.temperature,
+            averaged=False,
+            growth=ratios.growth,
+            ratio=ratios.steep,
+        )
+        novelty = self.record.novelty(component)
+        p_value = None
+        if self.novelties is not None:
+            larger = (self.novelties >= novelty[:, None]).sum(dim=1)
+            p_value = (1 + larger).float() / (len(self.novelties) + 1)
+        if tempered:
+            probs = self.record.probs(component, "probit", 0)
+            of_classes = self.record.of_classes(probs)
+            kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
+            return Answer(novelty, p_value, probs=probs, prediction_set=kept)
+        mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
+        if self.reach is None:
+            return Answer(novelty, p_value, mean=mean, stddev=stddev)
+        reach = self.reach.view(stddev.shape[1:]) * stddev
+        return Answer(novelty, p_value, mean=mean, stddev=stddev, lower=mean - reach, upper=mean + reach)
+
+    def _tap(self, layer: Layer) -> Callable[..., None]:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._seen is not None:
+                a = args[0] if args else next(iter(kwargs.values()))
+                self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
+
+        return see
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Served:
+        """Moves all of it, and changes the type of the model alone."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            moved = self._buffers[name]
+            if tensor is not None and moved is not None:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
+
+    def save(self, path: str | os.PathLike[str], example: Any) -> None:
+        """Write it as a `.pt2` file, which torch alone runs, or `.onnx`, which onnxruntime does.
+
+        Either holds what `about` says, and takes batches of any size: of a `.pt2` call `torch.export.load(path).module()`
+        with a batch such as the example. The answer is a dict; the outputs of an `.onnx` have its names.
+
+        Args:
+            path: ends in one of these.
+            example: a batch of at least two: a tensor, a tuple or a mapping.
+        """
+        suffix = os.path.splitext(os.fspath(path))[1]
+        if suffix not in _FORMATS:
+            raise SettingError(f"{os.fspath(path)!r} must end in one of {_FORMATS}")
+        size = _first(example).shape[0]
+        if size < 2:
+            raise SettingError("the example batch must hold at least two examples, or the size of batches were fixed")
+        batch = torch.export.Dim("batch", min=1)
+
+        def dynamic(leaf: Any) -> Any:
+            return {0: batch} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
+
+        example = dict(example) if isinstance(example, Mapping) else example
+        shapes: Any = {"args": (pytree.tree_map(dynamic, example),)}
+        with torch.no_grad(), replacing(path) as temporary:
+            answer = self(example)._asdict()
+            program = torch.export.export(self, (example,), dynamic_shapes=shapes, strict=False)
+            if suffix == ".pt2":
+                about = {"bayesadam.json": json.dumps(self.about, ensure_ascii=False)}
+                torch.export.save(program, os.fspath(temporary), extra_files=about)
+                return
+            require("onnx")
+            require("onnxscript")
+            names = [name for name, tensor in answer.items() if tensor is not None]
+            written = torch.onnx.export(program, output_names=names, dynamo=True, verbose=False)
+            assert written is not None
+            written.model.metadata_props["bayesadam"] = json.dumps(self.about, ensure_ascii=False)
+            written.save(os.fspath(temporary))
+
+
+def _at_mean(posterior: Posterior) -> nn.Module:
+    """A copy of the model at the posterior's mean, which nothing trains."""
+    parameters = posterior.parameters()
+    model = copy.deepcopy(posterior.model).requires_grad_(False).eval()
+    own = dict(model.named_parameters())
+    for name, mu in posterior.mean.items():
+        own[name].data = mu.detach().to(parameters[name]).clone()
+    return model
+
+
+def _first(inputs: Any) -> Tensor:
+    """The first tensor of a batch."""
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf
+    raise SettingError("the batch holds no tensor: pass the model's inputs")
+
+
+def _about(posterior: Posterior, level: float) -> dict[str, Any]:
+    """What a file says of itself."""
+    report = posterior.calibration
+    assert report is not None
+    return {
+        "model": type(posterior.model).__name__,
+        "likelihood": report.likelihood,
+        "calibrated": report.fitted,
+        "outcome": report.preferred,
+        "held-out NLL": dict(report.nll),
+        "leverage": f"{posterior.leverage.source}, {len(posterior.leverage.layers)} layers" if posterior.leverage else "",
+        "level": level,
+        "bayesadam": __version__,
+        "torch": torch.__version__,
+    }
