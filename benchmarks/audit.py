@@ -273,7 +273,7 @@ def page_cell(seed: int, sizes: Sizes, options: Any, path: Path) -> Cell:
     )
     found = audit(posterior, batches((test_x, test_y), CHUNK), likelihood="classification")
     path.parent.mkdir(parents=True, exist_ok=True)
-    found.report(path, inputs=test_x, n=20, title="MNIST's test set: which labels to look at")
+    found.report(path, inputs=test_x, n=20)
     return {
         "accuracy": float((found.predicted == found.labels).double().mean()),
         "suspects": [[one.index, one.label, one.predicted, one.suspicion] for one in found.suspects(20)],

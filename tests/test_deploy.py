@@ -78,7 +78,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Inputs]]] = {
 
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:
-    found = model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if isinstance(inputs, dict):
+        found = model(**inputs)
+    else:
+        found = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return found["logits"] if isinstance(found, dict) else found
 
 

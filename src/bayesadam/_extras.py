@@ -14,6 +14,8 @@ EXTRA_OF: dict[str, str | None] = {
     "accelerate": "transformers",
     "h5py": "keras",
     "lightning": "lightning",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
     "peft": "transformers",
     "pooch": "data",
     "sklearn": "sklearn",

@@ -98,6 +98,14 @@ class Served(nn.Module):
         about: what it is and what it was calibrated on, plain data.
     """
 
+    order: Tensor
+    medians: Tensor
+    novelties: Tensor | None
+    noise_variance: Tensor | None
+    spread: Tensor | None
+    reach: Tensor | None
+    record: Any
+
     def __init__(self, posterior: Posterior, level: float, forward: Forward | None) -> None:
         super().__init__()
         report, leverage = posterior.calibration, posterior.leverage
@@ -134,10 +142,11 @@ class Served(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to a batch: a tensor, a tuple or a mapping, or what the model is called with."""
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            args, kwargs = (), dict(args[0])
-        elif len(args) == 1 and isinstance(args[0], tuple | list):
-            args = tuple(args[0])
+        only = args[0] if len(args) == 1 else None
+        if isinstance(only, Mapping):
+            args, kwargs = (), dict(only)
+        elif isinstance(only, tuple | list):
+            args = tuple(only)
         self._seen = {}
         self._mask, self._size = kwargs.get("attention_mask"), _first((args, kwargs)).shape[0]
         try:
@@ -157,10 +166,10 @@ class Served(nn.Module):
         factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
         log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
         ratios = relative(log_h, self.medians, self.source, self.exponent)
-        tempered = self.record.tempered
+        tempered, spread = self.record.tempered, self.spread
         component = Component(
             outputs,
-            outputs.new_zeros(()) if tempered else by_leverage(self.record, outputs, ratios.gentle, self.spread),
+            outputs.new_zeros(()) if spread is None else by_leverage(self.record, outputs, ratios.gentle, spread),
             noise_variance=self.noise_variance,
             temperature=self.temperature,
             averaged=False,
@@ -194,7 +203,7 @@ class Served(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Served:
         """Moves all of it, and changes the type of the model alone."""
         before = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in before.items():
             moved = self._buffers[name]
             if tensor is not None and moved is not None:
@@ -204,8 +213,8 @@ class Served(nn.Module):
     def save(self, path: str | os.PathLike[str], example: Any) -> None:
         """Write it as a `.pt2` file, which torch alone runs, or `.onnx`, which onnxruntime does.
 
-        Either holds what `about` says, and takes batches of any size: of a `.pt2` call `torch.export.load(path).module()`
-        with a batch such as the example. The answer is a dict; the outputs of an `.onnx` have its names.
+        Either holds what `about` says, and takes batches of any size. Call `torch.export.load(path).module()` of a
+        `.pt2` with a batch such as the example. The answer is a dict; the outputs of an `.onnx` have its names.
 
         Args:
             path: ends in one of these.
@@ -260,15 +269,16 @@ def _first(inputs: Any) -> Tensor:
 
 def _about(posterior: Posterior, level: float) -> dict[str, Any]:
     """What a file says of itself."""
-    report = posterior.calibration
+    report, leverage = posterior.calibration, posterior.leverage
     assert report is not None
+    assert leverage is not None
     return {
         "model": type(posterior.model).__name__,
         "likelihood": report.likelihood,
         "calibrated": report.fitted,
         "outcome": report.preferred,
         "held-out NLL": dict(report.nll),
-        "leverage": f"{posterior.leverage.source}, {len(posterior.leverage.layers)} layers" if posterior.leverage else "",
+        "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
         "level": level,
         "bayesadam": __version__,
         "torch": torch.__version__,

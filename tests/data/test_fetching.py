@@ -178,7 +178,7 @@ def test_a_packed_source_is_unpacked_before_the_check(cache, server, monkeypatch
 @pytest.mark.parametrize("path", ["/tiny.csv.gz", "/other.zip"])
 @pytest.mark.parametrize(
     "answer",
-    [b"<html>", b"", PACKED[:100], gzip.compress(b"another file")],
+    [b"<html>", b"", PACKED[:100], gzip.compress(b"another file", mtime=0)],
     ids=["a page", "nothing", "half", "another file"],
 )
 def test_a_packed_source_that_is_not_is_refused(cache, server, monkeypatch, path, answer):
@@ -317,7 +317,7 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [gzip.compress(b"other"), PACKED[:100]])
+@pytest.mark.parametrize("content", [gzip.compress(b"other", mtime=0), PACKED[:100]])
 def test_a_packed_file_of_the_users_is_checked_by_its_content(tiny, tmp_path, monkeypatch, content):
     path = users(tmp_path, monkeypatch, "tiny.csv.gz", content)
     with pytest.raises(DataError, match="is damaged"):
