@@ -5,9 +5,8 @@
 
 The peer computes Jacobians with whichever of its backends is the fastest that works; --alone measures ours without it.
 Every comparison first checks both sides against a float64 Jacobian written out row by row. Memory is the growth of the
-resident set, each side in a process of its own. "doubt" is what probabilities, novelty and p-values of a calibrated
-classifier cost over a forward pass, on a CPU or on CUDA; there ours alone is timed at large batches, too. The last
-lines say which targets were met; predict.json and growth.png go to --out.
+resident set, each side in a process of its own. On CUDA ours alone is timed, at large batches. The last lines say which
+targets were met; predict.json and growth.png go to --out.
 """
 
 from __future__ import annotations
@@ -25,16 +24,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.predict.call import output_tensor
 from harness import (
     Target,
     arguments,
@@ -42,13 +38,11 @@ from harness import (
     at_most,
     import_peer,
     interleaved,
-    ratio,
-    ratio_range,
     resident,
     setting,
     write_results,
 )
-from networks import ResNet18, Transformer, lenet, mlp, settle, vit
+from networks import ResNet18, Transformer, mlp, settle
 
 N, DELTA, CLASSES = 60_000, 10_000.0, 10
 MIB = 2**20
@@ -355,83 +349,6 @@ def picture(result: dict[str, Any], path: Path) -> None:
     print(f"picture: {path}")
 
 
-# --- doubt ----------------------------------------------------------------------------------------------------------
-
-
-def gpt2() -> nn.Module:
-    """GPT-2 of random weights, where transformers is installed."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config())
-
-
-def tokens(batch: int, device: str, *, most: int, length: int) -> Tensor:
-    return torch.randint(most, (batch, length), device=device)
-
-
-def bench_doubt(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
-    """Probabilities, novelty and p-values of a calibrated classifier over a forward pass, batch 1 and 64, in turns."""
-    result: dict[str, Any] = {}
-    targets: list[Target] = []
-    rounds, device = 3 if options.quick else 40, options.device
-
-    def images(*shape: int) -> Callable[[int], Tensor]:
-        return lambda batch: torch.randn(batch, *shape, device=device)
-
-    networks: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int]] = {
-        "MLP": (mlp, images(784), CLASSES),
-        "LeNet": (lenet, images(1, 28, 28), CLASSES),
-        "transformer": (Transformer, partial(tokens, device=device, most=1000, length=64), CLASSES),
-    }
-    if device == "cuda":
-        networks |= {
-            "ResNet-18": (ResNet18, images(3, 32, 32), CLASSES),
-            "ViT": (vit, images(3, 32, 32), CLASSES),
-            "GPT-2": (gpt2, partial(tokens, device=device, most=50_257, length=64), 50_257),
-        }
-    for name, (build, inputs_of, classes) in networks.items():
-        torch.manual_seed(0)
-        model, held = build().to(device), inputs_of(64)
-        y = torch.randint(classes, (64,) if name != "GPT-2" else held.shape, device=device)
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            outputs = output_tensor(model(held))
-            F.cross_entropy(outputs.flatten(0, -2), y.flatten()).backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        posterior = ba.Posterior.from_optimizer(model, optimizer, N, likelihood="classification")
-        began = time.perf_counter()
-        posterior = ba.calibrate(posterior, (held, y), forward=lambda model, x: output_tensor(model(x)))
-        calibrating = time.perf_counter() - began
-        for batch, most in ((1, 1.5), (64, 1.3)):
-            inputs = inputs_of(batch)
-
-            @torch.no_grad()
-            def forward(model: nn.Module = model, inputs: Tensor = inputs) -> object:
-                found = output_tensor(model(inputs)).softmax(dim=-1)
-                return found if device == "cpu" else torch.cuda.synchronize()
-
-            def doubt(posterior: ba.Posterior = posterior, inputs: Tensor = inputs) -> object:
-                p = posterior.predict(inputs)
-                found = p.probs, p.novelty, p.novelty_pvalue
-                return found if device == "cpu" else torch.cuda.synchronize()
-
-            seconds = interleaved({"doubt": doubt, "forward": forward}, rounds=rounds)
-            over, what = ratio(seconds, "doubt", "forward"), f"{name}, batch {batch}"
-            ms = {f"{key}_ms": statistics.median(taken) * 1e3 for key, taken in seconds.items()}
-            result[what] = {**ms, "ratio": over, "range": ratio_range(seconds, "doubt", "forward")}
-            passes = calibrating / (statistics.median(seconds["forward"]) * 64 / batch)
-            result[what]["calibrate_passes"] = passes
-            told = f"calibrate {passes:.1f} passes over its data" if batch == 64 else ""
-            print(f"{what}: doubt {ms['doubt_ms']:.2f} ms, forward {ms['forward_ms']:.2f} ms, {over:.2f} {told}")
-            targets += at_most(f"doubt, {what}: time over a forward pass", most, over)
-            if batch == 64:
-                targets += at_most(f"calibrate, {name}: passes over the held-out data", 5, passes)
-    return result, targets
-
-
 # --- CUDA -----------------------------------------------------------------------------------------------------------
 
 
@@ -475,7 +392,6 @@ BENCHES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Tar
     "transformer": bench_transformer,
     "draws": bench_draws,
     "growth": bench_growth,
-    "doubt": bench_doubt,
     "large": bench_large,
 }
 
@@ -497,8 +413,7 @@ def main() -> None:
     print(f"{options.device}, torch {torch.__version__}, {options.threads} threads")
     if options.device == "cpu":
         import_peer("laplace.curvature", "laplace-torch", alone=options.alone)
-    on_cuda = ["doubt", "large"]
-    chosen = options.only or (on_cuda if options.device == "cuda" else [name for name in BENCHES if name != "large"])
+    chosen = options.only or [name for name in BENCHES if (name == "large") == (options.device == "cuda")]
     results: dict[str, Any] = {**setting(), "device": options.device}
     targets: list[Target] = []
     for name in chosen:

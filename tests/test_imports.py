@@ -178,7 +178,7 @@ FLOORS = (
     {"posterior"},
     {"diagnosis", "merging", "optim", "pruning"},
     {"anchoring", "inspect", "scores"},
-    {"auditing", "calibration"},
+    {"auditing", "calibration", "deploying"},
     {"bandits", "sklearn", "trainers"},
     {"_public"},
     {""},

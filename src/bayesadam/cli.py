@@ -312,6 +312,29 @@ def export(
     """
 
 
+_Posterior = typer.Argument(metavar="POSTERIOR", help="What `Posterior.save` wrote, calibrated.")
+_Model = typer.Argument(metavar="MODULE:FUNCTION", help="Gives the model, its batch norms' statistics included.")
+_Example = Option(metavar="MODULE:FUNCTION", help="Gives a batch of two inputs, where their shape is not known.")
+
+
+@app.command()
+def deploy(
+    posterior: Annotated[Path, _Posterior],
+    model: Annotated[str, _Model],
+    example: Annotated[str | None, _Example] = None,
+    level: Annotated[float, Option(help="Of prediction sets and intervals.")] = 0.95,
+    out: OutFile = Path("out/deploy"),
+    quiet: Quiet = False,
+) -> None:
+    """Write the calibrated model, with its doubt, for torch or onnxruntime alone.
+
+    The ending of --out says which: .pt2 or .onnx. Without it, it is out/deploy/served.pt2.
+    """
+    from bayesadam.commands.files import run_deploy
+
+    run_deploy(posterior=posterior, model=model, example=example, level=level, out=out, quiet=quiet)
+
+
 @app.command()
 def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> None:
     """Train a small network, read its posterior, calibrate, prune.

@@ -1,4 +1,4 @@
-"""The commands on a saved file: `bayesadam inspect`, `doctor`, `prune`, `sample`, `export` and `merge`."""
+"""The commands on a saved file: `bayesadam inspect`, `doctor`, `prune`, `sample`, `export`, `merge` and `deploy`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from bayesadam._extras import require
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.commands.running import Run, Table, as_json, target
+from bayesadam.deploying import deploy
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
+from bayesadam.posterior import Posterior
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.readers import CheckpointOptions
 
@@ -57,6 +62,38 @@ def run_merge(*, checkpoints: Sequence[Path], out: Path, weights: Sequence[float
     """Write the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
     where = target(out, "merged.safetensors")
     _write("merge", partial(merge_checkpoints, checkpoints), checkpoints, where, weights=weights or None, **given)
+
+
+def run_deploy(*, posterior: Path, model: str, example: str | None, level: float, out: Path, quiet: bool) -> None:
+    """Write the deployed model, and a record next to it; `model` and `example` name functions, module:function."""
+    file, record = target(out, "served.pt2")
+    keep_apart(file, posterior)
+    named = {"posterior": str(posterior), "model": model, "example": example, "level": level}
+    run = Run("deploy", 0, file.parent, named, quiet=quiet)
+    with run.prepared(), run.busy("deploy"):
+        network = _made(model)
+        if not isinstance(network, nn.Module):
+            raise SettingError(f"{model} gave {type(network).__name__}: it must give the model, with its weights")
+        served = deploy(Posterior.load(posterior, network), level=level)
+        served.save(file, None if example is None else _made(example))
+    run.show("\n".join(f"{name}: {value}" for name, value in served.about.items()))
+    print(file)
+    run.finish({}, {"bytes": file.stat().st_size, **served.about}, name=record)
+
+
+def _made(name: str) -> Any:
+    """What a function gives that is named module:function; modules of this folder are found."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise SettingError(f"{name!r} must be module:function, such as app:model for `def model()` of app.py")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise SettingError(f"{name}: {error}. Modules of the current folder and installed ones are found") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    return make()
 
 
 def _write(

@@ -30,20 +30,21 @@ _LABELS = (*_OWN_LABELS, "targets", "target", "y")
 def _holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other tensors for the parameters they name, wherever those are used, and copies of its buffers.
 
-    They are taken in the types and on the devices of the parameters. Buffers of torch's own layers are only read in
-    evaluation mode, and not copied.
+    They are taken in the types and on the devices of the parameters, and may have a copy for each example. Buffers of
+    torch's own layers are only read in evaluation mode, and not copied.
     """
     modules = list(named_modules(model))
     own: dict[int, Tensor] = {}
-    found = 0
+    found = set()
     for prefix, module in modules:
         for key, parameter in module._parameters.items():
             tensor = params.get(prefix + key)
-            if tensor is not None and parameter is not None and tensor.shape == parameter.shape:
+            if tensor is not None and parameter is not None and _may_replace(tensor.shape, parameter.shape):
                 own[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
-                found += 1
-    if found < len(params):
-        raise MatchError(f"{type(model).__name__} no longer has the parameters of the posterior, or has other shapes")
+                found.add(prefix + key)
+    if len(found) < len(params):
+        name, shape = next((name, tuple(tensor.shape)) for name, tensor in params.items() if name not in found)
+        raise MatchError(f"the model no longer has a parameter {name!r} of shape {shape}")
     held: list[tuple[dict[str, Any], str, Any]] = []
     for _, module in modules:
         held += [(module._parameters, k, p) for k, p in module._parameters.items() if id(p) in own]
@@ -56,6 +57,11 @@ def _holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for where, key, tensor in held:
             where[key] = tensor
+
+
+def _may_replace(shape: torch.Size, own: torch.Size) -> bool:
+    """Whether a tensor may stand for a parameter: of its shape, or a copy of it for each example."""
+    return shape == own or shape[1:] == own or (own[:1] == (1,) and shape[1:] == own[1:])
 
 
 @dataclass(frozen=True)
