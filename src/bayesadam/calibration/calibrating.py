@@ -23,6 +23,7 @@ from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.distribution import by_leverage, component_of_member, grown
+from bayesadam.posterior.inputs import ranges_of
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import DEFAULT_BUDGET
@@ -122,6 +123,7 @@ def calibrate(
         preferred=_in_words(method, after),
         guarantee=guarantee if n >= FEWEST_SCORED else {},
         before=settings_of(members),
+        inputs=ranges_of(inputs for inputs, _ in held_out),
     )
     if isinstance(posterior, Mixture):
         return Mixture(after, posterior.weights, calibration=report)
