@@ -211,7 +211,7 @@ class Served(nn.Module):
 
         Args:
             path: ends in one of these.
-            example: a batch of at least two: a tensor, a tuple or a mapping; None makes one such as the held-out inputs.
+            example: a batch of at least two: a tensor, a tuple or a mapping; None makes one like the held-out inputs.
         """
         suffix = os.path.splitext(os.fspath(path))[1]
         if suffix not in _FORMATS:

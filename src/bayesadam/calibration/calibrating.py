@@ -225,15 +225,15 @@ def _warn_of_training(data: HeldOut) -> None:
         n, n_data = len(seen.targets), data.posterior.n_data
         same = ", as many as n_data" if n == n_data else ""
         warn(
-            f"these look like the training data, not held-out ones: calibrate on examples that training never saw. Over "
-            f"the {n} examples{same} the gradient of the loss adds up to less than chance would leave of data that were "
-            f"not trained on (probability {chance:.1g})",
+            "these look like the training data, not held-out ones: calibrate on examples that training never saw. Over "
+            f"the {n} examples{same} the gradient of the loss adds up to less than chance would leave of examples that "
+            f"were not trained on (probability {chance:.1g})",
             HeldOutWarning,
         )
 
 
 def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) -> None:
-    """Warn of data that look like those of another likelihood, of too few, of training, and of labels of other inputs."""
+    """Warn of data of training, of those of another likelihood, of too few, and of labels of other inputs."""
     record, seen = data.options.record, data.observed
     _warn_of_training(data)
     if (reason := record.mismatch(seen.outputs, seen.targets)) is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 _OUTER, _INNER, _WIDTH = 0.75, 0.25, 0.25
 # The share of held-out examples that inner ends may leave out.
 _RARE = 0.01
-# Real numbers that are whole and so close together are masks, counts or classes in disguise: any of them may be missing.
+# Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
 _FEW = 16
 
 
@@ -139,7 +139,7 @@ def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.d
         made[known.name] = torch.full((2, *known.shape), value, dtype=own, device=device)  # type: ignore[arg-type]
     if all(name.isdecimal() for name in made):
         return tuple(made.values()) or None
-    return made[""] if "" in made else made
+    return made.get("", made)
 
 
 def _leaves(inputs: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -202,8 +202,8 @@ def _of_another_kind(known: InputRange, leaf: Tensor) -> str | None:
     given, before = ([n for n in shape if n != 1] for shape in (leaf.shape[1:], known.shape))
     if given != before and sorted(given) == sorted(before):  # type: ignore[type-var]
         return (
-            f"{_named(known)} have shape {tuple(leaf.shape[1:])}, the held-out ones {known.shape}: put their dimensions "
-            "in the order of training (channels first or last)"
+            f"{_named(known)} have shape {tuple(leaf.shape[1:])}, the held-out ones {known.shape}: put their "
+            "dimensions in the order of training (channels first or last)"
         )
     return None
 
