@@ -15,11 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+# Tensors, or arrays of numpy.
+Values = TypeVar("Values", Tensor, Any)
 # The margins, in widths of the held-out range: outwards, inwards, and of an example's own width.
 _OUTER, _INNER, _WIDTH = 0.75, 0.25, 0.25
 # The share of held-out examples that inner ends may leave out.
@@ -68,7 +71,7 @@ class InputRange:
         """Whether values are compared: real numbers that were finite, and not all the same."""
         return self.kind == "float" and self.high > self.low
 
-    def holds(self, low: Tensor, high: Tensor) -> Tensor:
+    def holds(self, low: Values, high: Values) -> Values:
         """Whether examples with these least and greatest values, (batch,), are in range; the equation above."""
         width = self.high - self.low
         outer = (low >= self.low - _OUTER * width) & (high <= self.high + _OUTER * width)
@@ -99,12 +102,13 @@ def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
         if (words := _of_another_kind(known, leaf)) is not None:
             return words
         if known.bounded:
-            compared.append((known, torch.stack(_ends(leaf))))
+            compared.append((known, torch.stack(_ends(leaf)).float()))
     if not compared:
         return None
-    together = torch.cat([ends.float() for _, ends in compared], dim=1).cpu()
-    sizes = [ends.shape[1] for _, ends in compared]
-    for (known, _), (low, high) in zip(compared, together.split(sizes, dim=1), strict=True):
+    # In one piece, and as an array, whose small operations are the quicker ones.
+    ends = torch.cat([each for _, each in compared], dim=1) if len(compared) > 1 else compared[0][1]
+    at = np.cumsum([each.shape[1] for _, each in compared])[:-1]
+    for (known, _), (low, high) in zip(compared, np.split(ends.cpu().numpy(), at, axis=1), strict=True):
         out = len(low) - int(known.holds(low, high).sum())
         if 2 * out > len(low):
             return _of_other_values(known, float(low.min()), float(high.max()), f"{out} of {len(low)}")
@@ -160,8 +164,9 @@ def _pairs(ranges: Sequence[InputRange], inputs: Any) -> Iterator[tuple[InputRan
 
 def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value of each example, (batch,); NaN where there is one."""
-    low, high = leaf.detach().flatten(1).aminmax(dim=1) if leaf.dim() > 1 else (leaf.detach(), leaf.detach())
-    return low, high
+    flat = leaf.detach().flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+    # Together, `aminmax` takes four times as long on a CPU.
+    return flat.amin(dim=1), flat.amax(dim=1)
 
 
 def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:
