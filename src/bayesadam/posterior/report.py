@@ -106,7 +106,7 @@ class CalibrationReport:
         preferred: what the data preferred, in words.
         guarantee: the scores.
         before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
-        inputs: the range of every tensor of the held-out inputs; none in files of versions before 0.4.
+        inputs: the range of every tensor of the held-out inputs; none in files of 0.3.0 and before.
     """
 
     likelihood: str
