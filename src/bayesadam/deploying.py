@@ -24,6 +24,7 @@ from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.conformal import check_level, threshold
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.distribution import by_leverage
+from bayesadam.posterior.inputs import example_of, inside
 from bayesadam.predict.call import Forward, output_tensor
 
 _FORMATS = (".pt2", ".onnx")
@@ -111,7 +112,7 @@ class Served(nn.Module):
         report, leverage = posterior.calibration, posterior.leverage
         assert report is not None
         assert leverage is not None
-        self.model = _at_mean(posterior)
+        self.model, self.ranges = _at_mean(posterior), report.inputs
         self.record, self._forward = likelihood_of(report.likelihood), forward
         self.source, self.exponent, self.temperature = leverage.source, leverage.exponent, posterior.temperature
         stacks, order = leverage.stacked
@@ -158,6 +159,7 @@ class Served(nn.Module):
         finally:
             self._seen = self._mask = None
         answer = self._answer(output_tensor(found).float(), seen)
+        answer = answer._replace(in_range=inside(self.ranges, kwargs or args))
         if torch.compiler.is_exporting():
             return {name: tensor for name, tensor in answer._asdict().items() if tensor is not None}
         return answer
@@ -210,7 +212,7 @@ class Served(nn.Module):
                 self._buffers[name] = tensor.to(moved.device)
         return self
 
-    def save(self, path: str | os.PathLike[str], example: Any) -> None:
+    def save(self, path: str | os.PathLike[str], example: Any = None) -> None:
         """Write it as a `.pt2` file, which torch alone runs, or `.onnx`, which onnxruntime does.
 
         Either holds what `about` says, and takes batches of any size. Call `torch.export.load(path).module()` of a
@@ -218,11 +220,16 @@ class Served(nn.Module):
 
         Args:
             path: ends in one of these.
-            example: a batch of at least two: a tensor, a tuple or a mapping.
+            example: a batch of at least two: a tensor, a tuple or a mapping; None makes one like the held-out inputs.
         """
         suffix = os.path.splitext(os.fspath(path))[1]
         if suffix not in _FORMATS:
             raise SettingError(f"{os.fspath(path)!r} must end in one of {_FORMATS}")
+        if example is None and (example := self._example()) is None:
+            raise SettingError(
+                "pass an example, served.save(path, x): the held-out inputs that calibrate saw differ in shape, or are "
+                "not recorded"
+            )
         size = _first(example).shape[0]
         if size < 2:
             raise SettingError("the example batch must hold at least two examples, or the size of batches were fixed")
@@ -247,6 +254,11 @@ class Served(nn.Module):
             assert written is not None
             written.model.metadata_props["bayesadam"] = json.dumps(self.about, ensure_ascii=False)
             written.save(os.fspath(temporary))
+
+    def _example(self) -> Any:
+        """Two examples such as the held-out ones; None where their shape is not known."""
+        own = next(self.model.parameters())
+        return example_of(self.ranges, own.dtype, own.device)
 
 
 def _at_mean(posterior: Posterior) -> nn.Module:

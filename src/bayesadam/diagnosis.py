@@ -158,6 +158,7 @@ def diagnose(
         buffers = dict(model.named_buffers()) if model is not None else source.weights if source is not None else {}
         readable = [result.name for result in examined if not result.error and not result.bad]
         findings += _few_steps(steps)
+        findings += [] if source is None or source.apart is None else [Finding("other-epoch", "warning", source.apart)]
         findings += _coupled_decay(match)
         findings += _prior(match, n_data)
         findings += _low_precision(match)

@@ -65,6 +65,10 @@ class HeldOutWarning(BayesAdamWarning):
     """Held-out data are too few, or look like those of another likelihood."""
 
 
+class InputRangeWarning(BayesAdamWarning):
+    """Inputs have left the range of the held-out ones: they are scaled, normalised or laid out otherwise."""
+
+
 class CollapsedPredictionWarning(BayesAdamWarning):
     """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to be
     sampled.

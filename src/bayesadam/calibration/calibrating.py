@@ -16,6 +16,7 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_forward, by_validation
 from bayesadam.calibration.held_out import HeldOut, Observed, aligned, quietly
+from bayesadam.calibration.leaked import UNLIKELY, balance
 from bayesadam.errors import HeldOutWarning, SettingError
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.likelihoods import Component, Link, agreed
@@ -23,6 +24,7 @@ from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.distribution import by_leverage, component_of_member, grown
+from bayesadam.posterior.inputs import ranges_of
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import DEFAULT_BUDGET
@@ -122,6 +124,7 @@ def calibrate(
         preferred=_in_words(method, after),
         guarantee=guarantee if n >= FEWEST_SCORED else {},
         before=settings_of(members),
+        inputs=ranges_of(inputs for inputs, _ in held_out),
     )
     if isinstance(posterior, Mixture):
         return Mixture(after, posterior.weights, calibration=report)
@@ -212,9 +215,27 @@ def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:
     return f"probabilities are softmax(f/T(x)), T(x) = {' to '.join(ends)} × √((1 + r(x))/2), r the relative leverage"
 
 
+def _warn_of_training(data: HeldOut) -> None:
+    """Warn of data on which the gradient of the loss vanishes, as it does on those of training alone."""
+    seen = data.observed
+    if seen.last is None or seen.outputs.dim() != 2 or len(seen.last) != len(seen.targets):
+        return
+    chance = balance(data.options.record, seen.outputs, seen.targets, seen.last)
+    if chance < UNLIKELY:
+        n, n_data = len(seen.targets), data.posterior.n_data
+        same = ", as many as n_data" if n == n_data else ""
+        warn(
+            "these look like the training data, not held-out ones: calibrate on examples that training never saw. Over "
+            f"the {n} examples{same} the gradient of the loss adds up to less than chance would leave of examples that "
+            f"were not trained on (probability {chance:.1g})",
+            HeldOutWarning,
+        )
+
+
 def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) -> None:
-    """Warn of data that look like those of another likelihood, of too few, and of labels of other inputs."""
+    """Warn of data of training, of those of another likelihood, of too few, and of labels of other inputs."""
     record, seen = data.options.record, data.observed
+    _warn_of_training(data)
     if (reason := record.mismatch(seen.outputs, seen.targets)) is not None:
         warn(reason, HeldOutWarning)
     if (counted := len(seen.targets)) < FEWEST_SCORED:

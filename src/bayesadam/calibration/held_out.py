@@ -217,6 +217,7 @@ class Observed(NamedTuple):
         owners: the number of the example that each row belongs to.
         leverage: of the held-out inputs.
         ratios: their own, (examples,), each left out.
+        last: the inputs of the last layer, (examples, width); None where the network has no layer that is known.
     """
 
     outputs: Tensor
@@ -224,6 +225,7 @@ class Observed(NamedTuple):
     owners: Tensor
     leverage: Leverage
     ratios: Ratios
+    last: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +263,8 @@ class HeldOut:
             )
         leverage, log_h = from_inputs(layers, pooled, posterior.state_leverage)
         ratios = leverage.ratios(log_h) if leverage.layers else Ratios.usual(outputs.new_empty(first))
-        return Observed(outputs, y, owners.flatten(1)[:, 0] if owners.dim() > 1 else owners, leverage, ratios)
+        last = torch.cat([list(seen.values())[-1] for seen in pooled]) if all(pooled) else None
+        return Observed(outputs, y, owners.flatten(1)[:, 0] if owners.dim() > 1 else owners, leverage, ratios, last)
 
     def moments(
         self,

@@ -46,6 +46,7 @@ from bayesadam.readers import (
     format_of,
     identities,
     match_checkpoint,
+    moments_apart,
     origin_of,
     read_checkpoint,
     read_match,
@@ -112,6 +113,7 @@ class Source:
         why: how it was read, a sentence each.
         weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
         match: each parameter with its optimiser state; None for a saved posterior.
+        apart: how weights and state differ in age, in words; None where nothing shows it.
     """
 
     path: Path
@@ -119,6 +121,7 @@ class Source:
     why: tuple[str, ...]
     weights: Mapping[str, Tensor]
     match: Match | None = None
+    apart: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +204,10 @@ class GaussianWeights(Marginals):
         checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(file, reading)
         settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match = match_checkpoint(checkpoint, options=reading)
-        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, match)
+        apart = moments_apart(checkpoint, match)
+        if apart is not None and checkpoint is not path:
+            warn(apart)
+        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, match, apart)
         return replace(of_match(match, settings, prior_precision, spec), source=source)
 
     @property

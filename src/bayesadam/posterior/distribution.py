@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from bayesadam._progress import progress
 from bayesadam._warnings import warn
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import InputRangeWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.leverage import Ratios, observed
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
+from bayesadam.posterior.inputs import departure
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
 from bayesadam.predict.moments import DEFAULT_BUDGET
 from bayesadam.predict.prediction import (
@@ -76,6 +77,8 @@ class Distribution(ABC):
         Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of
         two or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each.
 
+        Inputs that have left the range of those that `calibrate` saw are warned of, once (`InputRangeWarning`).
+
         Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. The whole
         posterior is gathered for the call, and must fit the memory budget. The model runs in the types of its
         parameters, without FSDP2's mixed precision.
@@ -130,9 +133,9 @@ class Distribution(ABC):
         kind = method or predictive or ("forward" if forward_only else "linearised")
         how = covariance, link, forward, generator, memory_budget
         options = Options(name, kind, n_samples, *how, outputs, positions, probes, shift)
-        if not is_loader(inputs):
-            return predictive_of(self, for_model(inputs, self.members[0].model), options)
-        return (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict"))
+        batches = self._watched(self._batches(inputs, "predict"))
+        found = (predictive_of(self, batch, options) for batch in batches)
+        return found if is_loader(inputs) else next(found)
 
     def novelty(
         self,
@@ -201,6 +204,16 @@ class Distribution(ABC):
                 f"posterior.replace(likelihood={given!r})"
             )
         return own if given is None else given  # type: ignore[return-value]
+
+    def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, with a warning before the first that has left the range of the held-out inputs."""
+        reports = [q.calibration for q in (self, *self.members) if q.calibration is not None]
+        ranges = reports[0].inputs if reports else ()
+        for batch in batches:
+            if ranges and (difference := departure(ranges, batch)) is not None:
+                warn(difference, InputRangeWarning)
+                ranges = ()
+            yield batch
 
     def _batches(self, inputs: Any, what: str) -> Iterator[Any]:
         """The inputs of every batch of a loader, or of the one given."""

@@ -39,6 +39,7 @@ from bayesadam.readers import (
     load_weights,
     match_checkpoint,
     match_optimizers,
+    moments_apart,
     origin_of,
     own_parameters,
     read_checkpoint,
@@ -247,6 +248,8 @@ class Posterior(GaussianWeights, Distribution):
         checkpoint = read_checkpoint(path, options)
         settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match = match_checkpoint(checkpoint, model, options)
+        if (apart := moments_apart(checkpoint, match)) is not None:
+            warn(apart)
         load = partial(load_weights, checkpoint, model)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, load=load)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bayesadam.gaussian.settings import Precision
 from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.posterior.inputs import InputRange
 
 # Least and greatest of a setting, over parameters, outputs and the members of a mixture.
 Range = tuple[float, float]
@@ -105,6 +106,7 @@ class CalibrationReport:
         preferred: what the data preferred, in words.
         guarantee: the scores.
         before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
+        inputs: the range of every tensor of the held-out inputs; none in files of 0.3.0 and before.
     """
 
     likelihood: str
@@ -117,6 +119,7 @@ class CalibrationReport:
     preferred: str
     guarantee: Guarantee = field(default_factory=dict, repr=False)
     before: Mapping[str, Range] = field(default_factory=dict)
+    inputs: tuple[InputRange, ...] = ()
 
     @property
     def fitted(self) -> str:
@@ -134,12 +137,14 @@ class CalibrationReport:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "guarantee"} | {
             "nll": dict(self.nll),
             "before": dict(self.before),
+            "inputs": [asdict(each) for each in self.inputs],
         }
 
     @classmethod
     def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
         """From its plain data and the tensors of its guarantee."""
         before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
-        plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before}
+        inputs = tuple(map(InputRange.of, header.get("inputs", ())))
+        plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before, "inputs": inputs}
         ordered = {name: scores.sort().values if name == "novelty" else scores for name, scores in tensors.items()}
         return cls(**plain, guarantee=ordered)

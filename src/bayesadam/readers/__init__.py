@@ -2,7 +2,7 @@
 
 In the order in which to read them: `registry` (the records, and whose state a file holds), `rotated` (SOAP),
 `match` (parameters with their states; `groups` has the rules of trainers), `curvature` (v̂), `checkpoint` (files),
-`recorder` (gradients), `compression`.
+`together` (weights and state of one moment), `recorder` (gradients), `compression`.
 """
 
 from bayesadam.readers.checkpoint import (
@@ -56,3 +56,4 @@ from bayesadam.readers.registry import (
     working_dtype,
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
+from bayesadam.readers.together import moments_apart

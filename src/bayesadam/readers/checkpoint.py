@@ -19,7 +19,7 @@ from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, read_match
-from bayesadam.readers.formats.contents import Contents, with_choice
+from bayesadam.readers.formats.contents import Contents, Recorded, with_choice
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.readers.formats.networks import Found, Keys, choose
 from bayesadam.readers.formats.registry import format_of, state_beside
@@ -95,6 +95,8 @@ class Checkpoint(Contents):
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights.
         optimizer_path: the file with the optimiser's state, where it is another.
+        weights_recorded: what the file with the weights says of their training; `recorded` has it from either.
+        state_recorded: what the file with the state says, where it is another.
     """
 
     weights: Mapping[str, Tensor]
@@ -103,6 +105,8 @@ class Checkpoint(Contents):
     format: str = field(kw_only=True)
     stored_names: Mapping[str, str] = field(kw_only=True)
     optimizer_path: Path | None = field(kw_only=True, default=None)
+    weights_recorded: Recorded = field(kw_only=True, default_factory=Recorded)
+    state_recorded: Recorded = field(kw_only=True, default_factory=Recorded)
 
     def keys_to(self, name: str) -> Keys:
         """The keys that lead to one of the weights in the file's dictionary."""
@@ -154,7 +158,11 @@ def read_checkpoint(
     _check_owner(path, weights, state.optimizer)
     recorded = contents.recorded.completed(state.recorded)
     held = {**vars(contents), "weights": weights, "optimizer": state.optimizer, "recorded": recorded}
-    return Checkpoint(**held, path=path, format=known.name, stored_names=stored, optimizer_path=second)
+    each: Any = {
+        "weights_recorded": contents.recorded,
+        "state_recorded": Recorded() if second is None else state.recorded,
+    }
+    return Checkpoint(**held, path=path, format=known.name, stored_names=stored, optimizer_path=second, **each)
 
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:

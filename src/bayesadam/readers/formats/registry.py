@@ -103,6 +103,15 @@ def state_beside(path: Path) -> Path | None:
     return published if published.is_file() else None
 
 
+def without_role(stem: str) -> str:
+    """A file's name without the words for weights or for an optimiser's state.
+
+    >>> without_role("model_12"), without_role("optimizer_12")
+    ('_12', '_12')
+    """
+    return _STATE.sub("", _WEIGHTS.sub("", stem))
+
+
 def is_state_file(path: Path) -> bool:
     """Whether a file is by its name an optimiser's state, and the weights are in another next to it."""
     beside = (file for file in path.parent.glob("*") if file != path and file.is_file())
