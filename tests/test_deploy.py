@@ -108,6 +108,7 @@ def assert_same(answer: Any, p: Any, *, rtol: float = 1e-5, atol: float = 1e-6) 
         low, high = p.prediction_set(0.95)
         assert_close(told["lower"], low, **how)
         assert_close(told["upper"], high, **how)
+        assert torch.equal(told["answered"], p.answered)
     else:
         assert_close(told["probs"], p.probs, **how)
         assert torch.equal(told["prediction_set"], p.prediction_set(0.95))
@@ -142,7 +143,7 @@ def test_numbers(likelihood, tmp_path):
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100, batch_size=100, likelihood=likelihood)
     with pytest.raises(CalibrationError, match="predictive='forward'"):
         ba.deploy(ba.calibrate(posterior, (x, y)))
-    found = ba.calibrate(posterior, (x, y), predictive="forward")
+    found = ba.calibrate(posterior, (x, y), predictive="forward", risk=0.3, tolerance=3.0 if counts else 0.5)
     served = ba.deploy(found)
     with torch.no_grad():
         assert_same(served(x[:9]), found.predict(x[:9]), rtol=1e-4)
@@ -219,6 +220,20 @@ def test_it_compiles_in_one_graph(name):
     served, x = torch.compile(ba.deploy(posterior), fullgraph=True, backend="aot_eager"), NETWORKS[name][1](7, 1)
     with torch.no_grad():
         assert_same(served(x), posterior.predict(x))
+
+
+@pytest.mark.parametrize("by", ["confidence", "novelty"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_answers_what_predict_does(name, by, tmp_path):
+    # The classes are chance, and most answers wrong.
+    posterior, x = calibrated(name, risk=0.9, answer_by=by), NETWORKS[name][1](40, 1)
+    expected = posterior.predict(x).answered
+    served = ba.deploy(posterior)
+    with torch.no_grad():
+        assert torch.equal(served(x).answered, expected)
+    served.save(tmp_path / "served.pt2", NETWORKS[name][1](4))
+    assert torch.equal(torch.export.load(tmp_path / "served.pt2").module()(x)["answered"], expected)
+    assert served.about["answers"] == str(posterior.calibration.abstention)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])

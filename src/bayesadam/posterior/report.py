@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.gaussian.settings import Precision
+from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.likelihoods.conformal import Guarantee
 
 # Least and greatest of a setting, over parameters, outputs and the members of a mixture.
@@ -50,7 +51,8 @@ def described(posterior: Any) -> list[tuple[str, str]]:
     if report is None:
         return [*lines, ("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
     nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
-    return [*lines, ("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
+    lines += [("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
+    return lines if report.abstention is None else [*lines, ("answers", str(report.abstention))]
 
 
 def _of_leverage(posterior: Any) -> str:
@@ -105,6 +107,7 @@ class CalibrationReport:
         preferred: what the data preferred, in words.
         guarantee: the scores.
         before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
+        abstention: which inputs are answered; None where `risk` was not given.
     """
 
     likelihood: str
@@ -117,6 +120,7 @@ class CalibrationReport:
     preferred: str
     guarantee: Guarantee = field(default_factory=dict, repr=False)
     before: Mapping[str, Range] = field(default_factory=dict)
+    abstention: Abstention | None = None
 
     @property
     def fitted(self) -> str:
@@ -127,19 +131,21 @@ class CalibrationReport:
     def __str__(self) -> str:
         lines = [self.fitted]
         lines += [f"  negative log-likelihood, {name}: {value:.4f}" for name, value in self.nll.items()]
-        return "\n".join([*lines, f"  {self.preferred}"])
+        lines.append(f"  {self.preferred}")
+        return "\n".join(lines if self.abstention is None else [*lines, f"  answers {self.abstention}"])
 
     def header(self) -> dict[str, Any]:
         """Its plain data."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "guarantee"} | {
-            "nll": dict(self.nll),
-            "before": dict(self.before),
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("guarantee", "abstention")}
+        answers = {} if self.abstention is None else {"abstention": asdict(self.abstention)}
+        return plain | {"nll": dict(self.nll), "before": dict(self.before)} | answers
 
     @classmethod
     def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
         """From its plain data and the tensors of its guarantee."""
         before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
         plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before}
+        if "abstention" in plain:
+            plain["abstention"] = Abstention(**plain["abstention"])
         ordered = {name: scores.sort().values if name == "novelty" else scores for name, scores in tensors.items()}
         return cls(**plain, guarantee=ordered)
