@@ -8,7 +8,8 @@ own (300 train, 468 are the pool, `predictive="forward"`): an answer more than 2
 (4,000 training images, 3,000 test images are the pool).
 
 - splits: held-out examples are drawn from the pool with replacement, so that the share of errors among what is answered
-  of the whole pool is the true risk, known without an error of its own. Each draw is one `ba.calibrate(..., risk=)`.
+  of the whole pool is the true risk, known without an error of its own (but for the leverage of examples that were held
+  out themselves, up to a sixth of the images and half of the loads). Each draw and risk is one `ba.calibrate`.
   "exceeded" is the share of draws whose true risk is above the one asked for: at most .05 at the default confidence,
   and within two standard errors of it is not above. "naive" takes the largest threshold at which the held-out share of
   errors is within the risk; "as sure" answers where the network's own probability of an error is, softmax without a
