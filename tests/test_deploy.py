@@ -111,6 +111,7 @@ def assert_same(answer: Any, p: Any, *, rtol: float = 1e-5, atol: float = 1e-6) 
         low, high = p.prediction_set(0.95)
         assert_close(told["lower"], low, **how)
         assert_close(told["upper"], high, **how)
+        assert torch.equal(told["answered"], p.answered)
     else:
         assert_close(told["probs"], p.probs, **how)
         assert torch.equal(told["prediction_set"], p.prediction_set(0.95))
@@ -134,18 +135,19 @@ def test_numbers(likelihood, tmp_path):
     torch.manual_seed(0)
     record = likelihood_of(likelihood)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2 * record.outputs_per_target))
-    x = torch.randn(100, 3)
+    x = torch.randn(200, 3)
     counts = likelihood in ("poisson", "negative-binomial")
-    y = torch.poisson((x[:, :2] / 2).exp()) if counts else x[:, :2] + 0.1 * torch.randn(100, 2)
+    y = torch.poisson((x[:, :2] / 2).exp()) if counts else x[:, :2] + 0.1 * torch.randn(200, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(100):
         optimizer.zero_grad()
-        record.loss(model(x)[None], y[None]).sum().backward()
+        record.loss(model(x[:100])[None], y[None, :100]).sum().backward()
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100, batch_size=100, likelihood=likelihood)
+    x, y = x[100:], y[100:]
     with pytest.raises(CalibrationError, match="predictive='forward'"):
         ba.deploy(ba.calibrate(posterior, (x, y)))
-    found = ba.calibrate(posterior, (x, y), predictive="forward")
+    found = ba.calibrate(posterior, (x, y), predictive="forward", risk=0.3, tolerance=3.0 if counts else 0.5)
     served = ba.deploy(found)
     with torch.no_grad():
         assert_same(served(x[:9]), found.predict(x[:9]), rtol=1e-4)
@@ -222,6 +224,20 @@ def test_it_compiles_in_one_graph(name):
     served, x = torch.compile(ba.deploy(posterior), fullgraph=True, backend="aot_eager"), NETWORKS[name][1](7, 1)
     with torch.no_grad():
         assert_same(served(x), posterior.predict(x))
+
+
+@pytest.mark.parametrize("by", ["confidence", "novelty"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_answers_what_predict_does(name, by, tmp_path):
+    # The classes are chance, and most answers wrong.
+    posterior, x = calibrated(name, risk=0.9, answer_by=by), NETWORKS[name][1](40, 1)
+    expected = posterior.predict(x).answered
+    served = ba.deploy(posterior)
+    with torch.no_grad():
+        assert torch.equal(served(x).answered, expected)
+    served.save(tmp_path / "served.pt2", NETWORKS[name][1](4))
+    assert torch.equal(torch.export.load(tmp_path / "served.pt2").module()(x)["answered"], expected)
+    assert served.about["answers"] == str(posterior.calibration.abstention)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])

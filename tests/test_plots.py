@@ -157,7 +157,7 @@ def test_the_users_axes_are_used_and_returned():
 
 def test_what_cannot_be_drawn_is_refused():
     p, y = classes(n=6)
-    with pytest.raises(SettingError, match=r"kind must be one of \('probabilities', 'reliability', 'novelty'\)"):
+    with pytest.raises(SettingError, match=r"kind must be one of \('probabilities', .*, 'risk-coverage'\)"):
         p.plot(kind="bands")
     with pytest.raises(SettingError, match="needs targets="):
         p.plot(kind="reliability")

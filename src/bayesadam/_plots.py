@@ -43,10 +43,21 @@ def in_bins(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
     return values.new_zeros(3, bins).index_add_(1, index, values)
 
 
+def answered_up_to(doubt: Tensor, wrong: Tensor) -> Tensor:
+    """How many examples are answered up to each distinct doubt, and how many errors are among them, (2, distinct)."""
+    if doubt.dim() != 1 or doubt.shape != wrong.shape or not len(doubt):
+        raise MatchError(
+            f"expected a doubt and an error for each example, got {tuple(doubt.shape)}, {tuple(wrong.shape)}"
+        )
+    _, place, counts = torch.unique(doubt, return_inverse=True, return_counts=True)
+    errors = torch.zeros_like(counts, dtype=torch.float64).index_add_(0, place, wrong.to(place.device).double())
+    return torch.stack([counts.double(), errors]).cumsum(dim=1)
+
+
 def predictive(p: Any, x: Any, targets: Any, other: Any, kind: str | None, level: float, ax: Any) -> Any:
     """`Predictive.plot`."""
     is_numeric = hasattr(p, "predicted_mean")
-    allowed = ("bands", "novelty") if is_numeric else ("probabilities", "reliability", "novelty")
+    allowed = (*(("bands",) if is_numeric else ("probabilities", "reliability")), "novelty", "risk-coverage")
     if kind is None:
         first = allowed[0] if targets is None or is_numeric else "reliability"
         kind = "novelty" if other is not None else first
@@ -55,6 +66,8 @@ def predictive(p: Any, x: Any, targets: Any, other: Any, kind: str | None, level
     y = None if targets is None else torch.as_tensor(targets)
     if kind == "novelty":
         return _novelty(ax, p, other)
+    if kind == "risk-coverage":
+        return _risk_coverage(ax, p, y)
     if kind == "reliability":
         return _reliability(ax, p.class_probs, y)
     lines = _array(p.predicted_mean.reshape(len(p.mean), -1) if is_numeric else p.class_probs.flatten(0, -2))
@@ -151,6 +164,32 @@ def _reliability(ax: Any, probs: Tensor, y: Tensor | None) -> Any:
     ax.set_title(f"expected calibration error {ece:.3f}", loc="left", fontsize="medium")
     ax.legend(frameon=False, fontsize="small", loc="upper left")
     return ax
+
+
+def _risk_coverage(ax: Any, p: Any, y: Tensor | None) -> Any:
+    """The share of wrong answers against the share answered, by doubt and by novelty, and where `answered` is."""
+    if y is None:
+        raise SettingError("a risk-coverage curve needs targets=, which say what is wrong")
+    ax, wrong = axes_or_new(ax), p.wrong(y)
+    for shade, (name, doubt) in zip(COLOURS, {"confidence": p.doubt, "novelty": p.novelty}.items(), strict=False):
+        answered, errors = map(_array, answered_up_to(doubt.detach(), wrong))
+        ax.plot(
+            answered / len(doubt),
+            errors / answered,
+            color=shade,
+            linewidth=1.6,
+            label=f"by {name}",
+            drawstyle="steps-post",
+        )
+    if p.abstention is not None:
+        ax.axhline(p.abstention.risk, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="risk asked for")
+        answers = p.answered
+        if bool(answers.any()):
+            at = float(answers.double().mean()), float(wrong[answers].double().mean())
+            ax.plot(*at, "o", color=INK, ms=5, mew=0, zorder=3, label="answered")
+    ax.set(xlim=(0, 1.02), xlabel="share answered", ylabel="share of the answers that is wrong")
+    ax.set_ylim(bottom=0)
+    return _with_legend(ax)
 
 
 def _novelty(ax: Any, p: Any, other: Any) -> Any:

@@ -21,6 +21,7 @@ from bayesadam.leverage.layers import Layer
 from bayesadam.leverage.leverage import log_leverages, relative
 from bayesadam.likelihoods import Component
 from bayesadam.likelihoods import likelihood as likelihood_of
+from bayesadam.likelihoods.abstention import doubt_of_classes, doubt_of_numbers
 from bayesadam.likelihoods.conformal import check_level, threshold
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.distribution import by_leverage
@@ -42,7 +43,7 @@ class Answer(NamedTuple):
         prediction_set: the classes of the conformal set, booleans.
         lower: the lower end of the conformal interval of numbers.
         upper: its upper end.
-        answered: whether its answer is good enough; the others are for a person.
+        answered: whether to answer it, where `calibrate` was given a `risk`; the others are for a person.
         in_range: whether its inputs are in the range of the held-out ones.
     """
 
@@ -105,6 +106,7 @@ class Served(nn.Module):
     noise_variance: Tensor | None
     spread: Tensor | None
     reach: Tensor | None
+    most_doubt: Tensor
     record: Any
 
     def __init__(self, posterior: Posterior, level: float, forward: Forward | None) -> None:
@@ -119,6 +121,8 @@ class Served(nn.Module):
         self.layers = [tuple(layers) for layers, _ in stacks]
         guarantee = report.guarantee
         scores = guarantee.get("classes.lac" if self.record.tempered else "residuals")
+        self.rule = report.abstention
+        limit = None if self.rule is None else -torch.inf if self.rule.threshold is None else self.rule.threshold
         tables = {
             "order": order,
             "medians": leverage.medians,
@@ -126,6 +130,7 @@ class Served(nn.Module):
             "noise_variance": posterior.noise_variance if self.record.noise else None,
             "spread": posterior.spread,
             "reach": None if scores is None else threshold(scores, level),
+            "most_doubt": None if limit is None else torch.tensor(limit),
         } | {f"factors{number}": w for number, (_, w) in enumerate(stacks)}
         device = next(iter(posterior.mode.values())).device
         for name, tensor in tables.items():
@@ -187,12 +192,20 @@ class Served(nn.Module):
             probs = self.record.probs(component, "probit", 0)
             of_classes = self.record.of_classes(probs)
             kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
-            return Answer(novelty, p_value, probs=probs, prediction_set=kept)
+            answered = self._answered(novelty, doubt_of_classes(of_classes))
+            return Answer(novelty, p_value, probs=probs, prediction_set=kept, answered=answered)
         mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
+        answered = self._answered(novelty, doubt_of_numbers(stddev))
+        found = Answer(novelty, p_value, mean=mean, stddev=stddev, answered=answered)
         if self.reach is None:
-            return Answer(novelty, p_value, mean=mean, stddev=stddev)
+            return found
         reach = self.reach.view(stddev.shape[1:]) * stddev
-        return Answer(novelty, p_value, mean=mean, stddev=stddev, lower=mean - reach, upper=mean + reach)
+        return found._replace(lower=mean - reach, upper=mean + reach)
+
+    def _answered(self, novelty: Tensor, doubt: Tensor) -> Tensor | None:
+        if self.rule is None:
+            return None
+        return (novelty if self.rule.by == "novelty" else doubt) <= self.most_doubt
 
     def _tap(self, layer: Layer) -> Callable[..., None]:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,6 +305,7 @@ def _about(posterior: Posterior, level: float) -> dict[str, Any]:
         "held-out NLL": dict(report.nll),
         "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
         "level": level,
+        **({} if report.abstention is None else {"answers": str(report.abstention)}),
         "bayesadam": __version__,
         "torch": torch.__version__,
     }

@@ -6,7 +6,7 @@ Plain functions of tensors on any device. The tests hold them against scikit-lea
 import torch
 from torch import Tensor
 
-from bayesadam._plots import chance_above, in_bins
+from bayesadam._plots import answered_up_to, chance_above, in_bins
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import NumericPredictive, Predictive
 from bayesadam.likelihoods.classification import check_classes
@@ -80,3 +80,33 @@ def fpr95(inside: Tensor, outside: Tensor) -> float:
     ordered = outside.flatten().double().sort(descending=True).values
     caught = -(-95 * ordered.numel() // 100)
     return float((inside.flatten().double() >= ordered[caught - 1]).double().mean())
+
+
+def risk_coverage(doubt: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
+    """The share answered, and the share of wrong answers among them, at each distinct doubt from the least on.
+
+    Args:
+        doubt: (n,), such as `p.doubt` or `p.novelty`.
+        wrong: (n,) booleans, such as `p.wrong(y)`.
+
+    >>> risk_coverage(torch.tensor([0.1, 0.3, 0.3, 0.2]), torch.tensor([False, True, False, False]))
+    (tensor([0.2500, 0.5000, 1.0000], dtype=torch.float64), tensor([0.0000, 0.0000, 0.2500], dtype=torch.float64))
+    """
+    answered, errors = answered_up_to(doubt, wrong)
+    return answered / len(doubt), errors / answered
+
+
+def aurc(doubt: Tensor, wrong: Tensor) -> float:
+    """The area under the risk-coverage curve: the mean over examples of the risk where they are the last answered.
+
+    >>> aurc(torch.tensor([0.1, 0.3, 0.3, 0.2]), torch.tensor([False, True, False, False]))
+    0.125
+    """
+    answered, errors = answered_up_to(doubt, wrong)
+    return float((answered.diff(prepend=answered.new_zeros(1)) * errors / answered).sum() / len(doubt))
+
+
+def coverage_at(doubt: Tensor, wrong: Tensor, *, risk: float) -> float:
+    """The greatest share that could be answered with a share of wrong answers of at most `risk`, on these very data."""
+    coverage, risks = risk_coverage(doubt, wrong)
+    return float(coverage[risks <= risk].amax()) if bool((risks <= risk).any()) else 0.0

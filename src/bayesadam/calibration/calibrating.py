@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
@@ -17,11 +18,12 @@ from bayesadam._warnings import warn
 from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_forward, by_validation
 from bayesadam.calibration.held_out import HeldOut, Observed, aligned, quietly
 from bayesadam.calibration.leaked import UNLIKELY, balance
-from bayesadam.errors import HeldOutWarning, SettingError
+from bayesadam.errors import HeldOutWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.likelihoods import Component, Link, agreed
+from bayesadam.likelihoods.abstention import AnswerBy, abstention, check_abstention, remedy
 from bayesadam.likelihoods.conformal import Guarantee, joined
-from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
+from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod, Predictive
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.distribution import by_leverage, component_of_member, grown
 from bayesadam.posterior.inputs import ranges_of
@@ -48,6 +50,10 @@ def calibrate(
     predictive: PredictiveKind = "linearised",
     n_samples: int = 30,
     link: Link = "probit",
+    risk: float | None = None,
+    confidence: float = 0.95,
+    tolerance: float | None = None,
+    answer_by: AnswerBy = "confidence",
     forward: Forward | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int = DEFAULT_BUDGET,
@@ -72,6 +78,10 @@ def calibrate(
     `novelty_pvalue`, `prediction_set` and `interval` rest on the scores of the held-out examples: each is left out of
     its own leverage, and the one to three settings are fitted to all. `posterior.calibration` is the report.
 
+    With `risk`, `predict(x).answered` says which inputs to answer, and which to leave to a person: as many as can be
+    shown to have at most `risk` of their answers wrong, on data like the held-out. Of all calibrations at most
+    1 − `confidence` allow more errors. Where nothing can be shown it warns, and no input is answered.
+
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
@@ -79,11 +89,16 @@ def calibrate(
             them, which for a causal language model is one position further on. Classes of −100 are left out.
         likelihood: of the targets; the result keeps it. None for the posterior's own.
         method: see above; None takes the default.
-        predictive: the one that `predict` will be called with; so are the rest.
+        predictive: the one that `predict` will be called with; so are the rest, but for the next four.
+        risk: the share of wrong answers, where inputs may be left unanswered: 0.02 for 2 %.
+        confidence: that the share is not larger.
+        tolerance: of numbers, in units of y: an answer farther than that from y is wrong.
+        answer_by: what is answered first: `"confidence"`, by `doubt`, or `"novelty"`.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
-        MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs.
+        MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs;
+            or `risk` was given and examples have no answer, or one for each of many positions.
         SettingError: no likelihood was ever given, or another than the posterior's.
     """
     if method is not None and method not in get_args(CalibrationMethod):
@@ -93,6 +108,7 @@ def calibrate(
     of_predict: Any = {"n_samples": n_samples, "link": link, "forward": forward, "memory_budget": memory_budget}
     options = Options(likelihood=name, predictive=predictive, **of_predict)
     record = options.record
+    check_abstention(risk, confidence, tolerance, answer_by, tempered=record.tempered)
     if method is None:
         alone = predictive == "forward" and not record.tempered
         method = record.calibration if predictive in ("linearised", "forward") or not record.tempered else "validation"
@@ -109,7 +125,13 @@ def calibrate(
     with Bar("calibrate") as bar:
         data = [HeldOut(q.replace(temperature=1.0, averaged=True), held_out, options, seed, bar.step) for q in members]
         found = [_fitted(each, method) for each in data]
-        guarantee, nll = _scored(data, found, weights)
+        wrong = None if risk is None else partial(_wrong, tolerance=tolerance, by=answer_by)
+        guarantee, nll, answers = _scored(data, found, weights, wrong)
+    rule = None
+    if risk is not None:
+        rule = abstention(*answers, risk=risk, confidence=confidence, by=answer_by, tolerance=tolerance)
+        if rule.threshold is None:
+            warn(remedy(*answers, risk=risk, confidence=confidence), HeldOutWarning)
     _warn_of_data(data[0], found, nll)
     after = [replace(each.posterior, likelihood=name) for each in found]
     n = sum(len(y) for _, y in held_out)
@@ -125,6 +147,7 @@ def calibrate(
         guarantee=guarantee if n >= FEWEST_SCORED else {},
         before=settings_of(members),
         inputs=ranges_of(inputs for inputs, _ in held_out),
+        abstention=rule,
     )
     if isinstance(posterior, Mixture):
         return Mixture(after, posterior.weights, calibration=report)
@@ -168,12 +191,15 @@ def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
 
 
 def _scored(
-    data: Sequence[HeldOut], fits: Sequence[_Fit], weights: Sequence[float]
-) -> tuple[Guarantee, dict[str, float]]:
-    """The held-out scores behind guarantees, and mean negative log-likelihoods, the network alone beside."""
+    data: Sequence[HeldOut],
+    fits: Sequence[_Fit],
+    weights: Sequence[float],
+    wrong: Callable[[Predictive, Tensor], tuple[Tensor, Tensor]] | None,
+) -> tuple[Guarantee, dict[str, float], tuple[Tensor, ...]]:
+    """The held-out scores behind guarantees, mean negative log-likelihoods, the network alone beside, and errors."""
     options, record = data[0].options, data[0].options.record
     log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
-    conformity, novelty, first = [], [], 0
+    conformity, novelty, answers, first = [], [], [], 0
     for number, (inputs, y) in enumerate(data[0].batches):
         rows, first = slice(first, first + len(y)), first + len(y)
         components = [_component(each, fit, inputs, rows) for each, fit in zip(data, fits, strict=True)]
@@ -189,7 +215,21 @@ def _scored(
             if name == _IN_USE:
                 conformity.append(p.conformity(y, seed=number))
                 novelty.append(p.novelty)
-    return joined(conformity, novelty), {k: -float(torch.cat(v).mean()) for k, v in log_probs.items()}
+                answers += [] if wrong is None else [wrong(p, y)]
+    nll = {k: -float(torch.cat(v).mean()) for k, v in log_probs.items()}
+    return joined(conformity, novelty), nll, tuple(torch.cat(part).cpu() for part in zip(*answers, strict=True))
+
+
+def _wrong(p: Predictive, y: Tensor, *, tolerance: float | None, by: AnswerBy) -> tuple[Tensor, Tensor]:
+    """By which examples are answered, and whether their answers are wrong, (batch,) each."""
+    if p.likelihood.coupled and p.mean.dim() > 2:
+        raise MatchError(
+            f"risk= is for one answer to each example, and the outputs {tuple(p.mean.shape)} have many positions: pass "
+            "forward=lambda model, batch: ... that returns the outputs at one of them, with their targets"
+        )
+    if p.likelihood.ignored is not None and bool((y == p.likelihood.ignored).any()):
+        raise MatchError(f"risk= needs the class of every held-out example: leave out those of {p.likelihood.ignored}")
+    return p.novelty if by == "novelty" else p.doubt, p.wrong(y, tolerance)
 
 
 def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
@@ -223,7 +263,7 @@ def _warn_of_training(data: HeldOut) -> None:
     chance = balance(data.options.record, seen.outputs, seen.targets, seen.last)
     if chance < UNLIKELY:
         n, n_data = len(seen.targets), data.posterior.n_data
-        same = ", as many as n_data" if n == n_data else ""
+        same = ", as many as n_data," if n == n_data else ""
         warn(
             "these look like the training data, not held-out ones: calibrate on examples that training never saw. Over "
             f"the {n} examples{same} the gradient of the loss adds up to less than chance would leave of examples that "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods.abstention import doubt_of_classes
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.conformal import Guarantee, SetMethod, check_level, class_scores, threshold, uniform_like
 from bayesadam.likelihoods.predictive import (
@@ -140,6 +141,18 @@ class LogitPredictive(Predictive):
                 "held-out examples of it"
             )
         return scores <= limits
+
+    @property
+    def doubt(self) -> Tensor:
+        """1 − Π max p over an example's answers, (batch,): the probability that one of them is wrong."""
+        return doubt_of_classes(self.class_probs)
+
+    def wrong(self, targets: Tensor, tolerance: float | None = None) -> Tensor:
+        """Whether the likeliest class is another than the true one, (batch,); of several outputs, whether any is."""
+        answers = self.class_probs.argmax(dim=-1)
+        if targets.numel() != answers.numel():
+            raise MatchError(f"the targets have shape {tuple(targets.shape)}, the answers {tuple(answers.shape)}")
+        return rows(answers != targets.to(answers).reshape(answers.shape)).any(dim=1)
 
     def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
         """Scores of the true classes; none where classes are left out, or belong to positions."""

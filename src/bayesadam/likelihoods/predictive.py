@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import CalibrationError, MatchError, SettingError
+from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.conformal import Guarantee, p_values
 
@@ -94,11 +95,13 @@ class Likelihood(ABC, Generic[P]):
         link: Link = "probit",
         guarantee: Guarantee | None = None,
         plan: str = "",
+        abstention: Abstention | None = None,
     ) -> P:
         """The distribution of y given f of one network, or of several with weights π."""
         for component in components:
             self.locations(component.mean if component.logits is None else component.logits)
-        return self.kind(self, tuple(components), tuple(weights), link, guarantee=guarantee, plan=plan)
+        kept: Any = {"guarantee": guarantee, "plan": plan, "abstention": abstention}
+        return self.kind(self, tuple(components), tuple(weights), link, **kept)
 
     def n_outputs(self, targets: Tensor) -> int:
         """The number of outputs that a network needs for the targets of a data set, (n,) or (n, k)."""
@@ -156,6 +159,7 @@ class Predictive(ABC):
         seed: of the draws of `link="sampling"`.
         guarantee: held-out scores, where the posterior was calibrated on data that it was not fitted to.
         plan: how the moments were computed, in words.
+        abstention: when an input is answered, where the posterior was calibrated with `risk=`.
     """
 
     likelihood: Any
@@ -165,6 +169,7 @@ class Predictive(ABC):
     seed: int = 0
     guarantee: Guarantee | None = None
     plan: str = ""
+    abstention: Abstention | None = None
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -270,6 +275,34 @@ class Predictive(ABC):
             )
         return self.guarantee[name]
 
+    @property
+    def answered(self) -> Tensor:
+        """Which inputs to answer, (batch,) booleans; the others are for a person.
+
+        Of what it answers at most `risk` is wrong, with the `confidence` that `calibrate` was asked for, on data like
+        the held-out. See `abstention`.
+        """
+        if self.abstention is None:
+            raise CalibrationError(
+                "which inputs to answer depends on how many errors are allowed: calibrate(posterior, held_out, "
+                "risk=0.02) finds out, of numbers with tolerance="
+            )
+        return self.abstention.answers(self.novelty if self.abstention.by == "novelty" else self.doubt)
+
+    @property
+    @abstractmethod
+    def doubt(self) -> Tensor:
+        """By which inputs are answered, (batch,): larger is less sure."""
+
+    @abstractmethod
+    def wrong(self, targets: Tensor, tolerance: float | None = None) -> Tensor:
+        """Whether the answer to each example is wrong, (batch,) booleans; of several outputs, whether any is.
+
+        Args:
+            targets: the true classes or numbers.
+            tolerance: numbers farther from E[y] are wrong; None for that of `abstention`.
+        """
+
     @abstractmethod
     def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
         """The scores of held-out targets on which `prediction_set` rests."""
@@ -306,7 +339,7 @@ class Predictive(ABC):
         *,
         targets: Any = None,
         other: Predictive | None = None,
-        kind: Literal["bands", "probabilities", "reliability", "novelty"] | None = None,
+        kind: Literal["bands", "probabilities", "reliability", "novelty", "risk-coverage"] | None = None,
         level: float = 0.95,
         ax: Any = None,
     ) -> Any:
@@ -318,6 +351,7 @@ class Predictive(ABC):
         | `"probabilities"` | of classes over x, or over the examples in their order          | classes              |
         | `"reliability"`   | accuracy against confidence, and the expected calibration error | classes with targets |
         | `"novelty"`       | a histogram of `novelty`; with `other`, both and the AUROC      | `other`              |
+        | `"risk-coverage"` | the share of wrong answers against the share answered           |                      |
 
         Where the noise of a regression is not known, its bands are those of the function alone.
 

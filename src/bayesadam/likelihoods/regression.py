@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from bayesadam._warnings import warn
-from bayesadam.errors import MatchError
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods.abstention import doubt_of_numbers
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
 from bayesadam.likelihoods.predictive import (
@@ -142,6 +143,20 @@ class NumericPredictive(Predictive):
         centre = self.predicted_mean
         reach = threshold(self._held_out("residuals"), level).to(centre) * rows(self.stddev)
         return centre - reach.view_as(centre), centre + reach.view_as(centre)
+
+    @property
+    def doubt(self) -> Tensor:
+        """The standard deviation of y, (batch,), the largest of several targets."""
+        return doubt_of_numbers(self.stddev)
+
+    def wrong(self, targets: Tensor, tolerance: float | None = None) -> Tensor:
+        """Whether |y − E[y]| > tolerance, (batch,); of several targets, whether of any."""
+        if tolerance is None and self.abstention is not None:
+            tolerance = self.abstention.tolerance
+        if tolerance is None:
+            raise SettingError("a number is wrong where it is farther from y than a tolerance: pass tolerance=")
+        y = self.likelihood.matched(targets, self.mean)
+        return rows((y - self.predicted_mean).abs() > tolerance).any(dim=1)
 
     def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
         """|y − E[y]| in standard deviations."""

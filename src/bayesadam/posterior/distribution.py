@@ -241,8 +241,11 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
     for member, own in zip(members, streams, strict=True):
         component, plan = component_of_member(member, inputs, own)
         components.append(component)
-    guarantee = None if q.calibration is None else q.calibration.guarantee
-    found: Predictive = record.predictive(components, q.weights, link=options.link, guarantee=guarantee, plan=plan)
+    kept: Any = {"link": options.link, "plan": plan}
+    if q.calibration is not None:
+        kept |= {"guarantee": q.calibration.guarantee}
+        kept |= {} if options.is_combination else {"abstention": q.calibration.abstention}
+    found: Predictive = record.predictive(components, q.weights, **kept)
     return found
 
 

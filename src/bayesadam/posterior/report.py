@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.gaussian.settings import Precision
+from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.likelihoods.conformal import Guarantee
 from bayesadam.posterior.inputs import InputRange
 
@@ -51,7 +52,8 @@ def described(posterior: Any) -> list[tuple[str, str]]:
     if report is None:
         return [*lines, ("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
     nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
-    return [*lines, ("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
+    lines += [("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
+    return lines if report.abstention is None else [*lines, ("answers", str(report.abstention))]
 
 
 def _of_leverage(posterior: Any) -> str:
@@ -106,7 +108,8 @@ class CalibrationReport:
         preferred: what the data preferred, in words.
         guarantee: the scores.
         before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
-        inputs: the range of every tensor of the held-out inputs; none in files of 0.3.0 and before.
+        inputs: the range of every tensor of the held-out inputs; none in files of earlier releases.
+        abstention: which inputs are answered; None where `risk` was not given.
     """
 
     likelihood: str
@@ -120,6 +123,7 @@ class CalibrationReport:
     guarantee: Guarantee = field(default_factory=dict, repr=False)
     before: Mapping[str, Range] = field(default_factory=dict)
     inputs: tuple[InputRange, ...] = ()
+    abstention: Abstention | None = None
 
     @property
     def fitted(self) -> str:
@@ -130,15 +134,15 @@ class CalibrationReport:
     def __str__(self) -> str:
         lines = [self.fitted]
         lines += [f"  negative log-likelihood, {name}: {value:.4f}" for name, value in self.nll.items()]
-        return "\n".join([*lines, f"  {self.preferred}"])
+        lines.append(f"  {self.preferred}")
+        return "\n".join(lines if self.abstention is None else [*lines, f"  answers {self.abstention}"])
 
     def header(self) -> dict[str, Any]:
         """Its plain data."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "guarantee"} | {
-            "nll": dict(self.nll),
-            "before": dict(self.before),
-            "inputs": [asdict(each) for each in self.inputs],
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("guarantee", "abstention")}
+        answers = {} if self.abstention is None else {"abstention": asdict(self.abstention)}
+        inputs = [asdict(each) for each in self.inputs]
+        return plain | {"nll": dict(self.nll), "before": dict(self.before), "inputs": inputs} | answers
 
     @classmethod
     def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
@@ -146,5 +150,7 @@ class CalibrationReport:
         before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
         inputs = tuple(map(InputRange.of, header.get("inputs", ())))
         plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before, "inputs": inputs}
+        if "abstention" in plain:
+            plain["abstention"] = Abstention(**plain["abstention"])
         ordered = {name: scores.sort().values if name == "novelty" else scores for name, scores in tensors.items()}
         return cls(**plain, guarantee=ordered)
