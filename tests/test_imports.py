@@ -177,7 +177,7 @@ FLOORS = (
     {"leverage"},
     {"posterior"},
     {"diagnosis", "merging", "optim", "pruning"},
-    {"anchoring", "inspect", "scores"},
+    {"anchoring", "deploying", "inspect", "monitoring", "scores"},
     {"auditing", "calibration"},
     {"bandits", "sklearn", "trainers"},
     {"_public"},

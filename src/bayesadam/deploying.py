@@ -43,6 +43,7 @@ class Answer(NamedTuple):
         upper: its upper end.
         answered: whether its answer is good enough; the others are for a person.
         in_range: whether its inputs are in the range of the held-out ones.
+        layers: log h of each layer less the median of held-out inputs, (batch, layers), by the names in `about`.
     """
 
     novelty: Tensor
@@ -55,6 +56,7 @@ class Answer(NamedTuple):
     upper: Tensor | None = None
     answered: Tensor | None = None
     in_range: Tensor | None = None
+    layers: Tensor | None = None
 
 
 def deploy(posterior: Posterior, *, level: float = 0.95, forward: Forward | None = None) -> Served:
@@ -165,6 +167,7 @@ class Served(nn.Module):
     def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor]) -> Answer:
         factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
         log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
+        layers = log_h - self.medians[:-2]
         ratios = relative(log_h, self.medians, self.source, self.exponent)
         tempered, spread = self.record.tempered, self.spread
         component = Component(
@@ -185,12 +188,13 @@ class Served(nn.Module):
             probs = self.record.probs(component, "probit", 0)
             of_classes = self.record.of_classes(probs)
             kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
-            return Answer(novelty, p_value, probs=probs, prediction_set=kept)
+            return Answer(novelty, p_value, probs=probs, prediction_set=kept, layers=layers)
         mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
         if self.reach is None:
-            return Answer(novelty, p_value, mean=mean, stddev=stddev)
+            return Answer(novelty, p_value, mean=mean, stddev=stddev, layers=layers)
         reach = self.reach.view(stddev.shape[1:]) * stddev
-        return Answer(novelty, p_value, mean=mean, stddev=stddev, lower=mean - reach, upper=mean + reach)
+        lower, upper = mean - reach, mean + reach
+        return Answer(novelty, p_value, mean=mean, stddev=stddev, lower=lower, upper=upper, layers=layers)
 
     def _tap(self, layer: Layer) -> Callable[..., None]:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -279,6 +283,7 @@ def _about(posterior: Posterior, level: float) -> dict[str, Any]:
         "outcome": report.preferred,
         "held-out NLL": dict(report.nll),
         "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
+        "layers": [layer.module for layer in leverage.layers],
         "level": level,
         "bayesadam": __version__,
         "torch": torch.__version__,
