@@ -52,6 +52,7 @@ def run(script: str, *options: object, before: str = "") -> subprocess.Completed
         "curvlinops",
         "torchmetrics",
         "ngboost",
+        "river.drift",
     ],
 )
 def test_peers_can_be_imported(module):

@@ -25,6 +25,7 @@ from bayesadam.inspect import inspect_checkpoint
 from bayesadam.likelihoods import Predictive
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import merge
+from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
 from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.predict import Top
@@ -37,6 +38,7 @@ __all__ = [
     "GaussianWeights",
     "LoraPrior",
     "Mixture",
+    "Monitor",
     "Posterior",
     "Predictive",
     "Recorder",

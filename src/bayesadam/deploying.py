@@ -45,6 +45,7 @@ class Answer(NamedTuple):
         upper: its upper end.
         answered: whether to answer it, where `calibrate` was given a `risk`; the others are for a person.
         in_range: whether its inputs are in the range of the held-out ones.
+        layers: log h of each layer less the median of held-out inputs, (batch, layers), by the names in `about`.
     """
 
     novelty: Tensor
@@ -57,6 +58,7 @@ class Answer(NamedTuple):
     upper: Tensor | None = None
     answered: Tensor | None = None
     in_range: Tensor | None = None
+    layers: Tensor | None = None
 
 
 def deploy(posterior: Posterior, *, level: float = 0.95, forward: Forward | None = None) -> Served:
@@ -172,6 +174,7 @@ class Served(nn.Module):
     def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor]) -> Answer:
         factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
         log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
+        layers = log_h - self.medians[:-2]
         ratios = relative(log_h, self.medians, self.source, self.exponent)
         tempered, spread = self.record.tempered, self.spread
         component = Component(
@@ -193,10 +196,10 @@ class Served(nn.Module):
             of_classes = self.record.of_classes(probs)
             kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
             answered = self._answered(novelty, doubt_of_classes(of_classes))
-            return Answer(novelty, p_value, probs=probs, prediction_set=kept, answered=answered)
+            return Answer(novelty, p_value, probs=probs, prediction_set=kept, answered=answered, layers=layers)
         mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
         answered = self._answered(novelty, doubt_of_numbers(stddev))
-        found = Answer(novelty, p_value, mean=mean, stddev=stddev, answered=answered)
+        found = Answer(novelty, p_value, mean=mean, stddev=stddev, answered=answered, layers=layers)
         if self.reach is None:
             return found
         reach = self.reach.view(stddev.shape[1:]) * stddev
@@ -304,6 +307,7 @@ def _about(posterior: Posterior, level: float) -> dict[str, Any]:
         "outcome": report.preferred,
         "held-out NLL": dict(report.nll),
         "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
+        "layers": [layer.module for layer in leverage.layers],
         "level": level,
         **({} if report.abstention is None else {"answers": str(report.abstention)}),
         "bayesadam": __version__,

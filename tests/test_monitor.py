@@ -1,0 +1,356 @@
+"""A monitor's p-values, martingale and bound, and what it keeps."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tests.floats import assert_close
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
+
+Array = NDArray[np.float64]
+SHARES, EXPONENTS, SHIFT, PATIENCE = (0.03, 0.2, 0.9), (0.05, 0.3, 0.7), 1e-4, 100
+
+
+def normal(n: int, seed: int, shift: float = 0.0) -> Array:
+    return np.random.default_rng(seed).normal(shift, size=n)
+
+
+def brute_force(reference: Array, scores: Array, seed: int) -> Array:
+    """p by counting, score by score, in gaps between single reference scores, with the uniform numbers of a monitor."""
+    draw = np.random.default_rng(seed)
+    held_out = sorted(zip(np.sort(reference), draw.random(len(reference)), strict=True))
+    numbers = draw.random((len(scores), 3))
+
+    def gap(score: float, order: float) -> int:
+        return sum(pair < (score, order) for pair in held_out)
+
+    found: list[float] = []
+    gaps: list[int] = []
+    for score, (order, u, _) in zip(scores, numbers, strict=True):
+        own, n = gap(score, order), len(held_out)
+        greater = (n - own) + sum(other > own for other in gaps)
+        equal = 1 + sum(other == own for other in gaps)
+        found.append((greater + u * equal) / (n + 1 + len(gaps)))
+        gaps.append(own)
+    return np.array(found)
+
+
+def recursion(p: Array) -> Array:
+    """log M, step by step."""
+    bets = [(side, share, kappa) for side in range(3) for kappa in (*EXPONENTS, None) for share in SHARES]
+    capital = [0.5 / len(bets)] * len(bets)
+    rest = [0.5 * math.log(PATIENCE) / math.log(PATIENCE + t) for t in range(len(p) + 1)]
+    logs = []
+    for each, (before, after) in zip(p, pairwise(rest), strict=True):
+        for k, (side, share, kappa) in enumerate(bets):
+            q = (each, 1 - each, abs(2 * each - 1))[side]
+            density = 2 * (1 - q)
+            if kappa is not None:
+                density = kappa * (q + SHIFT) ** (kappa - 1) / ((1 + SHIFT) ** kappa - SHIFT**kappa)
+            capital[k] = (capital[k] + (before - after) / len(bets)) * (1 - share + share * density)
+        logs.append(math.log(sum(capital) + after))
+    return np.array(logs)
+
+
+# --- p-values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 60])
+@pytest.mark.parametrize("discrete", [False, True])
+def test_p_values_are_those_of_counting(n, discrete):
+    reference, scores = normal(n, 1), normal(200, 2, shift=0.5)
+    if discrete:
+        reference, scores = reference.round(), scores.round()
+    monitor = ba.Monitor(reference=reference, seed=3)
+    monitor.update(scores)
+    assert_close(monitor.p_values, brute_force(reference, scores, 3), rtol=1e-12)
+
+
+def test_groups_of_gaps_keep_the_p_value_to_three_per_cent():
+    """Beside the rank among all scores, where a large reference has groups."""
+    reference, scores = normal(4000, 1), normal(500, 2)
+    monitor = ba.Monitor(reference=reference)
+    monitor.update(scores)
+    seen = np.concatenate([reference, scores])
+    ranks = [(seen[: 4000 + t] > score).sum() for t, score in enumerate(scores)]
+    exact = (np.array(ranks) + 0.5) / (4001 + np.arange(500))
+    nearer = np.minimum(exact, 1 - exact)
+    assert (np.abs(monitor.p_values - exact) < 0.07 * nearer + 3 / 4001).all()
+    assert len(monitor._gaps) < 400
+    assert monitor._gaps.sum() == 4001
+
+
+@pytest.mark.parametrize("n", [1, 50, 400])
+@pytest.mark.parametrize("kinds", [0, 4])
+def test_p_values_are_uniform_and_independent(n, kinds):
+    """Over 200 pairs of a reference and a stream: means of p, and of neighbours' products, as uniform numbers have."""
+    found = []
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        scores = draw.integers(kinds, size=n + 200) if kinds else draw.normal(size=n + 200)
+        monitor = ba.Monitor(reference=scores[:n], seed=1000 + seed)
+        monitor.update(scores[n:])
+        found.append(monitor.p_values)
+    p = np.array(found)
+    for sample, variance in (
+        (p, 1 / 12),
+        (p**2, 4 / 45),
+        ((p < 0.02) - 0.02 + 0.5, 0.02 * 0.98),
+        (12 * (p[:, 1:] - 0.5) * (p[:, :-1] - 0.5) + 0.5, 1.0),
+        (12 * (p[:, 20:] - 0.5) * (p[:, :-20] - 0.5) + 0.5, 1.0),
+    ):
+        mean = 1 / 3 if variance == 4 / 45 else 0.5
+        assert abs(sample.mean() - mean) < 4 * math.sqrt(variance / sample.size)
+        # Of one stream alike: were all p of a stream moved by its reference, means of streams would differ by more.
+        assert 0.7 < sample.mean(axis=1).var() * sample.shape[1] / variance < 1.4
+
+
+def test_what_is_not_finite_is_the_largest():
+    monitor = ba.Monitor(reference=[*normal(99, 0), math.nan])
+    monitor.update([math.nan, -math.inf, math.inf, 1e300])
+    equal = monitor.p_values[:3]
+    assert (equal < 4 / 101).all()
+    assert monitor.p_values[3] > 3 / 104
+    for value in (math.nan, math.inf):
+        assert ba.Monitor(reference=normal(300, 0)).update([value] * 100)
+
+
+# --- the martingale -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.4, -1.0])
+def test_the_martingale_is_that_of_a_recursion(shift):
+    monitor = ba.Monitor(reference=normal(300, 1))
+    logs = []
+    for batch in np.split(normal(400, 2, shift), [1, 2, 80, 81, 300]):
+        monitor.update(batch)
+        logs.append(monitor.log_martingale)
+    whole = ba.Monitor(reference=normal(300, 1))
+    whole.update(normal(400, 2, shift))
+    expected = recursion(whole.p_values)
+    assert_close(np.array(logs), expected[[0, 1, 79, 80, 299, 399]], rtol=1e-9, atol=1e-10)
+    assert_close(np.array([whole.peak, monitor.peak]), np.full(2, max(0, expected.max())))
+    reached = expected >= math.log(100)
+    assert whole.alarmed_at == monitor.alarmed_at == (int(reached.argmax()) + 1 if reached.any() else None)
+    assert whole.alarmed == (shift != 0)
+
+
+def test_a_bet_neither_gains_nor_loses_on_uniform_numbers():
+    points = (np.arange(400_000) + 0.5) / 400_000
+    means = ba.monitoring.densities(points).mean(axis=0)
+    assert means.shape == (36,)
+    assert_close(means, np.ones(36), atol=1e-5)
+
+
+def test_false_alarms_are_bounded():
+    """No drift, 300 streams: at α = .2 more than 82 alarms had a probability of less than .001."""
+    alarms = 0
+    for seed in range(300):
+        scores = np.random.default_rng(seed).gumbel(size=1100).round(1)
+        alarms += ba.Monitor(reference=scores[:100], alarm=0.2, seed=seed).update(scores[100:])
+    assert 0 < alarms <= 82
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "most"),
+    [
+        (lambda x: x + 1, 0, 60),
+        (lambda x: x + 1, 3000, 120),
+        (lambda x: x - 1, 3000, 120),
+        (lambda x: np.where(np.arange(len(x)) % 20 == 7, 6.0, x), 3000, 400),
+        (lambda x: 0.5 * x, 3000, 400),
+    ],
+)
+def test_drift_is_found(change, before, most):
+    monitor = ba.Monitor(reference=normal(2000, 0))
+    assert not monitor.update(normal(before, 1))
+    assert monitor.update(change(normal(1000, 2)))
+    assert before < monitor.alarmed_at <= before + most
+    assert monitor.update(normal(10, 3))
+    monitor.reset()
+    assert (monitor.n, monitor.alarmed_at, monitor.log_martingale, monitor.peak) == (0, None, 0.0, 0.0)
+    assert not monitor.update(normal(500, 4))
+
+
+def test_capital_and_memory_are_bounded():
+    monitor = ba.Monitor(reference=normal(20000, 0), slices=2)
+    sizes = []
+    for _ in range(3):
+        monitor.update(np.full(3000, 9.0), layers=np.zeros((3000, 2)), slices=["a", "b"] * 1500)
+        arrays = [value for value in vars(monitor).values() if isinstance(value, np.ndarray)]
+        sizes.append(sum(value.nbytes for value in arrays if value is not monitor._history))
+        assert len(monitor._history) <= 1024
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert 200 < monitor.log_martingale < 700
+    assert (np.diff(monitor._history[:, 0]) == monitor._stride).all()
+
+
+# --- slices ---------------------------------------------------------------------------------------------------------
+
+
+def test_slices_are_monitors_of_their_own():
+    """Of the same p-values but for U: one that drifts raises the alarm, at the level of a slice."""
+    draw = np.random.default_rng(5)
+    names = draw.choice(["north", "south", "west"], size=900)
+    scores = draw.normal(size=900) + 2.0 * (names == "west")
+    monitor = ba.Monitor(reference=normal(500, 0), slices=5)
+    for part in np.array_split(np.arange(900), 7):
+        monitor.update(scores[part], slices=names[part])
+    assert set(monitor.slices) == {"north", "south", "west"}
+    assert {name: one.n for name, one in monitor.slices.items()} == {n: (names == n).sum() for n in set(names)}
+    assert [name for name, one in monitor.slices.items() if one.alarmed_at] == ["west"]
+    assert_close(monitor.slices["west"].limit, math.log(10 / 0.01))
+    assert_close(monitor.whole.limit, math.log(2 / 0.01))
+    first = np.flatnonzero(names == "west")[monitor.slices["west"].alarmed_at - 1] + 1
+    assert monitor.alarmed_at == min(first, monitor.whole.alarmed_at or 1000)
+
+
+def test_a_slice_has_the_martingale_of_its_own_scores():
+    reference, scores = normal(40, 0), normal(300, 1, 0.3)
+    names = np.arange(300) % 3
+    together = ba.Monitor(reference=reference, slices=3, seed=7)
+    together.update(scores, slices=torch.from_numpy(names))
+    draw = np.random.default_rng(7)
+    held_out = sorted(zip(np.sort(reference), draw.random(40), strict=True))
+    order, _, uniform = draw.random((300, 3)).T
+    for name in range(3):
+        gaps: list[int] = []
+        p = []
+        for score, tie, u in zip(scores[names == name], order[names == name], uniform[names == name], strict=True):
+            own = sum(pair < (score, tie) for pair in held_out)
+            greater, equal = 40 - own + sum(g > own for g in gaps), 1 + sum(g == own for g in gaps)
+            p.append((greater + u * equal) / (41 + len(gaps)))
+            gaps.append(own)
+        assert_close(np.float64(together.slices[name].log_martingale), recursion(np.array(p))[-1])
+
+
+# --- layers, pictures, files ----------------------------------------------------------------------------------------
+
+
+def served() -> tuple[ba.Posterior, ba.Served, torch.Tensor]:
+    torch.manual_seed(0)
+    x, model = torch.randn(400, 4), nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    y, optimizer = (x[:, 0] > 0).long(), torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:100]), y[:100]).backward()
+        optimizer.step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100, likelihood="classification")
+    posterior = ba.calibrate(posterior, (x[100:300], y[100:300]))
+    return posterior, ba.deploy(posterior), x[300:]
+
+
+def test_a_served_stream():
+    posterior, network, x = served()
+    monitor = ba.Monitor(posterior)
+    with torch.no_grad():
+        familiar, far = network(x), network(5 * x)
+    assert not monitor.update(familiar.novelty, layers=familiar.layers)
+    assert all(abs(excess) < 1 for excess in monitor.drivers().values())
+    assert monitor.update(far.novelty, layers=far.layers)
+    drivers = monitor.drivers(1)
+    decay = (1 - 1 / 200) ** np.arange(199, -1, -1.0)
+    rows = torch.cat([familiar.layers, far.layers]).double().numpy()
+    expected = dict(zip(network.about["layers"], decay @ rows / decay.sum(), strict=True))
+    name = max(expected, key=lambda key: expected[key])
+    assert list(drivers) == [name]
+    assert_close(drivers[name], expected[name], rtol=1e-9)
+    assert drivers[name] > 1
+
+
+@pytest.mark.parametrize("slices", [0, 3])
+def test_a_saved_monitor_goes_on_to_the_bit(slices, tmp_path):
+    def more(monitor: ba.Monitor, seed: int) -> None:
+        names = np.arange(150) % 3 if slices else None
+        monitor.update(normal(150, seed, 0.1).round(1), layers=np.ones((150, 2)) * seed, slices=names)
+
+    monitor = ba.Monitor(reference=normal(700, 0).round(1), slices=slices)
+    more(monitor, 1)
+    monitor.save(tmp_path / "monitor.safetensors")
+    loaded = ba.Monitor.load(tmp_path / "monitor.safetensors")
+    assert str(loaded) == str(monitor)
+    for each in (monitor, loaded):
+        more(each, 2)
+        each.reset()
+        more(each, 3)
+    assert (loaded.p_values == monitor.p_values).all()
+    assert (loaded._history == monitor._history).all()
+    assert (loaded.whole, loaded.slices, loaded.drivers()) == (monitor.whole, monitor.slices, monitor.drivers())
+    assert loaded.n == 150
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "monitor.safetensors"
+    ba.Monitor(reference=[1.0]).save(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(FileError, match="truncated or not a saved monitor"):
+        ba.Monitor.load(path)
+    posterior, *_ = served()
+    posterior.save(path)
+    with pytest.raises(FileError, match=r"not a saved monitor.*Monitor\.save"):
+        ba.Monitor.load(path)
+
+
+def test_its_picture_and_table():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monitor = ba.Monitor(reference=normal(500, 0), slices=10)
+    monitor.update(
+        np.concatenate([normal(300, 1), normal(300, 2, 1.5)]), slices=[f"camera {i % 8}" for i in range(600)]
+    )
+    ax = monitor.plot()
+    x, y = ax.lines[0].get_data()
+    assert (x[0], y[0], x[-1]) == (0, 0, 600)
+    assert_close(y[-1] * math.log(10), np.float64(monitor.log_martingale))
+    assert_close(ax.lines[1].get_ydata()[0], math.log10(200))
+    assert ax.get_title(loc="left") == f"alarm at score {monitor.alarmed_at:,}"
+    lines = str(monitor).splitlines()
+    assert lines[0] == "Monitor: at most 1 % false alarms, 500 held-out scores"
+    assert lines[2].split() == ["whole", "600", *lines[2].split()[2:5], str(monitor.whole.alarmed_at)]
+    assert lines[-1] == "and 3 more slices"
+    monitor.reset()
+    assert monitor.plot().lines[0].get_ydata()[-1] == 0
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_errors_say_what_to_do():
+    for settings in ({}, {"posterior": served()[0], "reference": [1.0]}):
+        with pytest.raises(SettingError, match="either a calibrated posterior or reference="):
+            ba.Monitor(**settings)
+    with pytest.raises(SettingError, match="alarm must lie between 0 and 1"):
+        ba.Monitor(reference=[1.0], alarm=1.0)
+    with pytest.raises(SettingError, match="slices must be a whole number"):
+        ba.Monitor(reference=[1.0], slices=-1)
+    with pytest.raises(SettingError, match="reference holds no score"):
+        ba.Monitor(reference=[])
+    with pytest.raises(MatchError, match="posterior must be a Posterior"):
+        ba.Monitor([1.0, 2.0])
+    model = nn.Linear(1, 1)
+    mean = dict(model.named_parameters())
+    plain = ba.Posterior.from_moments(model, mean, {name: torch.ones_like(p) for name, p in mean.items()}, 10)
+    with pytest.raises(CalibrationError, match="calibrate"):
+        ba.Monitor(plain)
+    monitor = ba.Monitor(reference=[1.0, 2.0], slices=1)
+    with pytest.raises(MatchError, match=r"scores must be one number an input, \(n,\), got shape \(2, 1\)"):
+        monitor.update(torch.zeros(2, 1))
+    with pytest.raises(MatchError, match="slices has 1 names and scores has 2"):
+        monitor.update([1.0, 2.0], slices=["a"])
+    with pytest.raises(SettingError, match="2 slices, 'b' among them, are more than slices=1"):
+        monitor.update([1.0, 2.0], slices=["a", "b"])
+    with pytest.raises(MatchError, match=r"layers has shape \(1, 3\), it must be \(2, 3\)"):
+        monitor.update([1.0, 2.0], layers=[[1.0, 2.0, 3.0]])
+    with pytest.raises(SettingError, match=r"layers=answer\.layers"):
+        monitor.drivers()
+    with pytest.raises(SettingError, match=r"strings or whole numbers, got 0\.5"):
+        monitor.update([1.0], slices=[0.5])
+    assert (monitor.n, monitor.slices) == (0, {})
