@@ -139,7 +139,8 @@ class Served(nn.Module):
             if tensor is None:
                 setattr(self, name, None)
             else:
-                self.register_buffer(name, tensor.to(device, torch.float32 if tensor.is_floating_point() else None))
+                own = tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
+                self.register_buffer(name, own.clone(memory_format=torch.contiguous_format))
         self.about = _about(posterior, level)
         self._seen: dict[str, list[Tensor]] | None = None
         for layers in self.layers:
@@ -261,7 +262,8 @@ class Served(nn.Module):
             program = torch.export.export(self, (example,), dynamic_shapes=shapes, strict=False)
             if suffix == ".pt2":
                 about = {"bayesadam.json": json.dumps(self.about, ensure_ascii=False)}
-                torch.export.save(program, os.fspath(temporary), extra_files=about)
+                with open(temporary, "wb") as file:
+                    torch.export.save(program, file, extra_files=about)
                 return
             require("onnx")
             require("onnxscript")
