@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="where the monitor is kept")
     parser.add_argument("--rehearse", type=int, default=0, help="how many digits to send itself")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         file = given.file or Path(folder) / "served.pt2"
         if given.file is None:
