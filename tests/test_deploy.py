@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.floats import assert_close
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import bayesadam as ba
 from bayesadam.errors import CalibrationError, SettingError
@@ -78,7 +79,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Inputs]]] = {
 
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:
-    found = model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    found = (
+        model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    )
     return found["logits"] if isinstance(found, dict) else found
 
 
@@ -101,6 +104,8 @@ def assert_same(answer: Any, p: Any, *, rtol: float = 1e-5, atol: float = 1e-6) 
     told = answer._asdict() if isinstance(answer, tuple) else answer
     how: Any = {"rtol": rtol, "atol": atol}
     assert_close(told["novelty"], p.novelty, **how)
+    # Of tokens there is nothing to compare.
+    assert told.get("in_range") is None or bool(told["in_range"].all())
     assert_close(told["p_value"].double(), p.novelty_pvalue, rtol=1e-6, atol=1e-6)
     if "mean" in told and told["mean"] is not None:
         assert_close(told["mean"], p.predicted_mean, **how)
@@ -126,6 +131,7 @@ def test_it_answers_as_predict_does(name):
     assert not any(module._forward_pre_hooks for module in posterior.model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:these look like the training data")
 @pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic", "poisson", "negative-binomial"])
 def test_numbers(likelihood, tmp_path):
     torch.manual_seed(0)
@@ -155,6 +161,17 @@ def test_numbers(likelihood, tmp_path):
 def _saved(posterior: ba.Posterior, folder: Path) -> Path:
     posterior.save(folder / "posterior.safetensors")
     return folder / "posterior.safetensors"
+
+
+@pytest.mark.parametrize("name", ["lenet", "pair"])
+def test_it_says_which_examples_are_in_range(name, tmp_path):
+    served, good = ba.deploy(calibrated(name)), NETWORKS[name][1](2, 1)
+    mixed = pytree.tree_map(lambda leaf: torch.cat([leaf, 100 * leaf]), good)
+    served.save(tmp_path / "served.pt2")
+    with torch.no_grad():
+        assert served(mixed).in_range.tolist() == [True, True, False, False]
+    program = torch.export.load(tmp_path / "served.pt2").module()
+    assert program(mixed)["in_range"].tolist() == [True, True, False, False]
 
 
 def test_binary():
