@@ -264,6 +264,7 @@ def mackay(h: Tensor, weight: Tensor) -> float:
     return middle
 
 
+@pytest.mark.filterwarnings("ignore:these look like the training data")
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_evidence_finds_mackays_fixed_point_with_the_true_diagonal_of_the_gauss_newton_matrix(outputs: int):
     x, y = linear_problem(orthogonal=False, outputs=outputs)

@@ -14,9 +14,12 @@ import pytest
 import torch
 from tests.floats import assert_close
 from torch import Tensor, nn
+from typer.testing import CliRunner
+from torch.utils import _pytree as pytree
 
 import bayesadam as ba
-from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.cli import app
+from bayesadam.errors import BayesAdamError, CalibrationError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
 from processes import PATIENCE
 
@@ -104,6 +107,8 @@ def assert_same(answer: Any, p: Any, *, rtol: float = 1e-5, atol: float = 1e-6) 
     told = answer._asdict() if isinstance(answer, tuple) else answer
     how: Any = {"rtol": rtol, "atol": atol}
     assert_close(told["novelty"], p.novelty, **how)
+    # Of tokens there is nothing to compare.
+    assert told.get("in_range") is None or bool(told["in_range"].all())
     assert_close(told["p_value"].double(), p.novelty_pvalue, rtol=1e-6, atol=1e-6)
     if "mean" in told and told["mean"] is not None:
         assert_close(told["mean"], p.predicted_mean, **how)
@@ -130,6 +135,7 @@ def test_it_answers_as_predict_does(name):
     assert not any(module._forward_pre_hooks for module in posterior.model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:these look like the training data")
 @pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic", "poisson", "negative-binomial"])
 def test_numbers(likelihood, tmp_path):
     torch.manual_seed(0)
@@ -160,6 +166,17 @@ def test_numbers(likelihood, tmp_path):
 def _saved(posterior: ba.Posterior, folder: Path) -> Path:
     posterior.save(folder / "posterior.safetensors")
     return folder / "posterior.safetensors"
+
+
+@pytest.mark.parametrize("name", ["lenet", "pair"])
+def test_it_says_which_examples_are_in_range(name, tmp_path):
+    served, good = ba.deploy(calibrated(name)), NETWORKS[name][1](2, 1)
+    mixed = pytree.tree_map(lambda leaf: torch.cat([leaf, 100 * leaf]), good)
+    served.save(tmp_path / "served.pt2")
+    with torch.no_grad():
+        assert served(mixed).in_range.tolist() == [True, True, False, False]
+    program = torch.export.load(tmp_path / "served.pt2").module()
+    assert program(mixed)["in_range"].tolist() == [True, True, False, False]
 
 
 def test_binary():
@@ -283,3 +300,52 @@ def test_what_cannot_be_deployed_says_what_to_do(tmp_path):
     with pytest.raises(SettingError, match="level"):
         ba.deploy(posterior, level=1.0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def application(tmp_path, monkeypatch):
+    """A folder with a saved posterior and a module that makes its network."""
+    posterior = calibrated("lenet")
+    posterior.save(tmp_path / "posterior.safetensors")
+    torch.save(posterior.model.state_dict(), tmp_path / "weights.pt")
+    (tmp_path / "app_of_ours.py").write_text(
+        "import torch\nfrom tests.test_deploy import images, lenet\n"
+        "def fresh():\n    return lenet()\n"
+        "def model():\n    made = lenet()\n    made.load_state_dict(torch.load('weights.pt'))\n    return made\n"
+        "def example():\n    return images(3)\n"
+        "def nothing():\n    return None\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    yield posterior
+    sys.modules.pop("app_of_ours", None)
+
+
+def test_the_command_writes_the_same_file(application, tmp_path):
+    found = CliRunner().invoke(app, ["deploy", "posterior.safetensors", "app_of_ours:model", "-o", "net/served.pt2"])
+    assert found.exit_code == 0, found.output
+    program = torch.export.load("net/served.pt2").module()
+    assert_same(program(images(5, 1)), application.predict(images(5, 1)))
+    record = json.loads((tmp_path / "net/served.metrics.json").read_text(encoding="utf-8"))
+    assert record["results"]["likelihood"] == "classification"
+    by_example = ["deploy", "posterior.safetensors", "app_of_ours:model", "--example", "app_of_ours:example"]
+    assert CliRunner().invoke(app, by_example).exit_code == 0
+    assert Path("out/deploy/served.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("app_of_ours", "must be module:function"),
+        ("app_of_ours:missing", "missing"),
+        ("no_such_app:model", "no_such_app"),
+        ("app_of_ours:nothing", "gave NoneType"),
+        # Its batch norm has other running statistics.
+        ("app_of_ours:fresh", "running statistics"),
+    ],
+)
+def test_the_command_says_what_is_wrong(application, model, message):
+    found = CliRunner().invoke(app, ["deploy", "posterior.safetensors", model, "-o", "served.pt2"])
+    assert isinstance(found.exception, BayesAdamError)
+    assert message in str(found.exception)
+    assert not Path("served.pt2").exists()

@@ -13,6 +13,7 @@ from tests.floats import assert_close
 from torch import nn
 
 import bayesadam as ba
+from bayesadam.deploying import Served
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
 
 Array = NDArray[np.float64]
@@ -235,7 +236,7 @@ def test_a_slice_has_the_martingale_of_its_own_scores():
 # --- layers, pictures, files ----------------------------------------------------------------------------------------
 
 
-def served() -> tuple[ba.Posterior, ba.Served, torch.Tensor]:
+def served() -> tuple[ba.Posterior, Served, torch.Tensor]:
     torch.manual_seed(0)
     x, model = torch.randn(400, 4), nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     y, optimizer = (x[:, 0] > 0).long(), torch.optim.Adam(model.parameters(), lr=1e-2)

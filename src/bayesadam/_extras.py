@@ -19,7 +19,9 @@ EXTRA_OF: dict[str, str | None] = {
     "peft": "transformers",
     "pooch": "data",
     "sklearn": "sklearn",
+    "starlette": "serve",
     "transformers": "transformers",
+    "uvicorn": "serve",
 }
 
 

@@ -18,7 +18,7 @@ from bayesadam._version import __version__
 from bayesadam.anchoring import anchor
 from bayesadam.auditing import audit
 from bayesadam.calibration import calibrate, log_marginal_likelihood
-from bayesadam.deploying import Served, deploy
+from bayesadam.deploying import deploy
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspect import inspect_checkpoint
@@ -42,7 +42,6 @@ __all__ = [
     "Posterior",
     "Predictive",
     "Recorder",
-    "Served",
     "Top",
     "__version__",
     "anchor",

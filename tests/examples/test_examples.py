@@ -77,6 +77,13 @@ def prune_checkpoint(output: str) -> None:
     assert accuracy["pruned"] > accuracy["whole"] - 0.04 > 0.85
 
 
+def serve(output: str) -> None:
+    assert 150 <= number("drift at input", output) < 250
+    assert number("health page:", output) == 200
+
+
+# What each example is called with, to end by itself.
+ARGUMENTS = {"serve.py": ("--port", "0", "--rehearse", "300")}
 # What each example needs beside the library, and what its output must say.
 CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
     "cnn_ood.py": (("sklearn",), cnn_ood),
@@ -87,6 +94,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
     "bandit_delayed.py": ((), bandit_delayed),
     "merge_two.py": (("sklearn",), merge_two),
     "prune_checkpoint.sh": (("sklearn",), prune_checkpoint),
+    "serve.py": (("sklearn", "starlette", "uvicorn"), serve),
 }
 
 
@@ -101,7 +109,7 @@ def test_it_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     given = {"PATH": path, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        ["bash" if name.endswith(".sh") else sys.executable, EXAMPLES / name],
+        ["bash" if name.endswith(".sh") else sys.executable, EXAMPLES / name, *ARGUMENTS.get(name, ())],
         cwd=tmp_path,
         env={**os.environ, **given},
         capture_output=True,

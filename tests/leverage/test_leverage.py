@@ -363,6 +363,7 @@ def test_many_outputs_take_one_forward_pass():
     assert len(calls) == 1
 
 
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.InputRangeWarning")
 def test_numbers_have_their_leverage_as_novelty():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))

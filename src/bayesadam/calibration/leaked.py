@@ -30,14 +30,15 @@ UNLIKELY = 1e-3
 def balance(record: Any, outputs: Tensor, targets: Tensor, inputs: Tensor) -> float:
     """P(χ²_d ≤ s): how likely examples that were not trained on are to balance as well as these do.
 
-    `outputs` are (n, outputs), `inputs` those of the last layer, (n, width).
+    `outputs` are (n, outputs), `inputs` those of the last layer, (n, width). 1 where slopes are not finite.
     """
     _, slope = loss_and_slope(lambda f: record.loss(f, targets[None]), outputs[None])
-    r, a = slope[0].double().cpu(), inputs.double().cpu()
-    a = torch.cat([a, torch.ones_like(a[:, :1])], dim=1)
+    r, a = slope[0], torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(x.shape[1], _SKETCH, generator=generator, dtype=x.dtype) for x in (r, a))
-    gradients = (r @ left) * (a @ right)
+    left, right = (torch.randn(x.shape[1], _SKETCH, generator=generator).to(x) for x in (r, a))
+    gradients = ((r @ left).double() * (a @ right).double()).cpu()
+    if not bool(gradients.isfinite().all()):
+        return 1.0
     energy, directions = torch.linalg.eigh(gradients.T @ gradients)
     kept = (energy > 1e-9 * energy[-1]).nonzero().flatten()[-_DIRECTIONS:]
     if not len(kept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
@@ -18,7 +19,7 @@ from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.commands.running import Run, Table, as_json, target
 from bayesadam.deploying import deploy
-from bayesadam.errors import SettingError
+from bayesadam.errors import BayesAdamWarning, SettingError
 from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
@@ -74,7 +75,14 @@ def run_deploy(*, posterior: Path, model: str, example: str | None, level: float
         network = _made(model)
         if not isinstance(network, nn.Module):
             raise SettingError(f"{model} gave {type(network).__name__}: it must give the model, with its weights")
-        served = deploy(Posterior.load(posterior, network), level=level)
+        with warnings.catch_warnings():
+            # What is shipped must not begin with a doubt about what it is.
+            warnings.simplefilter("error", BayesAdamWarning)
+            try:
+                found = Posterior.load(posterior, network)
+            except BayesAdamWarning as warning:
+                raise SettingError(str(warning)) from None
+        served = deploy(found, level=level)
         served.save(file, None if example is None else _made(example))
     run.show("\n".join(f"{name}: {value}" for name, value in served.about.items()))
     print(file)

@@ -13,7 +13,7 @@ from torch.utils.data import SubsetRandomSampler
 from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate as calibrate_on
-from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
+from bayesadam.errors import HeldOutWarning, NoPosteriorWarning, SettingError, StateError
 from bayesadam.gaussian.settings import Settings
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName
 from bayesadam.posterior import Posterior
@@ -83,6 +83,8 @@ class PosteriorKeeper:
             raise SettingError("the training data have no one length: pass PosteriorCallback(n_data=...)")
         if self.calibrate and self.held_out is None and not has_validation:
             raise SettingError("calibrate=True needs held-out data: the trainer's validation data, or held_out=")
+        if self.calibrate and _same_data(self.held_out, loader):
+            warn("held_out is the training data set: pass examples that training never sees", HeldOutWarning)
         known = {key: self.options[key] for key in ("power", "form", "batch_size") if key in self.options}
         Settings(self.n_data, {}, **known)
 
@@ -129,6 +131,13 @@ class PosteriorKeeper:
         changes = {name: getattr(tuned, name) for name in names}
         changes |= {"scale": tuned.settings.scale, "covariant": tuned.settings.covariant}
         return changes, tuned.calibration
+
+
+def _same_data(held_out: Any, loader: Any) -> bool:
+    """Whether two loaders draw on one data set, and none of them on a part of it."""
+    own, other = getattr(held_out, "dataset", None), getattr(loader, "dataset", None)
+    parts = (isinstance(getattr(each, "sampler", None), SubsetRandomSampler) for each in (held_out, loader))
+    return own is not None and own is other and not any(parts)
 
 
 def count_examples(loader: Any) -> int | None:
