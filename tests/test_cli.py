@@ -132,7 +132,8 @@ def listed(text: str) -> list[str]:
 def test_the_users_commands_come_first_and_the_papers_are_together(capsys):
     assert run("--help") == 0
     commands = listed(capsys.readouterr().out)
-    assert commands == ["inspect", "doctor", "prune", "sample", "merge", "export", "demo", "play", "paper", "data"]
+    own = ["inspect", "doctor", "prune", "sample", "merge", "export", "deploy"]
+    assert commands == [*own, "demo", "play", "paper", "data"]
     assert run("paper", "--help") == 0
     assert listed(capsys.readouterr().out) == ["regression", "pruning", "bandits", "report"]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from tests.floats import assert_close
 from torch import Tensor, nn
-from typer.testing import CliRunner
 from torch.utils import _pytree as pytree
+from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam.cli import app

@@ -313,8 +313,8 @@ def export(
 
 
 _Posterior = typer.Argument(metavar="POSTERIOR", help="What `Posterior.save` wrote, calibrated.")
-_Model = typer.Argument(metavar="MODULE:FUNCTION", help="Gives the model, its batch norms' statistics included.")
-_Example = Option(metavar="MODULE:FUNCTION", help="Gives a batch of two inputs, where their shape is not known.")
+_Model = typer.Argument(metavar="FACTORY", help="module:function that gives the model, with its buffers.")
+_Example = Option(metavar="FACTORY", help="module:function that gives a batch of two, where shapes vary.")
 
 
 @app.command()
@@ -326,9 +326,10 @@ def deploy(
     out: OutFile = Path("out/deploy"),
     quiet: Quiet = False,
 ) -> None:
-    """Write the calibrated model, with its doubt, for torch or onnxruntime alone.
+    """Write the calibrated model with its doubt, as .pt2 or .onnx.
 
-    The ending of --out says which: .pt2 or .onnx. Without it, it is out/deploy/served.pt2.
+    Torch alone runs the one, onnxruntime the other; the ending of --out says which. Without it, it is
+    out/deploy/served.pt2.
     """
     from bayesadam.commands.files import run_deploy
 

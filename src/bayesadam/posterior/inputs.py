@@ -27,6 +27,8 @@ Values = TypeVar("Values", Tensor, Any)
 _OUTER, _INNER, _WIDTH = 0.75, 0.25, 0.25
 # The share of held-out examples that inner ends may leave out.
 _RARE = 0.01
+# So few numbers an example are looked at over grids, which reach beyond the data on purpose.
+_GRID = 3
 # Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
 _FEW = 16
 
@@ -68,8 +70,9 @@ class InputRange:
 
     @property
     def bounded(self) -> bool:
-        """Whether values are compared: real numbers that were finite, and not all the same."""
-        return self.kind == "float" and self.high > self.low
+        """Whether values are compared: more than a few real numbers an example, finite, and not all the same."""
+        few = self.shape is not None and None not in self.shape and math.prod(self.shape) <= _GRID  # type: ignore[arg-type]
+        return self.kind == "float" and self.high > self.low and not few
 
     def holds(self, low: Values, high: Values) -> Values:
         """Whether examples with these least and greatest values, (batch,), are in range; the equation above."""
