@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import math
+import sys
 import tempfile
 import threading
 import urllib.request
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 
-MOST_BYTES, MOST_EXAMPLES, SAVED_EVERY = 4 << 20, 1024, 60.0
+MOST_BYTES, MOST_EXAMPLES, SAVED_EVERY = 4 << 20, 1024, 10.0
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="refresh" content="5"><title>{state}</title><style>:root {{ color-scheme: light dark }}
 body {{ font: 16px system-ui; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }} img {{ max-width: 100% }}
@@ -50,10 +51,15 @@ class Service:
         example = program.example_inputs[0][0]
         self.shape, self.type = tuple(example.shape[1:]), example.dtype
         self.program, self.about, self.state = program.module(), json.loads(extra["bayesadam.json"]), state
-        resumed = state is not None and state.exists()
-        reference = program.state_dict["novelties"]
-        self.monitor = ba.Monitor.load(state) if resumed else ba.Monitor(reference=reference, alarm=alarm)
+        # The file holds the novelties of the held-out inputs.
+        self.monitor = ba.Monitor(reference=program.state_dict["novelties"], alarm=alarm)
+        if state is not None and state.exists():
+            resumed = ba.Monitor.load(state)
+            if resumed.alarm != alarm or not resumed.same_reference(self.monitor):
+                sys.exit(f"{state} is of another model, or of --alarm {resumed.alarm:g}: move it away to begin anew")
+            self.monitor = resumed
         self.answered, self.turn = 0, threading.Lock()
+        self.keep()
 
     def parsed(self, body: bytes) -> Tensor:
         """The inputs of a request; a 4xx says what is wrong with them."""
@@ -91,7 +97,7 @@ class Service:
             "alarmed at": monitor.alarmed_at,
             "inputs": monitor.n,
             "evidence": math.exp(min(monitor.log_martingale, 700.0)),
-            "answered": self.answered,
+            "answered since the start": self.answered,
             "model": self.about,
         }
 
@@ -133,7 +139,7 @@ def application(service: Service) -> Starlette:
             return JSONResponse(found, status_code=503 if found["drift"] else 200)
         if request.url.path.endswith(".png"):
             return Response(await run_in_threadpool(service.picture), media_type="image/png")
-        state = f"Drift since input {found['alarmed at']:,}" if found["drift"] else "No drift seen"
+        state = f"Drift, told at input {found['alarmed at']:,}" if found["drift"] else "No drift seen"
         shown = {**found, **found.pop("model")}
         rows = "".join(f"<tr><td>{name}<td>{value}" for name, value in shown.items())
         return HTMLResponse(PAGE.format(state=state, rows=rows))
@@ -203,8 +209,9 @@ def rehearse(url: str, count: int) -> None:
 def main() -> None:
     """Serve until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="what `served.save` or `bayesadam deploy` wrote")
+    parser.add_argument("file", nargs="?", type=Path, help="a .pt2 that `served.save` or `bayesadam deploy` wrote")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at; by default this machine alone")
     parser.add_argument("--alarm", type=float, default=0.01, help="share of streams without drift that may raise it")
     parser.add_argument("--state", type=Path, help="where the monitor is kept")
     parser.add_argument("--rehearse", type=int, default=0, help="how many digits to send itself")
@@ -214,12 +221,14 @@ def main() -> None:
         file = given.file or Path(folder) / "served.pt2"
         if given.file is None:
             train(file)
+        if file.suffix != ".pt2" or not file.exists():
+            sys.exit(f"{file} is no .pt2 file: write one with served.save or bayesadam deploy")
         service = Service(file, given.alarm, given.state)
-    server = uvicorn.Server(uvicorn.Config(application(service), port=given.port, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(application(service), host=given.host, port=given.port, log_level="warning"))
     if given.rehearse:
         threading.Thread(target=lambda: _rehearsed(server, given.rehearse), daemon=True).start()
     else:
-        print(f"http://127.0.0.1:{given.port}/health", flush=True)
+        print(f"http://{given.host}:{given.port}/health", flush=True)
     server.run()
 
 

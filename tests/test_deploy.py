@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,7 +42,7 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other, self.head = nn.Linear(2, 4), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.one, self.other, self.head = nn.Linear(5, 4), nn.Linear(6, 4), nn.Linear(4, 3)
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         return self.head(torch.relu(self.one(one) + self.other(other)))
@@ -63,7 +65,7 @@ class Encoder(nn.Module):
 
 def pairs(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 2, generator=generator), torch.randn(n, 3, generator=generator)
+    return torch.randn(n, 5, generator=generator), torch.randn(n, 6, generator=generator)
 
 
 def texts(n: int, seed: int = 0) -> dict[str, Tensor]:
@@ -247,7 +249,7 @@ def test_it_compiles_in_one_graph(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_it_answers_what_predict_does(name, by, tmp_path):
     # The classes are chance, and most answers wrong.
-    posterior, x = calibrated(name, risk=0.9, answer_by=by), NETWORKS[name][1](40, 1)
+    posterior, x = calibrated(name, risk=0.95, answer_by=by), NETWORKS[name][1](40, 1)
     expected = posterior.predict(x).answered
     served = ba.deploy(posterior)
     with torch.no_grad():
@@ -300,6 +302,46 @@ def test_what_cannot_be_deployed_says_what_to_do(tmp_path):
     with pytest.raises(SettingError, match="level"):
         ba.deploy(posterior, level=1.0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda served: pickle.loads(pickle.dumps(served))])
+def test_a_copy_answers_for_itself(copied):
+    served = ba.deploy(calibrated("lenet"))
+    with torch.no_grad():
+        before, again = served(images(3, 1)).probs, copied(served)
+        for parameter in served.model.parameters():
+            parameter.zero_()
+        assert_close(again(images(3, 1)).probs, before)
+
+
+def test_it_stays_in_evaluation_mode():
+    served = ba.deploy(calibrated("encoder"))
+    nn.Sequential(served).train()
+    assert not any(module.training for module in served.modules())
+
+
+def test_inputs_out_of_range_are_not_answered(tmp_path):
+    posterior = calibrated("lenet", risk=0.9)
+    x = torch.cat([images(3, 1), 255 * images(3, 2)])
+    with torch.no_grad():
+        found = ba.deploy(posterior)(x)
+    with pytest.warns(ba.errors.InputRangeWarning):
+        p = posterior.predict(x[3:])
+    assert found.answered.tolist() == found.in_range.tolist() == [True] * 3 + [False] * 3
+    assert not p.answered.any()
+    assert posterior.predict(x[:3]).answered.all()
+
+
+def test_real_numbers_are_taken_in_the_models_type():
+    served = ba.deploy(calibrated("lenet"))
+    with torch.no_grad():
+        assert_close(served(images(3, 1).double()).probs, served(images(3, 1)).probs)
+        assert served.half()(images(3, 1)).probs.dtype == torch.float32
+
+
+def test_a_type_that_onnxruntime_does_not_run_is_refused(tmp_path):
+    with pytest.raises(SettingError, match="bfloat16"):
+        ba.deploy(calibrated("lenet")).bfloat16().save(tmp_path / "served.onnx", images(2))
 
 
 @pytest.fixture

@@ -355,3 +355,17 @@ def test_errors_say_what_to_do():
     with pytest.raises(SettingError, match=r"strings or whole numbers, got 0\.5"):
         monitor.update([1.0], slices=[0.5])
     assert (monitor.n, monitor.slices) == (0, {})
+
+
+def test_monitors_of_one_model_know_each_other(tmp_path):
+    scores = torch.arange(30.0)
+    one, other = ba.Monitor(reference=scores, alarm=0.1), ba.Monitor(reference=scores + 1)
+    one.update(scores)
+    one.save(tmp_path / "monitor.safetensors")
+    assert ba.Monitor.load(tmp_path / "monitor.safetensors").same_reference(ba.Monitor(reference=scores))
+    assert not one.same_reference(other)
+
+
+def test_no_scores_are_refused():
+    with pytest.raises(MatchError, match="scores are None"):
+        ba.Monitor(reference=torch.arange(30.0)).update(None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ class Answer(NamedTuple):
         prediction_set: the classes of the conformal set, booleans.
         lower: the lower end of the conformal interval of numbers.
         upper: its upper end.
-        answered: whether to answer it, where `calibrate` was given a `risk`; the others are for a person.
+        answered: whether to answer it, where `calibrate` was given a `risk`; the others, and what is not in range, are
+            for a person.
         in_range: whether its inputs are in the range of the held-out ones.
         layers: log h of each layer less the median of held-out inputs, (batch, layers), by the names in `about`.
     """
@@ -146,8 +148,12 @@ class Served(nn.Module):
         for layers in self.layers:
             for layer in layers:
                 module = self.model.get_submodule(layer.module)
-                module.register_forward_pre_hook(self._tap(layer), with_kwargs=True)
+                module.register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
         self.eval()
+
+    def train(self, mode: bool = True) -> Served:
+        """Stays in evaluation mode, whatever it is part of: with dropout it would be another network."""
+        return super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to a batch: a tensor, a tuple or a mapping, or what the model is called with."""
@@ -156,6 +162,7 @@ class Served(nn.Module):
             args, kwargs = (), dict(only)
         elif isinstance(only, tuple | list):
             args = tuple(only)
+        args, kwargs = pytree.tree_map(self._typed, (args, kwargs))
         self._seen = {}
         self._mask, self._size = kwargs.get("attention_mask"), _first((args, kwargs)).shape[0]
         try:
@@ -167,7 +174,9 @@ class Served(nn.Module):
         finally:
             self._seen = self._mask = None
         answer = self._answer(output_tensor(found).float(), seen)
-        answer = answer._replace(in_range=inside(self.ranges, kwargs or args))
+        if (in_range := inside(self.ranges, kwargs or args)) is not None:
+            answered = None if answer.answered is None else answer.answered & in_range
+            answer = answer._replace(in_range=in_range, answered=answered)
         if torch.compiler.is_exporting():
             return {name: tensor for name, tensor in answer._asdict().items() if tensor is not None}
         return answer
@@ -211,13 +220,16 @@ class Served(nn.Module):
             return None
         return (novelty if self.rule.by == "novelty" else doubt) <= self.most_doubt
 
-    def _tap(self, layer: Layer) -> Callable[..., None]:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._seen is not None:
-                a = args[0] if args else next(iter(kwargs.values()))
-                self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
+    def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a layer runs: keep its input."""
+        if self._seen is not None:
+            a = args[0] if args else next(iter(kwargs.values()))
+            self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
-        return see
+    def _typed(self, leaf: Any) -> Any:
+        """Real numbers in the model's type."""
+        own = next(self.model.parameters()).dtype
+        return leaf.to(own) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != own else leaf
 
     def _apply(self, fn: Any, recurse: bool = True) -> Served:
         """Moves all of it, and changes the type of the model alone."""
@@ -247,6 +259,8 @@ class Served(nn.Module):
                 "pass an example, served.save(path, x): the held-out inputs that calibrate saw differ in shape, or are "
                 "not recorded"
             )
+        if suffix == ".onnx" and any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters()):
+            raise SettingError("onnxruntime runs no bfloat16: served.half() or served.float() before it is saved")
         size = _first(example).shape[0]
         if size < 2:
             raise SettingError("the example batch must hold at least two examples, or the size of batches were fixed")

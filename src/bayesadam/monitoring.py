@@ -186,6 +186,10 @@ class Monitor:
         """How many scores the stream had."""
         return int(self._n[0])
 
+    def same_reference(self, other: Monitor) -> bool:
+        """Whether another monitor ranks scores among the same held-out ones, as one of the same model does."""
+        return np.array_equal(self._scores, other._scores)
+
     @property
     def alarmed(self) -> bool:
         """Whether there was an alarm since the start or the last `reset`."""
@@ -429,6 +433,8 @@ def _array(values: Scores) -> Array:
 
 def _scores(values: Scores, name: str) -> Array:
     """(n,), with what is not finite as the largest."""
+    if values is None:
+        raise MatchError(f"{name} are None: give a number for each input")
     found = np.atleast_1d(_array(values))
     if found.ndim != 1:
         raise MatchError(f"{name} must be one number an input, (n,), got shape {found.shape}")

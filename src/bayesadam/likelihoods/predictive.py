@@ -96,11 +96,12 @@ class Likelihood(ABC, Generic[P]):
         guarantee: Guarantee | None = None,
         plan: str = "",
         abstention: Abstention | None = None,
+        in_range: Tensor | None = None,
     ) -> P:
         """The distribution of y given f of one network, or of several with weights π."""
         for component in components:
             self.locations(component.mean if component.logits is None else component.logits)
-        kept: Any = {"guarantee": guarantee, "plan": plan, "abstention": abstention}
+        kept: Any = {"guarantee": guarantee, "plan": plan, "abstention": abstention, "in_range": in_range}
         return self.kind(self, tuple(components), tuple(weights), link, **kept)
 
     def n_outputs(self, targets: Tensor) -> int:
@@ -160,6 +161,7 @@ class Predictive(ABC):
         guarantee: held-out scores, where the posterior was calibrated on data that it was not fitted to.
         plan: how the moments were computed, in words.
         abstention: when an input is answered, where the posterior was calibrated with `risk=`.
+        in_range: whether inputs have values such as the held-out ones, (batch,), where that decides on answers.
     """
 
     likelihood: Any
@@ -170,6 +172,7 @@ class Predictive(ABC):
     guarantee: Guarantee | None = None
     plan: str = ""
     abstention: Abstention | None = None
+    in_range: Tensor | None = None
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -280,14 +283,15 @@ class Predictive(ABC):
         """Which inputs to answer, (batch,) booleans; the others are for a person.
 
         Of what it answers at most `risk` is wrong, with the `confidence` that `calibrate` was asked for, on data like
-        the held-out. See `abstention`.
+        the held-out. Inputs whose values left the range of those are not answered. See `abstention`.
         """
         if self.abstention is None:
             raise CalibrationError(
                 "which inputs to answer depends on how many errors are allowed: calibrate(posterior, held_out, "
                 "risk=0.02) finds out, of numbers with tolerance="
             )
-        return self.abstention.answers(self.novelty if self.abstention.by == "novelty" else self.doubt)
+        answered = self.abstention.answers(self.novelty if self.abstention.by == "novelty" else self.doubt)
+        return answered if self.in_range is None else answered & self.in_range.to(answered.device)
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
-from bayesadam.posterior.inputs import departure
+from bayesadam.posterior.inputs import departure, inside
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
 from bayesadam.predict.moments import DEFAULT_BUDGET
 from bayesadam.predict.prediction import (
@@ -244,7 +244,8 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
     kept: Any = {"link": options.link, "plan": plan}
     if q.calibration is not None:
         kept |= {"guarantee": q.calibration.guarantee}
-        kept |= {} if options.is_combination else {"abstention": q.calibration.abstention}
+        if q.calibration.abstention is not None and not options.is_combination:
+            kept |= {"abstention": q.calibration.abstention, "in_range": inside(q.calibration.inputs, inputs)}
     found: Predictive = record.predictive(components, q.weights, **kept)
     return found
 
