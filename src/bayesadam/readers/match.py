@@ -31,6 +31,7 @@ from bayesadam.readers.registry import (
     has_tensors,
     identify_reader,
     parameter_shape,
+    reader_for,
     reader_named,
     reader_of,
     unknown_bases,
@@ -139,11 +140,10 @@ def match_optimizers(
         foreign += len(trained) - len(own)
         if twice := [name for name in own if name in taken]:
             raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
-        if record.statistic == "none":
+        found = _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
+        if record.statistic == "none" and not any(isinstance(entry, Entry) for entry in found.values()):
             refusals.append(f"{title} keeps no second moment per weight; {ADVICE}")
-            taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
-        else:
-            taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names)
+        taken |= found
     source = " and ".join(classes)
     if foreign and not taken:
         raise MatchError(
@@ -207,27 +207,33 @@ def _entries(
     parameters: Mapping[str, nn.Parameter],
     groups: Sequence[Group],
     states: Mapping[Any, State],
-    reader: StateReader,
+    usual: StateReader,
     names: Mapping[Any, str],
+    title: str | None = None,
 ) -> dict[str, Entry | str]:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
     found: dict[str, Entry | str] = {}
     for group, key in ((each, key) for each in groups for key in each["params"] if key in names):
         name, state = names[key], states.get(key, {})
-        parameter = parameters[name]
+        parameter, reader = parameters[name], reader_for(state, group, usual)
         # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
         # beside it is no such state: the reader says what is missing.
         untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
-        if not parameter.requires_grad or (untrained and reader.statistic != "identity"):
-            found[name] = _UNTRAINED if parameter.requires_grad else _FROZEN
-            continue
-        check_parameter(name, parameter)
-        if unknown := unknown_bases(reader, state, parameter.shape):
-            raise StateError(
-                f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} would "
-                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its optimiser"
-            )
-        found[name] = Entry(name, parameter, state, group, reader)
+        if not parameter.requires_grad:
+            found[name] = _FROZEN
+        elif reader.statistic == "none":
+            found[name] = f"trained by {title or reader.name}, which keeps no second moment per weight"
+        elif untrained and reader.statistic != "identity":
+            found[name] = _UNTRAINED
+        else:
+            check_parameter(name, parameter)
+            if unknown := unknown_bases(reader, state, parameter.shape):
+                raise StateError(
+                    f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} "
+                    f"would take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its "
+                    "optimiser"
+                )
+            found[name] = Entry(name, parameter, state, group, reader)
     return found
 
 
