@@ -29,7 +29,7 @@ from bayesadam.optim import Badam
 from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.predict import Top
 from bayesadam.pruning import prune, pruning_masks
-from bayesadam.readers import Recorder
+from bayesadam.readers import Recorder, track
 
 __all__ = [
     "Badam",
@@ -64,5 +64,6 @@ __all__ = [
     "readers",
     "scores",
     "sklearn",
+    "track",
     "trainers",
 ]

@@ -56,3 +56,4 @@ from bayesadam.readers.registry import (
     working_dtype,
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
+from bayesadam.readers.tracking import Tracker, track

@@ -24,6 +24,7 @@ from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.groups import Shapes, fillings
 from bayesadam.readers.registry import (
     ADVICE,
+    TRACKED,
     Group,
     State,
     StateReader,
@@ -36,6 +37,7 @@ from bayesadam.readers.registry import (
     reader_of,
     unknown_bases,
 )
+from bayesadam.readers.tracking import is_tracked
 
 # A mark of groups that together are one list in the model's order.
 ONE_LIST = "bayesadam: one list"
@@ -132,6 +134,8 @@ def match_optimizers(
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
         record = reader_of(optimizer) if reader is None else reader_named(reader)
+        if record is None and any(is_tracked(state) for state in optimizer.state.values()):
+            record = TRACKED
         if record is None:
             name = f"{type(optimizer).__module__}.{title}"
             raise StateError(f"no reader is registered for {name}: describe it with readers.register(StateReader(...))")
@@ -178,7 +182,7 @@ def match_state_dict(
     """Match a saved optimiser state to the model's parameters: by names, else by the model's order and every shape."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
-    record = usable_reader(reader)
+    record = usable_reader(reader, state_dict)
     parameters = own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
     if pairing is None:
@@ -187,10 +191,10 @@ def match_state_dict(
     return match_pairs(parameters, state_dict, record, pairing)
 
 
-def usable_reader(reader: str | StateReader) -> StateReader:
-    """The reader, by name or as it is, where it finds a second moment."""
+def usable_reader(reader: str | StateReader, state_dict: Mapping[str, Any]) -> StateReader:
+    """The reader, by name or as it is, where it finds a second moment, or one was tracked."""
     record = reader_named(reader)
-    if record.statistic == "none":
+    if record.statistic == "none" and not any(is_tracked(state) for state in state_dict["state"].values()):
         raise StateError(f"{record.name} keeps no second moment per weight; {ADVICE}")
     return record
 

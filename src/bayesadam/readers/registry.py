@@ -134,7 +134,18 @@ def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
     return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
 
 
+# What `track` keeps in the state of any optimiser, free of bias.
+TRACKED = StateReader(
+    "tracked",
+    key=" or ".join(tracking.TENSORS),
+    decay=(tracking.DECAY, None),
+    counter=tracking.COUNT,
+    factors=tracking.moment,
+    bases=tracking.TENSORS,
+)
+
 READERS: tuple[StateReader, ...] = (
+    TRACKED,
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
     _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
     _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
@@ -275,16 +286,6 @@ READERS: tuple[StateReader, ...] = (
 
 # Of Keller Jordan's MuonWithAuxAdam, whose groups are of one or the other.
 _MUON_FLAG = "use_muon"
-# What `track` keeps in the state of any optimiser, free of bias.
-TRACKED = StateReader(
-    "tracked",
-    key=" or ".join(tracking.TENSORS),
-    decay=(tracking.DECAY, None),
-    counter=tracking.COUNT,
-    factors=tracking.moment,
-    bases=tracking.TENSORS,
-)
-
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
 
 

@@ -111,8 +111,8 @@ def track(
         ...
         ba.Posterior.from_optimizer(model, optimizer, n_data=60_000, batch_size=128)
 
-    Checkpoints hold it, whoever writes them. Loaded into a tracked optimiser it goes on, to the bit. Gradients are taken
-    as the step uses them: accumulated, clipped, unscaled, and without weight decay.
+    Checkpoints hold it, whoever writes them. Loaded into a tracked optimiser it goes on, to the bit. Gradients are
+    taken as the step uses them: accumulated, clipped, unscaled, and without weight decay.
 
     | `what`        | keeps                                                          | a weight of (m, n)     |
     |---------------|----------------------------------------------------------------|------------------------|
@@ -147,7 +147,9 @@ def track(
     for each in listed:
         if not isinstance(each, Optimizer):
             raise SettingError(f"track takes a torch optimiser, or several, got {type(each).__name__}")
-        if any(getattr(hook, "keywords", {}).get("tracked") for hook in each._optimizer_load_state_dict_post_hooks.values()):
+        if any(
+            getattr(hook, "keywords", {}).get("tracked") for hook in each._optimizer_load_state_dict_post_hooks.values()
+        ):
             raise SettingError(f"this {type(each).__name__} is tracked already: remove() that tracker first")
         settings: dict[str, Any] = {STEPS: 0, DECAY: decay, EVERY: every}
         for group in each.param_groups:
@@ -176,7 +178,7 @@ def _as_bytes(optimizer: Optimizer) -> None:
                 state[name] = state[name].to(torch.uint8)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _taken(kind: str, pending: dict[Tensor, Any], optimizer: Optimizer, scale: Tensor | None) -> None:
     """Every k-th time, take the gradients of all parameters.
 
@@ -211,7 +213,9 @@ def _updated(kind: str, state: Mapping[str, Any], gradient: Tensor, weight: floa
     if gradient.dim() < 2 or (kind == "diagonal8" and gradient.shape[1:].numel() < _FEWEST):
         kind = "diagonal32"
     if kind == "diagonal8":
-        old = _decoded(own_part(state[CODES]), own_part(state[EXPONENTS])) if CODES in state else torch.zeros_like(matrix)
+        old = (
+            _decoded(own_part(state[CODES]), own_part(state[EXPONENTS])) if CODES in state else torch.zeros_like(matrix)
+        )
         codes, exponents = _encoded(old.lerp_(matrix.square(), weight), turn)
         return {CODES: _placed(codes.reshape(local.shape), gradient), EXPONENTS: _placed(exponents, gradient)}
     if kind == "diagonal32":
@@ -264,7 +268,8 @@ def _encoded(values: Tensor, turn: int) -> tuple[Tensor, Tensor]:
     """
     m, n = values.shape
     bits = pad(values, (0, -n % _BLOCK)).reshape(-1, _BLOCK).view(torch.int32)
-    exponents = ((bits.amax(dim=1, keepdim=True) >> 23) - _OCTAVES).clamp_(min=0)
+    # Rounded up, the largest may reach the next octave.
+    exponents = (((bits.amax(dim=1, keepdim=True) + _DROPPED) >> 23) - _OCTAVES).clamp_(min=0)
     places = torch.arange(_BLOCK, device=values.device)
     turns = (((places + 1) * _GOLDEN + turn * _GOLDEN * 7) & _DROPPED).int()
     keys = (bits + turns).bitwise_right_shift_(_SHIFT).sub_(exponents << 4).clamp_(1, _LAST)
@@ -293,19 +298,18 @@ def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     """The tracked second moment as the parameter's matrix, or in the eigenbases of its Kronecker factors."""
     held = {name: whole(state[name]) for name in TENSORS if name in state}
     sides = (shape[0], shape[1:].numel()) if shape else (1, 1)
+    if LEFT in held:
+        factors = [_floats(held[name]) for name in (LEFT, RIGHT)]
+        if tuple(map(len, factors)) != sides:
+            raise StateError(f"tracked factors are not those of a parameter of shape {tuple(shape)}: another model's")
+        return product_of(factors)
     if CODES in held:
         found = _decoded(held[CODES], held[EXPONENTS])
     elif WHOLE in held:
         found = _floats(held[WHOLE])
     else:
-        found = [_floats(held[name]) for name in ((ROWS, COLUMNS) if ROWS in held else (LEFT, RIGHT))]
-    if ROWS in held:
-        rows, columns = found
+        rows, columns = _floats(held[ROWS]), _floats(held[COLUMNS])
         found = rows[:, None] * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
-    elif LEFT in held:
-        if [len(side) for side in found] != list(sides):
-            raise StateError(f"a tracked moment is of a parameter of another shape than {tuple(shape)}")
-        return product_of(found)
     if found.shape != sides:
         raise StateError(f"a tracked moment has shape {tuple(found.shape)}: the state belongs to another model")
     return found, (None, None)
