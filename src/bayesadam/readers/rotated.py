@@ -192,7 +192,7 @@ def shampoo(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Siz
 
 
 def product_of(factors: Sequence[Tensor]) -> Factors:
-    r"""The eigenvalues and eigenvectors of :math:`M_1 \otimes M_2/\tau_2 \otimes M_3/\tau_3 \otimes \cdots`, τ the traces.
+    r"""The eigenvalues and eigenvectors of :math:`M_1 \otimes M_2/\tau_2 \otimes \cdots`, τ the traces.
 
     A factor that is a vector is a diagonal matrix, whose basis is None.
     """
