@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bayesadam as ba
-from bayesadam.errors import SettingError, StateError
+from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.readers import read_optimizer, read_state_dict
 from bayesadam.readers.tracking import TENSORS, _decoded, _encoded
 
@@ -341,7 +341,7 @@ def test_what_is_wrong_is_said():
         ba.track(optimizer, decay=1.0)
     with pytest.raises(SettingError, match="every"):
         ba.track(optimizer, every=0)
-    with pytest.raises(SettingError, match="torch optimiser"):
+    with pytest.raises(MatchError, match="torch optimiser"):
         ba.track(model)  # type: ignore[arg-type]
     train(model, [optimizer], range(2))
     with pytest.raises(StateError, match=r"ba\.track"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
-from bayesadam._alone import alone_with, unwrap
+from bayesadam._alone import alone_with, listed_optimizers, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
@@ -142,7 +142,7 @@ class Posterior(GaussianWeights, Distribution):
         """
         settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=recorder is not None)
-        given = set(map(id, matching.listed_optimizers(optimizer)))
+        given = set(map(id, listed_optimizers(optimizer)))
         if recorder is not None and given != set(map(id, recorder.optimizers)):
             raise MatchError(
                 "the recorder is attached to another optimiser than the one given, or to none: gradients of "

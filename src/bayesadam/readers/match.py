@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._alone import named_modules, unwrap
+from bayesadam._alone import listed_optimizers, named_modules, unwrap
 from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam.errors import MatchError, StateError
@@ -157,23 +157,6 @@ def match_optimizers(
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
     return _finished(parameters, taken, source, classes, foreign)
-
-
-def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """One optimiser or several as a list, each without a trainer's wrapper."""
-    listed: list[Optimizer] = []
-    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in given:
-        if not hasattr(optimizer, "param_groups"):
-            kind = type(optimizer).__name__
-            raise MatchError(f"expected a torch optimiser, got {kind}; for a saved state use Posterior.from_state_dict")
-        # Accelerate and Lightning keep it in `.optimizer`.
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = inner
-        listed.append(optimizer)
-    if not listed:
-        raise MatchError("no optimiser was given: the list is empty")
-    return listed
 
 
 def match_state_dict(

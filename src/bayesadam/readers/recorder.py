@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from bayesadam._alone import in_eval_mode
+from bayesadam._alone import in_eval_mode, listed_optimizers
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.curvature import Curvature
-from bayesadam.readers.match import Match, listed_optimizers, match_optimizers
+from bayesadam.readers.match import Match, match_optimizers
 from bayesadam.readers.registry import working_dtype
 from bayesadam.readers.tracking import on_gradients
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
+from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count
-from bayesadam._shards import is_sharded, own_part, whole
+from bayesadam._shards import extremes, is_sharded, own_part, whole
 from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.rotated import Factors, product_of
 
@@ -33,8 +34,10 @@ CODES, EXPONENTS, WHOLE = "tracked_codes", "tracked_exponents", "tracked_moment"
 ROWS, COLUMNS = "tracked_rows", "tracked_columns"
 LEFT, RIGHT = "tracked_left", "tracked_right"
 TENSORS = (CODES, EXPONENTS, WHOLE, ROWS, COLUMNS, LEFT, RIGHT)
-# Entries of a parameter group: steps seen since tracking began, β of the gradients taken, k, examples behind one.
-STEPS, DECAY, EVERY, EXAMPLES = "tracked_steps", "tracked_decay", "tracked_every", "tracked_batch_size"
+# Entries of a parameter group: steps seen since tracking began, and those that the optimiser had taken by then (None
+# where it does not count); β of the gradients taken, k, examples behind one.
+STEPS, SINCE = "tracked_steps", "tracked_since"
+DECAY, EVERY, EXAMPLES = "tracked_decay", "tracked_every", "tracked_batch_size"
 # Entries of a row that share an exponent, and the fewest that are worth it.
 _BLOCK, _FEWEST = 256, 16
 # A code has the last four bits of float32's exponent and the first four of its mantissa.
@@ -42,6 +45,7 @@ _SHIFT, _OCTAVES, _LAST = 19, 15, 255
 _DROPPED = (1 << _SHIFT) - 1
 # The golden ratio, of the bits that are dropped: multiples of it are spread as evenly as can be.
 _GOLDEN = 324_027
+_SHARDED = "Kronecker factors of a sharded parameter are not tracked: what='factored' or 'diagonal'"
 # Sides of a matrix up to which its Kronecker factor is kept whole; of longer ones the diagonal is.
 _WIDEST = 4096
 
@@ -140,10 +144,8 @@ def track(
         raise SettingError(f"decay must be at least 0 and below 1, got {decay!r}")
     count("every", every, "steps")
     kind = f"{what}{bits}" if what == "diagonal" else what
-    listed: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    # Trainers keep the optimiser in `.optimizer`.
-    listed = [getattr(each, "optimizer", each) if not isinstance(each, Optimizer) else each for each in listed]
-    handles = []
+    settings = {DECAY: decay, EVERY: every} | ({} if batch_size is None else {EXAMPLES: batch_size})
+    listed, handles = listed_optimizers(optimizer), []
     for each in listed:
         if not isinstance(each, Optimizer):
             raise SettingError(f"track takes a torch optimiser, or several, got {type(each).__name__}")
@@ -151,52 +153,84 @@ def track(
             getattr(hook, "keywords", {}).get("tracked") for hook in each._optimizer_load_state_dict_post_hooks.values()
         ):
             raise SettingError(f"this {type(each).__name__} is tracked already: remove() that tracker first")
-        settings: dict[str, Any] = {STEPS: 0, DECAY: decay, EVERY: every}
-        for group in each.param_groups:
-            for name, value in (settings | ({} if batch_size is None else {EXAMPLES: batch_size})).items():
-                group[name] = group.get(name, 0) if name == STEPS else value
-        _as_bytes(each)
+        if what == "kronecker" and any(is_sharded(p) for group in each.param_groups for p in group["params"]):
+            raise SettingError(_SHARDED)
+    for each in listed:
+        _settle(each, tracked=settings)
         pending: dict[Tensor, Any] = {}
-        handles += on_gradients(each, partial(_taken, kind, pending))
+        handles += on_gradients(each, partial(_taken, kind, settings, pending))
         handles.append(each.register_step_post_hook(partial(_begun, pending)))
-        handles.append(each.register_load_state_dict_post_hook(partial(_loaded, tracked=settings)))
+        handles.append(each.register_load_state_dict_post_hook(partial(_settle, tracked=settings)))
     return Tracker(listed, handles)
 
 
-def _loaded(optimizer: Optimizer, *, tracked: Mapping[str, Any]) -> None:
-    """After a state was loaded, which has the settings that it was tracked by, or none."""
+def _settle(optimizer: Optimizer, *, tracked: Mapping[str, Any]) -> None:
+    """Groups get the settings they are now tracked by, and tensors are bytes again.
+
+    A state that was loaded has other settings or none, and its tensors are of the parameters' types.
+    """
     for group in optimizer.param_groups:
-        group.update({name: group.get(name, value) if name == STEPS else value for name, value in tracked.items()})
-    _as_bytes(optimizer)
-
-
-def _as_bytes(optimizer: Optimizer) -> None:
-    """Tracked tensors as bytes again, which loading has turned into the parameters' type."""
+        group.update(tracked)
+        group.setdefault(STEPS, 0)
+        if SINCE not in group:
+            group[SINCE] = _steps_of(optimizer, group)
     for state in optimizer.state.values():
         for name in TENSORS if COUNT in state else ():
             if name in state and state[name].dtype != torch.uint8:
                 state[name] = state[name].to(torch.uint8)
 
 
+def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
+    """Steps that the optimiser has taken, if it counts them; 0 before the first."""
+    states = [optimizer.state[parameter] for parameter in group["params"] if optimizer.state.get(parameter)]
+    counts = [each["step"] for each in (group, *states) if "step" in each]
+    return max(map(int, counts)) if counts else None if states else 0
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _taken(kind: str, pending: dict[Tensor, Any], optimizer: Optimizer, scale: Tensor | None) -> None:
+def _taken(
+    kind: str,
+    settings: Mapping[str, Any],
+    pending: dict[Tensor, Any],
+    optimizer: Optimizer,
+    scale: Tensor | None,
+) -> None:
     """Every k-th time, take the gradients of all parameters.
 
     Many optimisers begin a state where it is empty: until then what belongs there is `pending`.
     """
+    if any(SINCE not in group for group in optimizer.param_groups):
+        _settle(optimizer, tracked=settings)
+    rehearsed = _is_rehearsal(optimizer)
     for group in optimizer.param_groups:
         due = group[STEPS] % group[EVERY] == 0
-        group[STEPS] += 1
+        group[STEPS] += not rehearsed
         for parameter in group["params"] if due else ():
             if parameter.grad is None:
                 continue
             gradient = parameter.grad.to_dense() if parameter.grad.layout != torch.strided else parameter.grad
             gradient = gradient.detach().float() if scale is None else gradient.detach().float() / scale
-            state = optimizer.state.get(parameter, {})
-            taken = int(state.get(COUNT, 0)) + 1
-            weight = (1 - group[DECAY]) / (1 - group[DECAY] ** taken)
-            found: dict[str, Any] = {**_updated(kind, state, gradient, weight, taken), COUNT: taken}
+            state, names = optimizer.state.get(parameter, {}), _entries(kind, gradient.shape)
+            if stale := [name for name in TENSORS if name in state and name not in names]:
+                # Of another `what`: begin anew.
+                for name in (COUNT, *stale):
+                    del state[name]
+                group[SINCE] = _steps_of(optimizer, group)
+            taken = int(state.get(COUNT, 0)) + (not rehearsed)
+            weight = (1 - group[DECAY]) / (1 - group[DECAY] ** taken) if taken else 0.0
+            found: dict[str, Any] = {**_updated(names, state, _by_rows(gradient), weight, taken), COUNT: taken}
             (state if state else pending.setdefault(parameter, {})).update(found)
+
+
+def _is_rehearsal(optimizer: Optimizer) -> bool:
+    """Whether the step is one that torch.distributed.checkpoint takes to find out which entries a state has.
+
+    It takes it before the first one, at a learning rate of 0 and by gradients of 0.
+    """
+    if optimizer.state or not all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups):
+        return False
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return not any(bool(extremes(g).any()) for g in gradients if g is not None and g.numel())
 
 
 def _begun(pending: dict[Tensor, dict[str, Any]], optimizer: Optimizer, *_: Any) -> None:
@@ -206,33 +240,57 @@ def _begun(pending: dict[Tensor, dict[str, Any]], optimizer: Optimizer, *_: Any)
     pending.clear()
 
 
-def _updated(kind: str, state: Mapping[str, Any], gradient: Tensor, weight: float, turn: int) -> dict[str, Tensor]:
-    """The tracked entries with one more gradient, which counts by `weight`; a sharded one by its parts."""
-    local = own_part(gradient)
-    matrix = local.reshape(len(local), -1) if local.dim() else local.reshape(1, 1)
-    if gradient.dim() < 2 or (kind == "diagonal8" and gradient.shape[1:].numel() < _FEWEST):
+def _entries(kind: str, shape: torch.Size) -> tuple[str, ...]:
+    """Those of the tracked tensors that a parameter of this shape has."""
+    if len(shape) < 2 or (kind == "diagonal8" and shape[1:].numel() < _FEWEST):
         kind = "diagonal32"
-    if kind == "diagonal8":
-        old = (
-            _decoded(own_part(state[CODES]), own_part(state[EXPONENTS])) if CODES in state else torch.zeros_like(matrix)
-        )
-        codes, exponents = _encoded(old.lerp_(matrix.square(), weight), turn)
+    sides = {"diagonal8": (CODES, EXPONENTS), "factored": (ROWS, COLUMNS), "kronecker": (LEFT, RIGHT)}
+    return sides.get(kind, (WHOLE,))
+
+
+def _updated(
+    names: Sequence[str], state: Mapping[str, Any], gradient: Tensor, weight: float, turn: int
+) -> dict[str, Tensor]:
+    """The tracked entries with one more gradient, which counts by `weight`; a sharded one by its rows here."""
+    local = own_part(gradient)
+    matrix = local.reshape(len(local), local.shape[1:].numel()) if local.dim() else local.reshape(1, 1)
+    squares = matrix.square()
+    if CODES in names:
+        held = {name: own_part(state[name]) for name in names if name in state}
+        old = _decoded(held[CODES], held[EXPONENTS]) if held else torch.zeros_like(squares)
+        codes, exponents = _encoded(old.lerp_(squares, weight), turn)
         return {CODES: _placed(codes.reshape(local.shape), gradient), EXPONENTS: _placed(exponents, gradient)}
-    if kind == "diagonal32":
-        now = {WHOLE: matrix.square()}
-    elif kind == "factored":
-        now = {ROWS: matrix.square().mean(dim=1), COLUMNS: whole(gradient.square().flatten(1).mean(dim=0))}
+    if WHOLE in names:
+        now = {WHOLE: squares}
+    elif ROWS in names:
+        total = _summed(squares.sum(dim=0), gradient)
+        now = {ROWS: squares.mean(dim=1, keepdim=True), COLUMNS: total / len(gradient)}
     elif is_sharded(gradient):
-        raise SettingError("Kronecker factors of a sharded parameter are not tracked: what='factored' or 'diagonal'")
+        raise SettingError(_SHARDED)
     else:
         sides = {LEFT: matrix, RIGHT: matrix.mT}
         now = {k: s @ s.mT if len(s) <= _WIDEST else s.square().sum(dim=1) for k, s in sides.items()}
     found = {}
     for name, fresh in now.items():
-        old = _floats(own_part(state[name])) if name in state else torch.zeros_like(fresh)
-        held = _bytes(old.lerp_(fresh, weight))
-        found[name] = held if name == COLUMNS else _placed(held, gradient)
+        if name in state:
+            _floats(own_part(state[name])).lerp_(fresh, weight)
+            found[name] = state[name]
+        else:
+            stored = _bytes(fresh * weight)
+            found[name] = stored if name == COLUMNS else _placed(stored, gradient)
     return found
+
+
+# --- sharded gradients ----------------------------------------------------------------------------------------------
+
+
+def _by_rows(gradient: Tensor) -> Tensor:
+    """A gradient of which every process has whole rows, if it does not have all."""
+    if not is_sharded(gradient) or all(p.is_replicate() or p.is_shard(0) for p in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate, Shard
+
+    return gradient.redistribute(placements=[p if p.is_replicate() else Shard(0) for p in gradient.placements])
 
 
 def _placed(part: Tensor, like: Tensor) -> Tensor:
@@ -246,6 +304,16 @@ def _placed(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
+def _summed(part: Tensor, like: Tensor) -> Tensor:
+    """The sum over the processes that the rows of `like` are split over."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    placements = [Replicate() if p.is_replicate() else Partial() for p in like.placements]
+    return whole(DTensor.from_local(part, like.device_mesh, placements, run_check=False))
+
+
 # --- bytes ----------------------------------------------------------------------------------------------------------
 
 
@@ -255,8 +323,8 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _floats(stored: Tensor) -> Tensor:
-    """The numbers behind bytes, a copy."""
-    return stored.to(torch.uint8).contiguous().view(torch.float32).clone()
+    """The numbers behind bytes, in the same memory."""
+    return stored.to(torch.uint8).contiguous().view(torch.float32)
 
 
 def _encoded(values: Tensor, turn: int) -> tuple[Tensor, Tensor]:
@@ -306,10 +374,10 @@ def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     if CODES in held:
         found = _decoded(held[CODES], held[EXPONENTS])
     elif WHOLE in held:
-        found = _floats(held[WHOLE])
+        found = _floats(held[WHOLE]).clone()
     else:
         rows, columns = _floats(held[ROWS]), _floats(held[COLUMNS])
-        found = rows[:, None] * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
+        found = rows * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
     if found.shape != sides:
         raise StateError(f"a tracked moment has shape {tuple(found.shape)}: the state belongs to another model")
     return found, (None, None)
