@@ -35,6 +35,7 @@ from bayesadam.readers import (
     Origin,
     Recorder,
     StateReader,
+    batch_size_or_tracked,
     check_parameter,
     load_weights,
     match_checkpoint,
@@ -132,7 +133,7 @@ class Posterior(GaussianWeights, Distribution):
             prior_precision: δ, one number or one per parameter name, or a `LoraPrior`; None takes N × the weight decay
                 of each parameter's group, and 1 where there is none. 0.0 is the paper's equation to the letter.
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
-            batch_size: examples behind one gradient; needed for power=1.
+            batch_size: examples behind one gradient; needed for power=1. None takes what `track` was told.
             form: `"map"` or `"likelihood"`.
             structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP or those of recorded gradients;
                 `"low-rank"`, recorded gradients and δ alone outside them, or `"low-rank+diagonal"`, with what the
@@ -140,7 +141,6 @@ class Posterior(GaussianWeights, Distribution):
             recorder: a `Recorder` of the optimiser, whose gradients then stand for its state.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
-        settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=recorder is not None)
         given = set(map(id, listed_optimizers(optimizer)))
         if recorder is not None and given != set(map(id, recorder.optimizers)):
@@ -151,6 +151,7 @@ class Posterior(GaussianWeights, Distribution):
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
         match = match_optimizers(model, optimizer, chosen)
+        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, recorder=recorder)
 
     @classmethod
@@ -207,9 +208,9 @@ class Posterior(GaussianWeights, Distribution):
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
-        settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=False)
         match = matching.match_state_dict(model, state_dict, optimizer, param_names)
+        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood)
 
     @classmethod
@@ -245,8 +246,10 @@ class Posterior(GaussianWeights, Distribution):
         spec = structure_named(structure, recorded=False)
         options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
         checkpoint = read_checkpoint(path, options)
-        settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
+        n_data = checkpoint.n_data_or(n_data)
         match = match_checkpoint(checkpoint, model, options)
+        batch_size = batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
+        settings = Settings(n_data, {}, power, batch_size, form)
         load = partial(load_weights, checkpoint, model)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, load=load)
 
@@ -514,6 +517,7 @@ class Posterior(GaussianWeights, Distribution):
             ("structure", f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters"),
             ("data", f"N = {self.n_data:,.10g}{batch}"),
             ("curvature", f"v̂^{self.power:g}, {self.form} form"),
+            *([] if self.origin.tracked is None else [("tracked", str(self.origin.tracked))]),
             *described(self),
         ]
         return table(f"Posterior over {type(self.model).__name__}", lines)

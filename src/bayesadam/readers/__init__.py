@@ -20,6 +20,8 @@ from bayesadam.readers.curvature import (
     UNKNOWN,
     Curvature,
     Origin,
+    Tracked,
+    batch_size_or_tracked,
     origin_of,
     read_entry,
     read_match,

@@ -288,7 +288,7 @@ def _by_rows(gradient: Tensor) -> Tensor:
     """A gradient of which every process has whole rows, if it does not have all."""
     if not is_sharded(gradient) or all(p.is_replicate() or p.is_shard(0) for p in gradient.placements):
         return gradient
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Shard
 
     return gradient.redistribute(placements=[p if p.is_replicate() else Shard(0) for p in gradient.placements])
 
@@ -319,11 +319,14 @@ def _summed(part: Tensor, like: Tensor) -> Tensor:
 
 def _bytes(values: Tensor) -> Tensor:
     """Of float32 numbers; the last dimension is four times as long."""
-    return values.float().contiguous().view(torch.uint8)
+    # Of a part without rows strides may be anything.
+    return torch.empty(values.shape, dtype=torch.float32, device=values.device).copy_(values).view(torch.uint8)
 
 
 def _floats(stored: Tensor) -> Tensor:
     """The numbers behind bytes, in the same memory."""
+    if not stored.numel():
+        return torch.empty(*stored.shape[:-1], stored.shape[-1] // 4, device=stored.device)
     return stored.to(torch.uint8).contiguous().view(torch.float32)
 
 
@@ -334,15 +337,15 @@ def _encoded(values: Tensor, turn: int) -> tuple[Tensor, Tensor]:
     between 0 and 1 make more than 1. Those numbers are the multiples of the golden ratio, so that over turns as many
     are rounded up as should be. What is 0 stays 0, and nothing else becomes it.
     """
-    m, n = values.shape
+    (m, n), blocks = values.shape, -(-values.shape[1] // _BLOCK)
     bits = pad(values, (0, -n % _BLOCK)).reshape(-1, _BLOCK).view(torch.int32)
     # Rounded up, the largest may reach the next octave.
     exponents = (((bits.amax(dim=1, keepdim=True) + _DROPPED) >> 23) - _OCTAVES).clamp_(min=0)
     places = torch.arange(_BLOCK, device=values.device)
     turns = (((places + 1) * _GOLDEN + turn * _GOLDEN * 7) & _DROPPED).int()
     keys = (bits + turns).bitwise_right_shift_(_SHIFT).sub_(exponents << 4).clamp_(1, _LAST)
-    codes = keys.mul_(bits > 0).to(torch.uint8).reshape(m, -1)[:, :n]
-    return codes.contiguous(), exponents.to(torch.uint8).reshape(m, -1)
+    codes = keys.mul_(bits > 0).to(torch.uint8).reshape(m, _BLOCK * blocks)[:, :n]
+    return codes.contiguous(), exponents.to(torch.uint8).reshape(m, blocks)
 
 
 def _decoded(codes: Tensor, exponents: Tensor) -> Tensor:
@@ -351,7 +354,8 @@ def _decoded(codes: Tensor, exponents: Tensor) -> Tensor:
     m, n = codes.shape
     blocks = pad(codes, (0, -n % _BLOCK)).reshape(-1, _BLOCK).int()
     keys = (exponents.reshape(-1, 1).int() << 4) + blocks
-    return keys.bitwise_left_shift_(_SHIFT).mul_(blocks > 0).view(torch.float32).reshape(m, -1)[:, :n].contiguous()
+    found = keys.bitwise_left_shift_(_SHIFT).mul_(blocks > 0).view(torch.float32)
+    return found.reshape(m, n + -n % _BLOCK)[:, :n].contiguous()
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
