@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.readers.tracking import COUNT, TENSORS
+from processes import run_python
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers", "ignore:The number of training batches"
@@ -236,3 +239,51 @@ def test_a_word_will_do_and_what_is_wrong_is_refused_before_training(tmp_path):
     track = {"every": 1, "batch_size": BATCH}
     _, callback = lightning_run(tmp_path, "momentum", 1, track=track, power=1.0)
     assert callback.posterior.batch_size == BATCH
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+DEEPSPEED = """
+import os, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import deepspeed, torch
+import torch.distributed as dist
+from trainers.test_tracked import OPTIMIZERS, WAYS, Network, assert_same, loader
+import bayesadam as ba
+
+folder, name, way, stage = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+deepspeed.init_distributed(dist_backend="gloo")
+config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": int(stage)}, "gradient_clipping": 0.1,
+          "zero_allow_untested_optimizer": True}
+
+def run(epochs, resumed=False):
+    model = Network()
+    for layer in (model.layers[0], model.layers[2]) if name == "muon" else ():
+        layer.bias.requires_grad_(False)
+    optimizer = OPTIMIZERS[name](model)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    ba.track(optimizer, **WAYS[way])
+    if resumed:
+        engine.load_checkpoint(folder)
+    for batch in (batch for _ in range(epochs) for batch in loader()):
+        engine.backward(engine(**batch)["loss"])
+        engine.step()
+    if epochs == 1:
+        engine.save_checkpoint(folder)
+    return [optimizer]
+
+whole = run(3)
+run(1)
+assert_same(run(2, resumed=True), whole, 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "way", "stage"), [("momentum", "8", 0), ("muon", "factored", 0), ("adamw", "32", 1), ("momentum", "8", 2)]
+)
+def test_deepspeed(name, way, stage, tmp_path):
+    pytest.importorskip("deepspeed")
+    done = run_python(DEEPSPEED, tmp_path, name, way, stage, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr[-4000:]
