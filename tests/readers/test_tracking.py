@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError, StateError
-from bayesadam.readers import read_optimizer, read_state_dict
+from bayesadam.readers import Tracked, read_optimizer, read_state_dict
 from bayesadam.readers.tracking import TENSORS, _decoded, _encoded
 
 
@@ -240,6 +240,174 @@ def test_gradients_are_unscaled_and_a_step_that_overflowed_is_left_out():
     assert found.steps["3.weight"] == 4
     expected = average([g["3.weight"] for g in gradients], 0.99)
     assert_close(found.second_moment["3.weight"].double(), expected, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fused_optimiser_that_unscales_itself(kind, unscaled):
+    """GradScaler leaves scale and overflow to it; not where gradients were unscaled before, to be clipped."""
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ba.track(optimizer, every=1, bits=32, decay=0.9)
+    gradients = []
+    for number in range(5):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss * (torch.inf if number == 2 else 1.0)).backward()
+        scale = scaler.get_scale()
+        if unscaled:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scale = 1.0
+        if number != 2:
+            gradients.append(model[3].weight.grad.double() / scale)
+        scaler.step(optimizer)
+        scaler.update()
+    found = read_optimizer(model, optimizer)
+    assert found.steps["3.weight"] == 4
+    assert_close(found.second_moment["3.weight"].double(), average(gradients, 0.9), rtol=1e-4, atol=1e-12)
+
+
+def test_accumulated_and_clipped_gradients_are_taken_as_the_step_uses_them():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ba.track(optimizer, every=2, bits=32, decay=0.9)
+    gradients = []
+    for number in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(2 * number + part)
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert float(norm) > 0.05
+        gradients.append(model[3].weight.grad.double().clone())
+        optimizer.step()
+    found = read_optimizer(model, optimizer)
+    assert found.steps["3.weight"] == 3
+    assert_close(found.second_moment["3.weight"].double(), average(gradients[::2], 0.9), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_foreach_and_fused_and_compiled_steps_keep_the_same_bits(way):
+    """A first step's gradients are the same whatever takes it."""
+    kept = []
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}, {"compiled": True}):
+        model, compiled = network(), options.pop("compiled", False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
+        ba.track(optimizer, every=1, **WAYS[way])
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        x, y = batch(0)
+        nn.functional.cross_entropy(model(x), y).backward()
+        step()
+        kept.append([state[name] for state in optimizer.state.values() for name in TENSORS if name in state])
+    for other in kept[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], other, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_no_number_is_not_forgotten(way):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ba.track(optimizer, every=1, **WAYS[way])
+    train(model, [optimizer], range(2))
+    weights = copy.deepcopy(model.state_dict())
+    model[3].weight.grad[1, 1] = torch.nan
+    optimizer.step()
+    model.load_state_dict(weights)
+    train(model, [optimizer], range(2))
+    with pytest.raises(StateError, match=r"3\.weight"):
+        read_optimizer(model, optimizer)
+
+
+def test_another_what_begins_anew():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    with ba.track(optimizer, every=1):
+        train(model, [optimizer], range(5))
+    ba.track(optimizer, what="factored", every=1)
+    train(model, [optimizer], range(5, 7))
+    found = ba.Posterior.from_optimizer(model, optimizer, 100)
+    assert read_optimizer(model, optimizer).steps["3.weight"] == 2
+    assert "tracked_codes" not in optimizer.state[model[3].weight]
+    assert found.origin.tracked.since == 5
+
+
+def test_a_group_that_is_added_later():
+    model = network()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)
+    ba.track(optimizer, every=2)
+    train(model, [optimizer], range(3))
+    optimizer.add_param_group({"params": list(model[5].parameters())})
+    train(model, [optimizer], range(3, 6))
+    steps = read_optimizer(model, optimizer).steps
+    assert (steps["3.weight"], steps["5.weight"]) == (3, 2)
+
+
+def test_it_says_what_stands_behind_it(tmp_path):
+    model = network()
+    optimizers = muon(list(model.parameters()))
+    train(model, optimizers, range(2))
+    tracker = ba.track(optimizers, every=3, batch_size=16)
+    train(model, optimizers, range(2, 12))
+    tracker.remove()
+    posterior = ba.Posterior.from_optimizer(model, optimizers, 100, power=1.0)
+    assert posterior.batch_size == 16
+    assert ba.Posterior.from_optimizer(model, optimizers, 100, batch_size=8).batch_size == 8
+    # Muon does not count its steps, AdamW does.
+    assert posterior.origin.tracked == Tracked(6, (4, 4), 3, None, 16)
+    adam = ba.Posterior.from_optimizer(model, optimizers[1:], 100)
+    assert adam.origin.tracked.since == 2
+    words = "by 4 gradients, one in 3 steps since step 2: 64 examples"
+    assert words in str(adam)
+    (finding,) = (each for each in ba.doctor(model, optimizers[1:]).findings if each.code == "tracked")
+    assert words in finding.message
+    adam.save(tmp_path / "posterior.safetensors")
+    loaded = ba.Posterior.load(tmp_path / "posterior.safetensors", model)
+    assert loaded.origin == adam.origin
+    path = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}, path)
+    assert ba.Posterior.from_checkpoint(path, model, 100).batch_size == 16
+    assert ba.GaussianWeights.open(path, 100).batch_size == 16
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_novelty_sees_what_training_did_not_show(turned):
+    """Inputs along directions of which the training data have little: as well as by Adam's state or a recorder."""
+    torch.manual_seed(0)
+    scale, rotation = torch.tensor([1.0] * 10 + [0.1] * 10), torch.linalg.qr(torch.randn(20, 20)).Q
+    turn = rotation if turned else torch.eye(20)
+    x = torch.randn(600, 20) * scale @ turn
+    inside, outside = torch.randn(200, 20) * scale @ turn, torch.randn(200, 20) * scale.flip(0) @ turn
+    y = (x @ turn.T)[:, :3].argmax(dim=1)
+
+    def trained(kind: Any, way: str | None = None) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 3))
+        optimizer = kind(model.parameters(), lr=0.01 if kind is torch.optim.Adam else 0.1)
+        recorder = ba.Recorder(optimizer, keep=100, every=1) if way == "recorded" else None
+        if way in WAYS:
+            ba.track(optimizer, every=1, **WAYS[way])
+        for step in range(300):
+            rows = torch.randint(600, (32,), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+        structure = "kronecker" if way in ("kronecker", "recorded") else "diagonal"
+        options: Any = {"structure": structure, "recorder": recorder, "likelihood": "classification"}
+        posterior = ba.Posterior.from_optimizer(model, optimizer, 600, **options)
+        known, unknown = (posterior.novelty(each, reference=x[:50]) for each in (inside, outside))
+        return ba.scores.auroc(known, unknown)
+
+    recorded = trained(torch.optim.SGD, "recorded")
+    assert recorded > 0.9
+    assert trained(torch.optim.SGD, "kronecker") > recorded - 0.03
+    adam = trained(torch.optim.Adam)
+    for way in ("8", "32", "factored"):
+        # A diagonal does not see what is turned.
+        assert trained(torch.optim.SGD, way) > adam - 0.05
+        assert turned or trained(torch.optim.SGD, way) > 0.9
 
 
 def test_the_gradients_of_a_closure():

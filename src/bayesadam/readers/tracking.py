@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from bayesadam._alone import listed_optimizers
@@ -335,27 +334,44 @@ def _encoded(values: Tensor, turn: int) -> tuple[Tensor, Tensor]:
 
     A number is rounded to one of its two neighbours: up if the part of it that is dropped and a number of the turn
     between 0 and 1 make more than 1. Those numbers are the multiples of the golden ratio, so that over turns as many
-    are rounded up as should be. What is 0 stays 0, and nothing else becomes it.
+    are rounded up as should be. What is 0 stays 0, and nothing above 10⁻³⁹ becomes it. One NaN makes its block NaN.
     """
-    (m, n), blocks = values.shape, -(-values.shape[1] // _BLOCK)
-    bits = pad(values, (0, -n % _BLOCK)).reshape(-1, _BLOCK).view(torch.int32)
+    largest = torch.cat([part.amax(dim=2) for part in _blocks(values)], dim=1)
     # Rounded up, the largest may reach the next octave.
-    exponents = (((bits.amax(dim=1, keepdim=True) + _DROPPED) >> 23) - _OCTAVES).clamp_(min=0)
-    places = torch.arange(_BLOCK, device=values.device)
-    turns = (((places + 1) * _GOLDEN + turn * _GOLDEN * 7) & _DROPPED).int()
-    keys = (bits + turns).bitwise_right_shift_(_SHIFT).sub_(exponents << 4).clamp_(1, _LAST)
-    codes = keys.mul_(bits > 0).to(torch.uint8).reshape(m, _BLOCK * blocks)[:, :n]
-    return codes.contiguous(), exponents.to(torch.uint8).reshape(m, blocks)
+    exponents = (((largest.view(torch.int32) + _DROPPED) >> 23) - _OCTAVES).clamp_(min=0)
+    exponents.masked_fill_(largest.isnan(), _LAST)
+    places = torch.arange(values.shape[1], device=values.device) % _BLOCK + 1
+    turns = ((places * _GOLDEN + turn * _GOLDEN * 7) & _DROPPED).int()
+    # Sixteen bits hold all that is left, in half the memory.
+    keys = (values.view(torch.int32) + turns).bitwise_right_shift_(_SHIFT).to(torch.int16)
+    least = keys.clamp(max=1)
+    for part, lowest in zip(_blocks(keys), _blocks_of(exponents, values.shape[1]), strict=True):
+        part.sub_(lowest)
+    return torch.maximum(keys, least, out=keys).to(torch.uint8), exponents.to(torch.uint8)
 
 
 def _decoded(codes: Tensor, exponents: Tensor) -> Tensor:
     """The numbers behind codes, (m, n) in float32."""
-    codes, exponents = codes.to(torch.uint8).flatten(1), exponents.to(torch.uint8)
-    m, n = codes.shape
-    blocks = pad(codes, (0, -n % _BLOCK)).reshape(-1, _BLOCK).int()
-    keys = (exponents.reshape(-1, 1).int() << 4) + blocks
-    found = keys.bitwise_left_shift_(_SHIFT).mul_(blocks > 0).view(torch.float32)
-    return found.reshape(m, n + -n % _BLOCK)[:, :n].contiguous()
+    keys = codes.flatten(1).to(torch.int16)
+    is_positive = keys.clamp(max=1)
+    each = zip(_blocks(keys), _blocks(is_positive), _blocks_of(exponents, keys.shape[1]), strict=True)
+    for part, positive, lowest in each:
+        part.addcmul_(positive, lowest)
+    return keys.int().bitwise_left_shift_(_SHIFT).view(torch.float32)
+
+
+def _blocks(matrix: Tensor) -> list[Tensor]:
+    """The whole blocks of rows, (m, blocks, 256), and what is left of them, (m, 1, fewer), in the same memory."""
+    whole, rest = divmod(matrix.shape[1], _BLOCK)
+    parts = [matrix[:, : whole * _BLOCK].view(len(matrix), whole, _BLOCK)] if whole else []
+    return [*parts, matrix[:, whole * _BLOCK :].unsqueeze(1)] if rest else parts
+
+
+def _blocks_of(exponents: Tensor, n: int) -> list[Tensor]:
+    """The keys that exponents stand for, of the blocks of rows of n."""
+    keys = (exponents.to(torch.int16) << 4).unsqueeze(2)
+    whole = n // _BLOCK
+    return [part for part in (keys[:, :whole], keys[:, whole:]) if part.shape[1]]
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -374,6 +390,9 @@ def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
         factors = [_floats(held[name]) for name in (LEFT, RIGHT)]
         if tuple(map(len, factors)) != sides:
             raise StateError(f"tracked factors are not those of a parameter of shape {tuple(shape)}: another model's")
+        if not all(bool(factor.isfinite().all()) for factor in factors):
+            # What reads it refuses it by name.
+            return factors[0].new_full(sides, torch.nan), (None, None)
         return product_of(factors)
     if CODES in held:
         found = _decoded(held[CODES], held[EXPONENTS])
