@@ -1,12 +1,15 @@
 """One thread at a time with a model whose weights, buffers, hooks or modes are not its own for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.optim import Optimizer
+
+from bayesadam.errors import MatchError
 
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _adding = Lock()
@@ -21,6 +24,23 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimiser or several as a list, each without a trainer's wrapper."""
+    listed: list[Optimizer] = []
+    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in given:
+        if not hasattr(optimizer, "param_groups"):
+            kind = type(optimizer).__name__
+            raise MatchError(f"expected a torch optimiser, got {kind}; for a saved state use Posterior.from_state_dict")
+        # Accelerate and Lightning keep it in `.optimizer`.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        listed.append(optimizer)
+    if not listed:
+        raise MatchError("no optimiser was given: the list is empty")
+    return listed
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -30,7 +30,7 @@ from bayesadam.optim import Badam
 from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.predict import Top
 from bayesadam.pruning import prune, pruning_masks
-from bayesadam.readers import Recorder
+from bayesadam.readers import Recorder, track
 
 __all__ = [
     "Badam",
@@ -65,5 +65,6 @@ __all__ = [
     "readers",
     "scores",
     "sklearn",
+    "track",
     "trainers",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count, positive
 from bayesadam._warnings import warn
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
@@ -17,7 +18,7 @@ from bayesadam.gaussian.sums import check_growth
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.readers import Group, StateReader, read_entry
-from bayesadam.readers.match import Entry, check_parameter, listed_optimizers, own_parameters
+from bayesadam.readers.match import Entry, check_parameter, own_parameters
 from bayesadam.readers.registry import reader_of
 from bayesadam.readers.rotated import Rotation
 

@@ -166,6 +166,8 @@ def diagnose(
         findings += _left_out(match)
         readers = {entry.reader.name: entry.reader for entry in match.entries}.values()
         findings += [Finding("optimizer", "note", f"{each.name}: {each.note}") for each in readers if each.note]
+    if (tracked := gaussian.origin.tracked) is not None:
+        findings.append(Finding("tracked", "note", f"track kept the second moment of {tracked}"))
     findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
     subject = type(model).__name__ if source is None else source.path.name
     trained = f" trained by {' and '.join(optimizers)}" if optimizers else ""

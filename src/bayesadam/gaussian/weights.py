@@ -42,6 +42,7 @@ from bayesadam.readers import (
     CheckpointKeywords,
     CheckpointOptions,
     Origin,
+    batch_size_or_tracked,
     explain,
     format_of,
     identities,
@@ -202,8 +203,10 @@ class GaussianWeights(Marginals):
             return _open_saved(file, n_data, prior_precision)
         spec = structure_named(structure, recorded=False)
         checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(file, reading)
-        settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
+        n_data = checkpoint.n_data_or(n_data)
         match = match_checkpoint(checkpoint, options=reading)
+        batch_size = batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
+        settings = Settings(n_data, {}, power, batch_size, form)
         apart = moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)

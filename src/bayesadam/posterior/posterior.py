@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
-from bayesadam._alone import alone_with, unwrap
+from bayesadam._alone import alone_with, listed_optimizers, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
@@ -35,6 +35,7 @@ from bayesadam.readers import (
     Origin,
     Recorder,
     StateReader,
+    batch_size_or_tracked,
     check_parameter,
     load_weights,
     match_checkpoint,
@@ -133,7 +134,7 @@ class Posterior(GaussianWeights, Distribution):
             prior_precision: δ, one number or one per parameter name, or a `LoraPrior`; None takes N × the weight decay
                 of each parameter's group, and 1 where there is none. 0.0 is the paper's equation to the letter.
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
-            batch_size: examples behind one gradient; needed for power=1.
+            batch_size: examples behind one gradient; needed for power=1. None takes what `track` was told.
             form: `"map"` or `"likelihood"`.
             structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP or those of recorded gradients;
                 `"low-rank"`, recorded gradients and δ alone outside them, or `"low-rank+diagonal"`, with what the
@@ -141,9 +142,8 @@ class Posterior(GaussianWeights, Distribution):
             recorder: a `Recorder` of the optimiser, whose gradients then stand for its state.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
-        settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=recorder is not None)
-        given = set(map(id, matching.listed_optimizers(optimizer)))
+        given = set(map(id, listed_optimizers(optimizer)))
         if recorder is not None and given != set(map(id, recorder.optimizers)):
             raise MatchError(
                 "the recorder is attached to another optimiser than the one given, or to none: gradients of "
@@ -152,6 +152,7 @@ class Posterior(GaussianWeights, Distribution):
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
         match = match_optimizers(model, optimizer, chosen)
+        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, recorder=recorder)
 
     @classmethod
@@ -208,9 +209,9 @@ class Posterior(GaussianWeights, Distribution):
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
-        settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=False)
         match = matching.match_state_dict(model, state_dict, optimizer, param_names)
+        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood)
 
     @classmethod
@@ -246,8 +247,10 @@ class Posterior(GaussianWeights, Distribution):
         spec = structure_named(structure, recorded=False)
         options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
         checkpoint = read_checkpoint(path, options)
-        settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
+        n_data = checkpoint.n_data_or(n_data)
         match = match_checkpoint(checkpoint, model, options)
+        batch_size = batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
+        settings = Settings(n_data, {}, power, batch_size, form)
         if (apart := moments_apart(checkpoint, match)) is not None:
             warn(apart)
         load = partial(load_weights, checkpoint, model)
@@ -517,6 +520,7 @@ class Posterior(GaussianWeights, Distribution):
             ("structure", f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters"),
             ("data", f"N = {self.n_data:,.10g}{batch}"),
             ("curvature", f"v̂^{self.power:g}, {self.form} form"),
+            *([] if self.origin.tracked is None else [("tracked", str(self.origin.tracked))]),
             *described(self),
         ]
         return table(f"Posterior over {type(self.model).__name__}", lines)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._alone import unwrap
+from bayesadam._alone import listed_optimizers, unwrap
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.gaussian.settings import curvature
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.readers.match import listed_optimizers
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -20,6 +20,8 @@ from bayesadam.readers.curvature import (
     UNKNOWN,
     Curvature,
     Origin,
+    Tracked,
+    batch_size_or_tracked,
     origin_of,
     read_entry,
     read_match,
@@ -57,3 +59,4 @@ from bayesadam.readers.registry import (
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
 from bayesadam.readers.together import moments_apart
+from bayesadam.readers.tracking import Tracker, track

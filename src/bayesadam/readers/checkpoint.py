@@ -188,7 +188,7 @@ def match_checkpoint(
     """
     options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
+    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
     slots = slots_of(state, reader)
     own, is_part = ({}, True) if model is None else _own_names(checkpoint, unwrap(model))
     if model is not None and not is_part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from bayesadam._shards import extremes, placed_like
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
+from bayesadam.readers import tracking
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.registry import State, StateReader, opened, working_dtype
+from bayesadam.readers.registry import TRACKED, State, StateReader, opened, working_dtype
 from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
 # Weights read together, whatever the size of a tensor.
@@ -199,17 +200,52 @@ def _corrected(stored: Tensor, entry: Entry) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Tracked:
+    """What stands behind second moments that `track` kept.
+
+    Attributes:
+        parameters: how many have one.
+        gradients: the fewest and the most behind a parameter.
+        every: k: they are of each k-th step.
+        since: steps that the optimiser had taken when tracking began; None where it does not count them.
+        batch_size: examples behind one gradient, where `track` was told.
+    """
+
+    parameters: int
+    gradients: tuple[float, float]
+    every: int
+    since: int | None = None
+    batch_size: int | None = None
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> print(Tracked(3, (20, 20), 10, 0, 128))
+        3 parameters, by 20 gradients, one in 10 steps since step 0: 2,560 examples
+        >>> print(Tracked(1, (5, 8), 1))
+        1 parameter, by 5 to 8 gradients, one a step
+        """
+        few, many = self.gradients
+        text = f"{self.parameters} parameter{'s' * (self.parameters != 1)}, by "
+        text += f"{few:,g} gradient{'s' * (few != 1)}" if few == many else f"{few:,g} to {many:,g} gradients"
+        text += ", one a step" if self.every == 1 else f", one in {self.every:,} steps"
+        text += "" if self.since is None else f" since step {self.since:,}"
+        return text if self.batch_size is None else f"{text}: {many * self.batch_size:,g} examples"
+
+
+@dataclass(frozen=True)
 class Origin:
     """The optimisers behind second moments.
 
     `steps` are the fewest and the most gradients behind a parameter, `beta` the smallest β₂; None where unknown.
-    `recorded` says that the gradients are a `Recorder`'s.
+    `recorded` says that the gradients are a `Recorder`'s, `tracked` what `track` kept, if it did.
     """
 
     optimizers: tuple[str, ...] = ()
     steps: tuple[float, float] | None = None
     beta: float | None = None
     recorded: bool = False
+    tracked: Tracked | None = None
 
     @property
     def fewest(self) -> float | None:
@@ -219,7 +255,8 @@ class Origin:
     def header(self) -> dict[str, Any]:
         """Plain data, for the header of a file."""
         steps = None if self.steps is None else list(self.steps)
-        return {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
+        known = {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
+        return known if self.tracked is None else {**known, "tracked": asdict(self.tracked)}
 
     @classmethod
     def of_header(cls, header: Mapping[str, Any]) -> Origin:
@@ -230,7 +267,12 @@ class Origin:
             None if steps is None else (float(steps[0]), float(steps[-1])),
             header.get("beta2"),
             bool(header.get("recorded")),
+            _tracked(header.get("tracked")),
         )
+
+
+def _tracked(header: Mapping[str, Any] | None) -> Tracked | None:
+    return None if header is None else Tracked(**{**header, "gradients": tuple(header["gradients"])})
 
 
 UNKNOWN = Origin()
@@ -243,7 +285,29 @@ def origin_of(match: Match) -> Origin:
     known = [entry.reader.beta(entry.group) for entry in match.entries]
     betas = [beta for beta in known if beta is not None and 0 < beta < 1]
     recorded = any(RECORDED_MARK in entry.group for entry in match.entries)
-    return Origin(match.optimizers, (min(steps), max(steps)) if steps else None, min(betas, default=None), recorded)
+    ends = (min(steps), max(steps)) if steps else None
+    return Origin(match.optimizers, ends, min(betas, default=None), recorded, tracked_in(match))
+
+
+def tracked_in(match: Match) -> Tracked | None:
+    """What was tracked of matched states; None where nothing was."""
+    entries = [entry for entry in match.entries if entry.reader is TRACKED]
+    if not entries:
+        return None
+    counts = [entry.reader.steps(entry.state, entry.group) or 0.0 for entry in entries]
+    groups = [entry.group for entry in entries]
+    sizes = {int(group[tracking.EXAMPLES]) for group in groups if tracking.EXAMPLES in group}
+    known = [group.get(tracking.SINCE) for group in groups]
+    since = None if None in known else max(int(each) for each in known if each is not None)
+    every = max(int(group.get(tracking.EVERY, 1)) for group in groups)
+    return Tracked(len(entries), (min(counts), max(counts)), every, since, sizes.pop() if len(sizes) == 1 else None)
+
+
+def batch_size_or_tracked(match: Match, given: int | None) -> int | None:
+    """B as given or, for None, as `track` was told, if it was."""
+    if given is not None or (tracked := tracked_in(match)) is None:
+        return given
+    return tracked.batch_size
 
 
 def warn_of_memory(origin: Origin, label: str) -> None:

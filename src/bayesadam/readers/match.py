@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._alone import named_modules, unwrap
+from bayesadam._alone import listed_optimizers, named_modules, unwrap
 from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.groups import Shapes, fillings
 from bayesadam.readers.registry import (
     ADVICE,
+    TRACKED,
     Group,
     State,
     StateReader,
@@ -31,10 +32,12 @@ from bayesadam.readers.registry import (
     has_tensors,
     identify_reader,
     parameter_shape,
+    reader_for,
     reader_named,
     reader_of,
     unknown_bases,
 )
+from bayesadam.readers.tracking import is_tracked
 
 # A mark of groups that together are one list in the model's order.
 ONE_LIST = "bayesadam: one list"
@@ -131,6 +134,8 @@ def match_optimizers(
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
         record = reader_of(optimizer) if reader is None else reader_named(reader)
+        if record is None and any(is_tracked(state) for state in optimizer.state.values()):
+            record = TRACKED
         if record is None:
             name = f"{type(optimizer).__module__}.{title}"
             raise StateError(f"no reader is registered for {name}: describe it with readers.register(StateReader(...))")
@@ -139,11 +144,10 @@ def match_optimizers(
         foreign += len(trained) - len(own)
         if twice := [name for name in own if name in taken]:
             raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
-        if record.statistic == "none":
+        found = _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
+        if record.statistic == "none" and not any(isinstance(entry, Entry) for entry in found.values()):
             refusals.append(f"{title} keeps no second moment per weight; {ADVICE}")
-            taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
-        else:
-            taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names)
+        taken |= found
     source = " and ".join(classes)
     if foreign and not taken:
         raise MatchError(
@@ -155,30 +159,13 @@ def match_optimizers(
     return _finished(parameters, taken, source, classes, foreign)
 
 
-def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """One optimiser or several as a list, each without a trainer's wrapper."""
-    listed: list[Optimizer] = []
-    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in given:
-        if not hasattr(optimizer, "param_groups"):
-            kind = type(optimizer).__name__
-            raise MatchError(f"expected a torch optimiser, got {kind}; for a saved state use Posterior.from_state_dict")
-        # Accelerate and Lightning keep it in `.optimizer`.
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = inner
-        listed.append(optimizer)
-    if not listed:
-        raise MatchError("no optimiser was given: the list is empty")
-    return listed
-
-
 def match_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
     """Match a saved optimiser state to the model's parameters: by names, else by the model's order and every shape."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
-    record = usable_reader(reader)
+    record = usable_reader(reader, state_dict)
     parameters = own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
     if pairing is None:
@@ -187,10 +174,10 @@ def match_state_dict(
     return match_pairs(parameters, state_dict, record, pairing)
 
 
-def usable_reader(reader: str | StateReader) -> StateReader:
-    """The reader, by name or as it is, where it finds a second moment."""
+def usable_reader(reader: str | StateReader, state_dict: Mapping[str, Any]) -> StateReader:
+    """The reader, by name or as it is, where it finds a second moment, or one was tracked."""
     record = reader_named(reader)
-    if record.statistic == "none":
+    if record.statistic == "none" and not any(is_tracked(state) for state in state_dict["state"].values()):
         raise StateError(f"{record.name} keeps no second moment per weight; {ADVICE}")
     return record
 
@@ -207,27 +194,33 @@ def _entries(
     parameters: Mapping[str, nn.Parameter],
     groups: Sequence[Group],
     states: Mapping[Any, State],
-    reader: StateReader,
+    usual: StateReader,
     names: Mapping[Any, str],
+    title: str | None = None,
 ) -> dict[str, Entry | str]:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
     found: dict[str, Entry | str] = {}
     for group, key in ((each, key) for each in groups for key in each["params"] if key in names):
         name, state = names[key], states.get(key, {})
-        parameter = parameters[name]
+        parameter, reader = parameters[name], reader_for(state, group, usual)
         # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
         # beside it is no such state: the reader says what is missing.
         untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
-        if not parameter.requires_grad or (untrained and reader.statistic != "identity"):
-            found[name] = _UNTRAINED if parameter.requires_grad else _FROZEN
-            continue
-        check_parameter(name, parameter)
-        if unknown := unknown_bases(reader, state, parameter.shape):
-            raise StateError(
-                f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} would "
-                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its optimiser"
-            )
-        found[name] = Entry(name, parameter, state, group, reader)
+        if not parameter.requires_grad:
+            found[name] = _FROZEN
+        elif reader.statistic == "none":
+            found[name] = f"trained by {title or reader.name}, which keeps no second moment per weight"
+        elif untrained and reader.statistic != "identity":
+            found[name] = _UNTRAINED
+        else:
+            check_parameter(name, parameter)
+            if unknown := unknown_bases(reader, state, parameter.shape):
+                raise StateError(
+                    f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} "
+                    f"would take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its "
+                    "optimiser"
+                )
+            found[name] = Entry(name, parameter, state, group, reader)
     return found
 
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from bayesadam._alone import in_eval_mode
+from bayesadam._alone import in_eval_mode, listed_optimizers
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.curvature import Curvature
-from bayesadam.readers.match import Match, listed_optimizers, match_optimizers
+from bayesadam.readers.match import Match, match_optimizers
 from bayesadam.readers.registry import working_dtype
+from bayesadam.readers.tracking import on_gradients
 
 
 class Recorder:
@@ -53,9 +54,7 @@ class Recorder:
         self._rings: dict[Tensor, Tensor] = {}
         self._handles: list[Any] = []
         for index, each in enumerate(self.optimizers):
-            # After the step where it calls a closure, which is what computes the gradients.
-            self._handles.append(each.register_step_pre_hook(partial(self._hook, index, False)))
-            self._handles.append(each.register_step_post_hook(partial(self._hook, index, True)))
+            self._handles += on_gradients(each, partial(self._record, index))
 
     @classmethod
     def from_batches(
@@ -129,24 +128,13 @@ class Recorder:
                 raise StateError(f"a recorded gradient of {name!r} is not finite: train on until it is overwritten")
         return found
 
-    @torch.no_grad()
-    def _hook(
-        self, index: int, after: bool, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        # A hook is given the arguments of the bound step, with the optimiser itself before them.
-        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        if (closure is not None) != after:
-            return
+    def _record(self, index: int, optimizer: Optimizer, scale: Tensor | None) -> None:
+        """Every k-th time, keep the gradients."""
         taken, rest = divmod(self._steps[index], self.every)
-        if rest == 0:
-            # Under a GradScaler a fused optimiser divides by the scale, and skips overflows, inside its own step.
-            scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-            if overflow is not None and bool(overflow):
-                return
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._keep(parameter, parameter.grad, taken % self.keep, scale)
         self._steps[index] += 1
+        for group in optimizer.param_groups if rest == 0 else ():
+            for parameter in group["params"]:
+                self._keep(parameter, parameter.grad, taken % self.keep, scale)
 
     def _keep(self, parameter: Tensor, gradient: Tensor | None, row: int, scale: Tensor | None) -> None:
         ring = self._rings.get(parameter)

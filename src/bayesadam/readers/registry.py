@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bayesadam.errors import SettingError, StateError
-from bayesadam.readers import rotated
+from bayesadam.readers import rotated, tracking
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
 # For users of optimisers without a second moment.
 ADVICE = (
-    "train with Adam, AdamW, RMSprop or Adagrad; where AdamW trains the other parameters, pass both as a list; or ask "
-    "for the isotropic posterior, V = 1, that the paper has for SGD: reader='ogd', optimizer='ogd' of a file"
+    "call ba.track(optimizer) before training, which keeps one in its state; where AdamW trains the other parameters, "
+    "pass both as a list; or ask for the isotropic posterior, V = 1, that the paper has for SGD: reader='ogd', "
+    "optimizer='ogd' of a file"
 )
 Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
 
@@ -54,6 +55,7 @@ class StateReader:
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
         maximum_key: the running maximum that replaces `key` where the group says `amsgrad`.
         centre_key: the average gradient that is squared and subtracted where the group says `centered`.
+        muon_flag: an entry of the group that, where true, says that Muon trains it, which keeps no second moment.
         mark: an entry of the group that only this optimiser has, which identifies its saved states.
         read: a function (state, group, parameter shape) → s, for layouts no field describes.
         factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), for an s in rotated
@@ -76,6 +78,7 @@ class StateReader:
     decoupled_flag: str | None = None
     maximum_key: str | None = None
     centre_key: str | None = None
+    muon_flag: str | None = None
     mark: str | None = None
     read: Callable[[State, Group, torch.Size], Tensor] | None = None
     factors: Callable[[State, Group, torch.Size], rotated.Factors] | None = None
@@ -131,7 +134,18 @@ def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
     return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
 
 
+# What `track` keeps in the state of any optimiser, free of bias.
+TRACKED = StateReader(
+    "tracked",
+    key=" or ".join(tracking.TENSORS),
+    decay=(tracking.DECAY, None),
+    counter=tracking.COUNT,
+    factors=tracking.moment,
+    bases=tracking.TENSORS,
+)
+
 READERS: tuple[StateReader, ...] = (
+    TRACKED,
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
     _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
     _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
@@ -253,6 +267,12 @@ READERS: tuple[StateReader, ...] = (
     StateReader("rprop", ("torch.optim.rprop.Rprop",), "none", mark="etas"),
     StateReader("asgd", ("torch.optim.asgd.ASGD",), "none", mark="lambd"),
     StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), "none", mark="history_size"),
+    _average(
+        "muon-with-adam",
+        *(f"muon.{one}MuonWithAuxAdam" for one in ("", "SingleDevice")),
+        mark="use_muon",
+        muon_flag="use_muon",
+    ),
     StateReader(
         "muon", ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"), "none", mark="ns_steps"
     ),
@@ -264,6 +284,8 @@ READERS: tuple[StateReader, ...] = (
     StateReader("novograd", ("timm.optim.nvnovograd.NvNovoGrad",), "none"),
 )
 
+# Of Keller Jordan's MuonWithAuxAdam, whose groups are of one or the other.
+_MUON_FLAG = "use_muon"
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
 
 
@@ -293,6 +315,13 @@ def reader_named(name: str | StateReader) -> StateReader:
     if name.lower() not in _registry:
         raise SettingError(f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}")
     return _registry[name.lower()]
+
+
+def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
+    """The reader of one parameter's state: that of `track` where it was tracked; of what Muon trains there is none."""
+    if reader.statistic != "identity" and tracking.is_tracked(state):
+        return TRACKED
+    return _registry["muon"] if reader.muon_flag is not None and group.get(reader.muon_flag) else reader
 
 
 def reader_of(optimizer: Optimizer) -> StateReader | None:
@@ -329,6 +358,12 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     """
     groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
     states = {key: state for key, state in optimizer["state"].items() if key in groups and has_tensors(state)}
+    tracked = [key for key, state in states.items() if tracking.is_tracked(outline(state))]
+    if tracked and len(tracked) == len(states):
+        return TRACKED
+    # Of groups that Muon trains there is nothing to read.
+    muon = [key for key in states if groups[key].get(_MUON_FLAG)]
+    states = {key: state for key, state in states.items() if key not in {*tracked, *muon}}
     held = [(outline(state), groups[key]) for key, state in states.items()]
     fitting = [r for r in registered() if held and all(_fits(r, state, group) for state, group in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting

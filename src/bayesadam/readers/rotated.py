@@ -187,15 +187,27 @@ def shampoo(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Siz
             f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which differ: "
             "pytorch_optimizer before 4.1 summed preconditioned gradients; upgrade it and train again, or use SOAP"
         )
-    if total > 0:
-        factors[0] /= float(group["step"])
-        for factor in factors[1:]:
-            factor /= total
-    found = [torch.linalg.eigh(factor) for factor in factors]
-    # Rounding can leave an eigenvalue slightly below zero.
-    values = [pair.eigenvalues.flip(0).clamp(min=0.0) for pair in found]
-    product = reduce(lambda product, vector: product.unsqueeze(-1) * vector, values)
-    return product, [pair.eigenvectors.flip(1).contiguous() for pair in found]
+    factors[0] /= float(group["step"])
+    return product_of(factors)
+
+
+def product_of(factors: Sequence[Tensor]) -> Factors:
+    r"""The eigenvalues and eigenvectors of :math:`M_1 \otimes M_2/\tau_2 \otimes \cdots`, τ the traces.
+
+    A factor that is a vector is a diagonal matrix, whose basis is None.
+    """
+    values, bases = [], []
+    for number, factor in enumerate(factors):
+        if factor.dim() == 1:
+            eigenvalues, basis = factor, None
+        else:
+            pair = torch.linalg.eigh(factor)
+            # Rounding can leave an eigenvalue slightly below zero.
+            eigenvalues, basis = pair.eigenvalues.flip(0).clamp(min=0.0), pair.eigenvectors.flip(1).contiguous()
+        total = eigenvalues.sum()
+        values.append(eigenvalues / torch.where(total > 0, total, 1.0) if number else eigenvalues)
+        bases.append(basis)
+    return reduce(lambda product, vector: product.unsqueeze(-1) * vector, values), bases
 
 
 def _require_shape(statistic: Tensor, fits: bool) -> None:

@@ -11,6 +11,7 @@ from bayesadam.errors import SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.readers import reader_of
 from bayesadam.readers.formats.torch_files import load_tree
+from bayesadam.readers.registry import TRACKED
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 
 transformers: Any = require("transformers")
@@ -38,11 +39,12 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
     trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find N before the first step."""
+        """Find N before the first step; a state to resume from is loaded by now."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError("load_best_model_at_end needs the best model's optimiser: set save_only_model=False")
         self.trainer = _calling_trainer()
-        self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
+        has_validation = self.trainer.eval_dataset is not None
+        self._begin(kwargs["train_dataloader"], kwargs["optimizer"], has_validation=has_validation)
         state.stateful_callbacks["bayesadam"] = {"n_data": self.n_data}
         # Before the reporting callbacks, which close their files when training ends.
         callbacks = self.trainer.callback_handler.callbacks
@@ -73,7 +75,7 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
         names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
         listed = [names[id(parameter)] for group in live.param_groups for parameter in group["params"]]
         options: Any = {**self._settings(), "param_names": listed}
-        options["optimizer"] = options.pop("reader", None) or reader_of(live)
+        options["optimizer"] = options.pop("reader", None) or reader_of(live) or TRACKED
         return Posterior.from_state_dict(model, load_tree(checkpoint / "optimizer.pt"), **options)
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.call import Batch, Forward, batches_of
+from bayesadam.readers.tracking import Tracker, What
+from bayesadam.readers.tracking import track as attach_tracker
 
 FILE_NAME = "posterior.safetensors"
 Log = Callable[[dict[str, float]], None]
@@ -39,6 +41,8 @@ class PosteriorKeeper:
         likelihood: of the calibration.
         held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
         forward: as in `predict`, where the model's call is unusual.
+        track: for optimisers that keep no second moment, `"diagonal"`, `"factored"` or `"kronecker"`: as `ba.track`
+            does, from before the first step to the end. A mapping has its other arguments too, such as `every`.
         **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `power=1` needs `batch_size`: the
             examples behind one step, over all processes and accumulated batches.
     """
@@ -52,6 +56,7 @@ class PosteriorKeeper:
         likelihood: LikelihoodName | None = None,
         held_out: Any = None,
         forward: Forward | None = None,
+        track: What | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if calibrate and likelihood not in LIKELIHOODS:
@@ -64,6 +69,14 @@ class PosteriorKeeper:
         self.path = None if path is None else Path(path)
         self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
         self.options = options
+        self.track: dict[str, Any] = {"what": track} if isinstance(track, str) else dict(track or {})
+        self._tracks = track is not None
+        if self._tracks:
+            try:
+                attach_tracker(torch.optim.SGD([torch.zeros(1)]), **self.track)
+            except TypeError as error:
+                raise SettingError(f"{error}: track has the arguments of bayesadam.track") from None
+        self._tracker: Tracker | None = None
         self._posterior: Posterior | Exception | None = None
 
     @property
@@ -75,9 +88,10 @@ class PosteriorKeeper:
             raise self._posterior
         return self._posterior
 
-    def _begin(self, loader: Any, *, has_validation: bool) -> None:
-        """Find N, and refuse what would fail at the end."""
+    def _begin(self, loader: Any, optimizers: Any, *, has_validation: bool) -> None:
+        """Find N, refuse what would fail at the end, and track the optimisers where that was asked for."""
         self._posterior = None
+        self._stop_tracking()
         self.n_data = count_examples(loader) if self._given_n_data is None else self._given_n_data
         if self.n_data is None:
             raise SettingError("the training data have no one length: pass PosteriorCallback(n_data=...)")
@@ -85,8 +99,15 @@ class PosteriorKeeper:
             raise SettingError("calibrate=True needs held-out data: the trainer's validation data, or held_out=")
         if self.calibrate and _same_data(self.held_out, loader):
             warn("held_out is the training data set: pass examples that training never sees", HeldOutWarning)
-        known = {key: self.options[key] for key in ("power", "form", "batch_size") if key in self.options}
-        Settings(self.n_data, {}, **known)
+        given: dict[str, Any] = {"batch_size": self.track.get("batch_size"), **self.options}
+        Settings(self.n_data, {}, **{key: given[key] for key in ("power", "form", "batch_size") if key in given})
+        if self._tracks:
+            self._tracker = attach_tracker(optimizers, **self.track)
+
+    def _stop_tracking(self) -> None:
+        if self._tracker is not None:
+            self._tracker.remove()
+        self._tracker = None
 
     def _settings(self) -> Any:
         return {**self.options, "n_data": self.n_data}
@@ -95,6 +116,7 @@ class PosteriorKeeper:
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
     ) -> None:
         """Read, calibrate, log and save, unless `path` is None; a failure is a warning."""
+        self._stop_tracking()
         saved = ""
         numbers: dict[str, float] = {}
         try:

@@ -30,10 +30,10 @@ class PosteriorCallback(PosteriorKeeper, Callback):  # type: ignore[misc]
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find N before the first step."""
+        """Find N before the first step; a state to resume from is loaded by now."""
         # A few batches over and over are not the data set.
         loader = None if trainer.overfit_batches else trainer.train_dataloader
-        self._begin(loader, has_validation=bool(trainer.val_dataloaders))
+        self._begin(loader, trainer.optimizers, has_validation=bool(trainer.val_dataloaders))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read, calibrate, log, save."""

@@ -1,0 +1,523 @@
+"""A second moment that `track` keeps in any optimiser's state: against a float64 recursion, saved and resumed."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.floats import assert_close
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import bayesadam as ba
+from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.readers import Tracked, read_optimizer, read_state_dict
+from bayesadam.readers.tracking import TENSORS, _decoded, _encoded
+
+
+class Lion(Optimizer):
+    """As many optimisers are written: an empty state is one to begin."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if len(self.state[p]) == 0:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                m = self.state[p]["exp_avg"]
+                p.sub_(group["lr"] * m.lerp(p.grad, 0.1).sign())
+                m.lerp_(p.grad, 0.01)
+
+
+def muon(parameters: Any) -> list[Optimizer]:
+    matrices = [p for p in parameters if p.dim() == 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=0.01)]
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], list[Optimizer]]] = {
+    "sgd": lambda p: [torch.optim.SGD(p, lr=0.05)],
+    "momentum": lambda p: [torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1)],
+    "lion": lambda p: [Lion(p)],
+    "muon": muon,
+    "adam": lambda p: [torch.optim.Adam(p, lr=0.01, weight_decay=0.1)],
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "32": {"bits": 32},
+    "8": {},
+    "factored": {"what": "factored"},
+    "kronecker": {"what": "kronecker"},
+}
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 20), nn.Tanh(), nn.Linear(20, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(16, 2, 8, generator=generator).to(dtype)
+    return x, torch.randint(3, (16,), generator=generator)
+
+
+def train(model: nn.Module, optimizers: list[Optimizer], steps: range) -> list[dict[str, Tensor]]:
+    """The gradients of every step."""
+    found, dtype = [], next(model.parameters()).dtype
+    for number in steps:
+        x, y = batch(number, dtype)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        found.append({name: p.grad.double().clone() for name, p in model.named_parameters()})
+        for optimizer in optimizers:
+            optimizer.step()
+    return found
+
+
+def average(gradients: list[Tensor], decay: float) -> Tensor:
+    """Adam's, in float64, its bias corrected."""
+    s = torch.zeros_like(gradients[0])
+    for g in gradients:
+        s = decay * s + (1 - decay) * g.square()
+    return s / (1 - decay ** len(gradients))
+
+
+def outer(gradients: list[Tensor], decay: float, *, right: bool) -> Tensor:
+    matrices = [g.flatten(1).T if right else g.flatten(1) for g in gradients]
+    s = torch.zeros(len(matrices[0]), len(matrices[0]), dtype=torch.float64)
+    for g in matrices:
+        s = decay * s + (1 - decay) * g @ g.T
+    return s / (1 - decay ** len(gradients))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_the_average_of_squared_gradients(name, way):
+    model = network()
+    optimizers = OPTIMIZERS[name](list(model.parameters()))
+    ba.track(optimizers, every=3, decay=0.9, **WAYS[way])
+    gradients = train(model, optimizers, range(31))[::3]
+    curvature = read_optimizer(model, optimizers)
+    assert not curvature.omitted
+    for parameter, found in curvature.second_moment.items():
+        each = [g[parameter] for g in gradients]
+        v = average(each, 0.9)
+        assert curvature.reader[parameter] == "tracked"
+        assert curvature.steps[parameter] == 11
+        if v.dim() == 1 or way == "32" or (way == "8" and v[0].numel() < 16):
+            assert_close(found.double(), v, rtol=1e-5, atol=1e-12)
+        elif way == "8":
+            # A code is at most a 16th from its neighbour, and rounding does not favour a side.
+            ratio = found.double() / v
+            assert float(ratio.log().std()) < 0.12
+            assert abs(float(found.double().sum() / v.sum()) - 1) < 0.03
+        else:
+            matrix = v.flatten(1)
+            product = matrix.sum(1)[:, None] * matrix.sum(0) / matrix.sum()
+            assert_close(found.double().flatten(1), product, rtol=1e-4, atol=1e-12)
+
+
+def test_kronecker_factors_are_the_averages_of_outer_products():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ba.track(optimizer, what="kronecker", every=1, decay=0.9)
+    gradients = train(model, [optimizer], range(12))
+    posterior = ba.Posterior.from_optimizer(
+        model, optimizer, n_data=100, batch_size=16, structure="kronecker", power=1.0, form="likelihood"
+    )
+    for name in ("0.weight", "3.weight"):
+        each = [g[name] for g in gradients]
+        left, right = (outer(each, 0.9, right=side) for side in (False, True))
+        v = torch.kron(left, right) / right.trace()
+        rotation, moment = posterior.structure.bases[name], posterior.structure.second_moment[name]
+        rows, columns = torch.eye(len(left)), torch.eye(len(right))
+        q_left, q_right = rotation.left.double(), rotation.right.double()
+        found = torch.kron(q_left, q_right) @ moment.flatten().double().diag() @ torch.kron(q_left, q_right).T
+        assert_close(found, v, rtol=1e-3, atol=1e-5 * float(v.abs().max()))
+        assert rows.shape == q_left.shape
+        assert columns.shape == q_right.shape
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_not_changed(name, way):
+    plain, tracked = network(), network()
+    ours, theirs = (OPTIMIZERS[name](list(model.parameters())) for model in (tracked, plain))
+    with ba.track(ours, every=1, **WAYS[way]):
+        train(tracked, ours, range(4))
+    train(plain, theirs, range(4))
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), tracked.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_saved_and_resumed_it_goes_on_to_the_bit(name, way, dtype):
+    whole, first, second = (network(dtype) for _ in range(3))
+    optimizers = [OPTIMIZERS[name](list(model.parameters())) for model in (whole, first, second)]
+    for each in optimizers:
+        ba.track(each, every=2, **WAYS[way])
+    train(whole, optimizers[0], range(9))
+    train(first, optimizers[1], range(5))
+    file = io.BytesIO()
+    torch.save([first.state_dict(), [o.state_dict() for o in optimizers[1]]], file)
+    file.seek(0)
+    weights, states = torch.load(file, weights_only=True)
+    second.load_state_dict(weights)
+    for optimizer, state in zip(optimizers[2], states, strict=True):
+        optimizer.load_state_dict(state)
+    train(second, optimizers[2], range(5, 9))
+    for one, other in zip(optimizers[0], optimizers[2], strict=True):
+        a, b = (o.state_dict() for o in (one, other))
+        assert a["param_groups"] == b["param_groups"]
+        for key, state in a["state"].items():
+            assert state.keys() == b["state"][key].keys()
+            for entry, value in state.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][key][entry])), entry
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_loaded_before_it_is_tracked_goes_on_too(way):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ba.track(optimizer, every=1, **WAYS[way])
+    train(model, [optimizer], range(3))
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_close(
+        read_optimizer(model, other).second_moment["3.weight"],
+        read_optimizer(model, optimizer).second_moment["3.weight"],
+    )
+    ba.track(other, every=1, **WAYS[way])
+    train(copy.deepcopy(model), [], range(0))
+    train(model, [other], range(3, 4))
+    assert read_optimizer(model, other).steps["3.weight"] == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_saved_state_is_read(way, tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ba.track(optimizer, every=1, **WAYS[way])
+    train(model, [optimizer], range(30))
+    live = read_optimizer(model, optimizer).second_moment
+    saved = read_state_dict(model, optimizer.state_dict(), optimizer="sgd" if way == "8" else "tracked").second_moment
+    path = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    from_file = ba.Posterior.from_checkpoint(path, network(), n_data=100, batch_size=16)
+    assert from_file.origin.steps == (30, 30)
+    for name, v in live.items():
+        assert torch.equal(saved[name], v)
+        assert_close(from_file.structure.second_moment[name], v)
+
+
+def test_gradients_are_unscaled_and_a_step_that_overflowed_is_left_out():
+    model = network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ba.track(optimizer, every=1, bits=32)
+    gradients = []
+    for number in range(5):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss * (torch.inf if number == 2 else 1.0)).backward()
+        grads = {name: p.grad.double() / scaler.get_scale() for name, p in model.named_parameters()}
+        scaler.step(optimizer)
+        scaler.update()
+        if number != 2:
+            gradients.append(grads)
+    found = read_optimizer(model, optimizer)
+    assert found.steps["3.weight"] == 4
+    expected = average([g["3.weight"] for g in gradients], 0.99)
+    assert_close(found.second_moment["3.weight"].double(), expected, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fused_optimiser_that_unscales_itself(kind, unscaled):
+    """GradScaler leaves scale and overflow to it; not where gradients were unscaled before, to be clipped."""
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ba.track(optimizer, every=1, bits=32, decay=0.9)
+    gradients = []
+    for number in range(5):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss * (torch.inf if number == 2 else 1.0)).backward()
+        scale = scaler.get_scale()
+        if unscaled:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scale = 1.0
+        if number != 2:
+            gradients.append(model[3].weight.grad.double() / scale)
+        scaler.step(optimizer)
+        scaler.update()
+    found = read_optimizer(model, optimizer)
+    assert found.steps["3.weight"] == 4
+    assert_close(found.second_moment["3.weight"].double(), average(gradients, 0.9), rtol=1e-4, atol=1e-12)
+
+
+def test_accumulated_and_clipped_gradients_are_taken_as_the_step_uses_them():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ba.track(optimizer, every=2, bits=32, decay=0.9)
+    gradients = []
+    for number in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(2 * number + part)
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert float(norm) > 0.05
+        gradients.append(model[3].weight.grad.double().clone())
+        optimizer.step()
+    found = read_optimizer(model, optimizer)
+    assert found.steps["3.weight"] == 3
+    assert_close(found.second_moment["3.weight"].double(), average(gradients[::2], 0.9), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_foreach_and_fused_and_compiled_steps_keep_the_same_bits(way):
+    """A first step's gradients are the same whatever takes it."""
+    kept = []
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}, {"compiled": True}):
+        model, compiled = network(), options.pop("compiled", False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
+        ba.track(optimizer, every=1, **WAYS[way])
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        x, y = batch(0)
+        nn.functional.cross_entropy(model(x), y).backward()
+        step()
+        kept.append([state[name] for state in optimizer.state.values() for name in TENSORS if name in state])
+    for other in kept[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], other, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_no_number_is_not_forgotten(way):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ba.track(optimizer, every=1, **WAYS[way])
+    train(model, [optimizer], range(2))
+    weights = copy.deepcopy(model.state_dict())
+    model[3].weight.grad[1, 1] = torch.nan
+    optimizer.step()
+    model.load_state_dict(weights)
+    train(model, [optimizer], range(2))
+    with pytest.raises(StateError, match=r"3\.weight"):
+        read_optimizer(model, optimizer)
+
+
+def test_another_what_begins_anew():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    with ba.track(optimizer, every=1):
+        train(model, [optimizer], range(5))
+    ba.track(optimizer, what="factored", every=1)
+    train(model, [optimizer], range(5, 7))
+    found = ba.Posterior.from_optimizer(model, optimizer, 100)
+    assert read_optimizer(model, optimizer).steps["3.weight"] == 2
+    assert "tracked_codes" not in optimizer.state[model[3].weight]
+    assert found.origin.tracked.since == 5
+
+
+def test_a_group_that_is_added_later():
+    model = network()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)
+    ba.track(optimizer, every=2)
+    train(model, [optimizer], range(3))
+    optimizer.add_param_group({"params": list(model[5].parameters())})
+    train(model, [optimizer], range(3, 6))
+    steps = read_optimizer(model, optimizer).steps
+    assert (steps["3.weight"], steps["5.weight"]) == (3, 2)
+
+
+def test_it_says_what_stands_behind_it(tmp_path):
+    model = network()
+    optimizers = muon(list(model.parameters()))
+    train(model, optimizers, range(2))
+    tracker = ba.track(optimizers, every=3, batch_size=16)
+    train(model, optimizers, range(2, 12))
+    tracker.remove()
+    posterior = ba.Posterior.from_optimizer(model, optimizers, 100, power=1.0)
+    assert posterior.batch_size == 16
+    assert ba.Posterior.from_optimizer(model, optimizers, 100, batch_size=8).batch_size == 8
+    # Muon does not count its steps, AdamW does.
+    assert posterior.origin.tracked == Tracked(6, (4, 4), 3, None, 16)
+    adam = ba.Posterior.from_optimizer(model, optimizers[1:], 100)
+    assert adam.origin.tracked.since == 2
+    words = "by 4 gradients, one in 3 steps since step 2: 64 examples"
+    assert words in str(adam)
+    (finding,) = (each for each in ba.doctor(model, optimizers[1:]).findings if each.code == "tracked")
+    assert words in finding.message
+    adam.save(tmp_path / "posterior.safetensors")
+    loaded = ba.Posterior.load(tmp_path / "posterior.safetensors", model)
+    assert loaded.origin == adam.origin
+    path = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}, path)
+    assert ba.Posterior.from_checkpoint(path, model, 100).batch_size == 16
+    assert ba.GaussianWeights.open(path, 100).batch_size == 16
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_novelty_sees_what_training_did_not_show(turned):
+    """Inputs along directions of which the training data have little: as well as by Adam's state or a recorder."""
+    torch.manual_seed(0)
+    scale, rotation = torch.tensor([1.0] * 10 + [0.1] * 10), torch.linalg.qr(torch.randn(20, 20)).Q
+    turn = rotation if turned else torch.eye(20)
+    x = torch.randn(600, 20) * scale @ turn
+    inside, outside = torch.randn(200, 20) * scale @ turn, torch.randn(200, 20) * scale.flip(0) @ turn
+    y = (x @ turn.T)[:, :3].argmax(dim=1)
+
+    def trained(kind: Any, way: str | None = None) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 3))
+        optimizer = kind(model.parameters(), lr=0.01 if kind is torch.optim.Adam else 0.1)
+        recorder = ba.Recorder(optimizer, keep=100, every=1) if way == "recorded" else None
+        if way in WAYS:
+            ba.track(optimizer, every=1, **WAYS[way])
+        for step in range(300):
+            rows = torch.randint(600, (32,), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+        structure = "kronecker" if way in ("kronecker", "recorded") else "diagonal"
+        options: Any = {"structure": structure, "recorder": recorder, "likelihood": "classification"}
+        posterior = ba.Posterior.from_optimizer(model, optimizer, 600, **options)
+        known, unknown = (posterior.novelty(each, reference=x[:50]) for each in (inside, outside))
+        return ba.scores.auroc(known, unknown)
+
+    recorded = trained(torch.optim.SGD, "recorded")
+    assert recorded > 0.9
+    assert trained(torch.optim.SGD, "kronecker") > recorded - 0.03
+    adam = trained(torch.optim.Adam)
+    for way in ("8", "32", "factored"):
+        # A diagonal does not see what is turned.
+        assert trained(torch.optim.SGD, way) > adam - 0.05
+        assert turned or trained(torch.optim.SGD, way) > 0.9
+
+
+def test_the_gradients_of_a_closure():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ba.track(optimizer, every=1, bits=32)
+    x, y = batch(0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    found = read_optimizer(model, optimizer).second_moment["3.weight"]
+    assert_close(found, model[3].weight.grad.square(), rtol=1e-6, atol=0.0)
+
+
+def test_a_compiled_step():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+    ba.track(optimizer, every=2, bits=32)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(4):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        step()
+    assert read_optimizer(model, optimizer).steps["3.weight"] == 2
+
+
+def test_eight_bits_keep_what_they_say():
+    v = torch.exp(torch.randn(40, 300, generator=torch.Generator().manual_seed(0)))
+    v[3, 7] = 0.0
+    rounded = torch.stack([_decoded(*_encoded(v.clone(), turn)) for turn in range(512)])
+    assert float((rounded / v.clamp(min=1e-30) - 1).abs().masked_fill(v == 0, 0.0).max()) <= 1 / 16
+    assert_close(rounded.mean(dim=0), v, rtol=2e-3, atol=0.0)
+    assert float(rounded[:, 3, 7].abs().max()) == 0
+    codes, exponents = _encoded(v, 0)
+    assert codes.shape == v.shape
+    assert codes.dtype == exponents.dtype == torch.uint8
+    assert exponents.shape == (40, 2)
+
+
+def test_memory():
+    model = nn.Linear(1024, 512, bias=False)
+    sizes = {}
+    for way in WAYS:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ba.track(optimizer, every=1, **WAYS[way])
+        model.weight.grad = torch.randn_like(model.weight)
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        sizes[way] = sum(state[name].nbytes for name in TENSORS if name in state) / model.weight.numel()
+    assert sizes["32"] == 4
+    assert 1 <= sizes["8"] < 1.01
+    assert sizes["factored"] < 0.02
+
+
+def test_groups_of_muon_and_adam_in_one_optimiser():
+    class MuonWithAuxAdam(torch.optim.AdamW):
+        """Its groups have a flag, and those of Muon a momentum alone."""
+
+        def step(self, closure: Any = None) -> None:
+            kept = self.param_groups
+            self.param_groups = [group for group in kept if not group["use_muon"]]
+            super().step()
+            self.param_groups = kept
+            for group in kept:
+                for p in group["params"] if group["use_muon"] else ():
+                    self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)).lerp_(p.grad, 0.05)
+
+    MuonWithAuxAdam.__module__, MuonWithAuxAdam.__qualname__ = "muon", "MuonWithAuxAdam"
+    model = network()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": matrices, "use_muon": True}]
+    groups.append({"params": [p for p in model.parameters() if p.dim() == 1], "use_muon": False})
+    optimizer = MuonWithAuxAdam(groups)
+    train(model, [optimizer], range(3))
+    found = read_optimizer(model, optimizer)
+    assert set(found.second_moment) == {"0.bias", "3.bias", "5.bias"}
+    assert "keeps no second moment" in found.omitted["3.weight"]
+    ba.track(optimizer, every=1)
+    train(model, [optimizer], range(3, 5))
+    found = read_optimizer(model, optimizer)
+    assert not found.omitted
+    assert found.reader["3.weight"] == "tracked"
+
+
+def test_what_is_wrong_is_said():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SettingError, match="what must be one of"):
+        ba.track(optimizer, what="full")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="bits"):
+        ba.track(optimizer, what="factored", bits=32)
+    with pytest.raises(SettingError, match="decay"):
+        ba.track(optimizer, decay=1.0)
+    with pytest.raises(SettingError, match="every"):
+        ba.track(optimizer, every=0)
+    with pytest.raises(MatchError, match="torch optimiser"):
+        ba.track(model)  # type: ignore[arg-type]
+    train(model, [optimizer], range(2))
+    with pytest.raises(StateError, match=r"ba\.track"):
+        read_optimizer(model, optimizer)
+    tracker = ba.track(optimizer, every=1)
+    with pytest.raises(SettingError, match="tracked already"):
+        ba.track(optimizer)
+    tracker.remove()
+    train(model, [optimizer], range(2))
+    assert not any(name in state for state in optimizer.state.values() for name in TENSORS)
+    ba.track(optimizer, every=1)
