@@ -106,7 +106,7 @@ def test_a_sparse_adam_is_named() -> None:
 
 def test_of_three_betas_the_mark_says_which_is_the_second_moments() -> None:
     group = {"lr": 1e-3, "betas": (0.9, 0.99, 0.9999), "weight_decay": 0.0, "step": 3}
-    adan = identify_reader(grouped(group))
+    adan = identify_reader(grouped({**group, "no_prox": False}))
     ademamix = identify_reader(grouped({**group, "weight_decouple": True, "t_alpha_beta3": None}))
     assert [(reader.name, reader.beta(group)) for reader in (adan, ademamix)] == [("adan", 0.9999), ("ademamix", 0.99)]
 

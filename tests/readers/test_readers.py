@@ -122,14 +122,15 @@ def cases(
     problem: str = "small",
     atol: float = 0.0,
     lr: float = 0.01,
+    reader: str = "",
     **kwargs: Any,
 ) -> Iterator[Case]:
     """One case for each combination of the variants; the id begins with the reader's name."""
     for combination in itertools.product(*variants):
         words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
         merged = {"lr": lr, **kwargs, **{key: value for variant in combination for key, value in variant.items()}}
-        reader = id.partition("-")[0]
-        yield Case("-".join([id, *words]), factory, merged, reader, reference, coupled, problem, atol)
+        named = reader or id.partition("-")[0]
+        yield Case("-".join([id, *words]), factory, merged, named, reference, coupled, problem, atol)
 
 
 DECAY = ({"weight_decay": 0.0}, {"weight_decay": 0.1})
@@ -144,6 +145,18 @@ NADAM, RADAM = "torch.optim.nadam.NAdam", "torch.optim.radam.RAdam"
 ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
 ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
+
+PACKAGE = "pytorch-optimizer"
+PLAIN = tuple(registry_module._PLAIN)
+UNCOUPLED: tuple[str, ...] = ()
+COUPLED = tuple({**each, "weight_decouple": False} for each in DECAY)
+UNBIASED = {
+    "adamw.StableAdamW": references.debiased,
+    "qhadam.QHAdam": references.debiased,
+    "adopt.ADOPT": references.adopt,
+}
+# bitsandbytes', paged or not.
+BITS = [(page, bits) for page in ("", "Paged") for bits in ("", "8bit")]
 
 CASES = [
     *cases("adam", ADAM, references.adam, FUSED, DECAY, coupled=True),
@@ -173,6 +186,32 @@ CASES = [
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
     *cases("lamb-unclipped", "timm.optim.lamb.Lamb", references.adam, max_grad_norm=None, decoupled_decay=True),
     *cases("adan", "timm.optim.adan.Adan", references.adan, EACH, DECAY),
+    *cases("adopt", "timm.optim.adopt.Adopt", references.adopt, EACH, DECAY, coupled=True, decoupled=False),
+    *cases("adopt-decoupled", "timm.optim.adopt.Adopt", references.adopt, weight_decay=0.1, decoupled=True),
+    *(
+        case
+        for path in PLAIN
+        for case in cases(
+            f"{PACKAGE}-{path}",
+            f"pytorch_optimizer.optimizer.{path}",
+            references.adam,
+            COUPLED if path not in UNCOUPLED else DECAY,
+            coupled=path not in UNCOUPLED,
+            reader=PACKAGE,
+        )
+    ),
+    *(
+        case
+        for path, reference in UNBIASED.items()
+        for case in cases(
+            f"{PACKAGE}-{path}",
+            f"pytorch_optimizer.optimizer.{path}",
+            reference,
+            COUPLED,
+            coupled=True,
+            reader=f"{PACKAGE}-unbiased",
+        )
+    ),
     *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
     *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),
     *cases("ademamix-warm-up", ADEMAMIX, references.adam, betas=(0.9, 0.95, 0.999), t_alpha_beta3=10),
@@ -201,6 +240,31 @@ CASES = [
             weight_decay=0.1,
         )
     ),
+    *(
+        case
+        for page, bits in BITS
+        for case in cases(
+            f"ademamix8bit-{page}{bits}",
+            f"bitsandbytes.optim.ademamix.{page}AdEMAMix{bits}",
+            references.adam,
+            problem="large",
+            weight_decay=0.1,
+        )
+    ),
+    *(
+        case
+        for name, coupled in (("Adam", True), ("AdamW", False))
+        for bits in ("8bit", "4bit", "Fp8")
+        for case in cases(
+            f"torchao-{name}{bits}",
+            f"torchao.optim.adam.{name}{bits}",
+            references.adam,
+            DECAY,
+            coupled=coupled,
+            problem="large",
+            reader=f"torchao-{name.lower()}",
+        )
+    ),
 ]
 
 
@@ -210,21 +274,26 @@ class Refusal:
 
     factory: str
     reader: str
-    advice: str = "train with Adam, AdamW, RMSprop or Adagrad"
+    advice: str = "call ba.track(optimizer) before training"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     problem: str = "small"
 
 
+PROJECTED = ("galore.GaLore", "apollo.APOLLO", "fira.Fira")
 REFUSALS = [
     Refusal("torch.optim.sgd.SGD", "sgd", "reader='ogd'", {"lr": 0.01, "momentum": 0.9}),
     Refusal("torch.optim.rprop.Rprop", "rprop"),
     Refusal("torch.optim.asgd.ASGD", "asgd"),
     Refusal("torch.optim.lbfgs.LBFGS", "lbfgs"),
     Refusal("torch.optim.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
-    Refusal("timm.optim.muon.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
     Refusal("timm.optim.lion.Lion", "lion"),
     Refusal("bitsandbytes.optim.lion.Lion", "lion"),
     Refusal("bitsandbytes.optim.lion.Lion8bit", "lion", problem="large"),
+    Refusal("lion_pytorch.lion_pytorch.Lion", "lion"),
+    Refusal("pytorch_optimizer.optimizer.lion.Lion", "lion"),
+    *(Refusal(f"pytorch_optimizer.optimizer.{path}", "galore") for path in PROJECTED),
+    Refusal("schedulefree.sgd_schedulefree.SGDScheduleFree", "sgd-schedule-free"),
+    Refusal("muon.SingleDeviceMuon", "muon", problem="matrix"),
     Refusal("timm.optim.lars.Lars", "lars"),
     Refusal("timm.optim.nvnovograd.NvNovoGrad", "novograd"),
 ]
