@@ -28,7 +28,7 @@ from bayesadam.readers import (
 )
 from bayesadam.readers import registry as registry_module
 from floats import assert_close
-from readers import references
+from readers import newer, references
 from readers.references import Moments, Reference, Trace, with_decay
 
 
@@ -147,8 +147,6 @@ ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
 
 PACKAGE = "pytorch-optimizer"
-PLAIN = tuple(registry_module._PLAIN)
-UNCOUPLED: tuple[str, ...] = ()
 COUPLED = tuple({**each, "weight_decouple": False} for each in DECAY)
 UNBIASED = {
     "adamw.StableAdamW": references.debiased,
@@ -190,14 +188,18 @@ CASES = [
     *cases("adopt-decoupled", "timm.optim.adopt.Adopt", references.adopt, weight_decay=0.1, decoupled=True),
     *(
         case
-        for path in PLAIN
+        for end, coupled, paths in (
+            ("", True, registry_module._PLAIN),
+            ("-decoupled", False, registry_module._DECOUPLED),
+        )
+        for path in paths
         for case in cases(
             f"{PACKAGE}-{path}",
             f"pytorch_optimizer.optimizer.{path}",
             references.adam,
-            COUPLED if path not in UNCOUPLED else DECAY,
-            coupled=path not in UNCOUPLED,
-            reader=PACKAGE,
+            COUPLED,
+            coupled=coupled,
+            reader=f"{PACKAGE}{end}",
         )
     ),
     *(
@@ -251,20 +253,6 @@ CASES = [
             weight_decay=0.1,
         )
     ),
-    *(
-        case
-        for name, coupled in (("Adam", True), ("AdamW", False))
-        for bits in ("8bit", "4bit", "Fp8")
-        for case in cases(
-            f"torchao-{name}{bits}",
-            f"torchao.optim.adam.{name}{bits}",
-            references.adam,
-            DECAY,
-            coupled=coupled,
-            problem="large",
-            reader=f"torchao-{name.lower()}",
-        )
-    ),
 ]
 
 
@@ -292,8 +280,6 @@ REFUSALS = [
     Refusal("lion_pytorch.lion_pytorch.Lion", "lion"),
     Refusal("pytorch_optimizer.optimizer.lion.Lion", "lion"),
     *(Refusal(f"pytorch_optimizer.optimizer.{path}", "galore") for path in PROJECTED),
-    Refusal("schedulefree.sgd_schedulefree.SGDScheduleFree", "sgd-schedule-free"),
-    Refusal("muon.SingleDeviceMuon", "muon", problem="matrix"),
     Refusal("timm.optim.lars.Lars", "lars"),
     Refusal("timm.optim.nvnovograd.NvNovoGrad", "novograd"),
 ]
@@ -483,8 +469,13 @@ def qualified(cls: type) -> str:
 
 
 # OGD belongs to no class: it is asked for by name.
-# SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py.
+# SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py. So have those that are
+# made otherwise than of a list of parameters: test_newer_optimisers.py.
 ELSEWHERE = {
+    *((name, path) for name in newer.READERS for path in reader_named(name).class_names()),
+    *(("adamw", f"{package}.AdamW") for package in ("galore_torch.adamw", "apollo_torch.apollo")),
+    *(("muon", f"muon.{name}") for name in ("Muon", "SingleDeviceMuon")),
+    ("tracked", ""),
     ("ogd", ""),
     ("published", ""),
     ("soap", "bayesadam.optim.soap.SOAP"),

@@ -157,10 +157,11 @@ _SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
 # pytorch_optimizer's, which count in the group. `""`: saved, one looks as another.
 _GROUPED: dict[str, Any] = {"step": "group", "coupled_decay": True, "decoupled_flag": "weight_decouple"}
 _PLAIN = (
-    *("adabound.AdaBound", "adai.Adai", "adamc.AdamC", "adamp.AdamP", "adams.AdamS", "tam.AdaTAM", "avagrad.AvaGrad"),
-    *("diffgrad.DiffGrad", "dual_adam.DualAdam", "exadam.EXAdam", "grams.Grams", "laprop.LaProp", "padam.PAdam"),
-    *("radam.RAdam", "ademamix.SimplifiedAdEMAMix", "swats.SWATS"),
+    *("adabound.AdaBound", "adai.Adai", "adamc.AdamC", "adams.AdamS", "tam.AdaTAM", "avagrad.AvaGrad", "padam.PAdam"),
+    *("diffgrad.DiffGrad", "dual_adam.DualAdam", "exadam.EXAdam", "ademamix.SimplifiedAdEMAMix", "swats.SWATS"),
 )
+# Weight decay joins the gradient after it is squared.
+_DECOUPLED = ("adamp.AdamP", "grams.Grams", "laprop.LaProp", "radam.RAdam")
 _UNBIASED = ("adamw.StableAdamW", "qhadam.QHAdam", "adopt.ADOPT")
 _HEAVYBALL = ("AdamW", "NAdam", "AdEMAMix", "RMSprop", "ADOPT", "LaProp", "AdamC", "UnscaledAdamW")
 _HEAVYBALL_MOMENTS = (
@@ -290,6 +291,7 @@ READERS: tuple[StateReader, ...] = (
         mark="clip_exp",
     ),
     _average("pytorch-optimizer", *_of("pytorch_optimizer.optimizer", _PLAIN), **_GROUPED, mark=""),
+    _average("pytorch-optimizer-decoupled", *_of("pytorch_optimizer.optimizer", _DECOUPLED), step="group", mark=""),
     # β₂ grows with the steps, or the average starts from the first gradient.
     _average(
         "pytorch-optimizer-unbiased",
@@ -576,6 +578,7 @@ def _fits(reader: StateReader, state: State, group: Group, *, named: bool = Fals
         return False
     # What else is kept may be part of what is squared: MARS has the last gradient, Prodigy its estimate of a distance.
     others = [str(key) for key, value in state.items() if isinstance(value, Tensor) and value.shape == stored.shape]
+    others = [key for key in others if key not in reader.key.split(" or ")]
     described = named or reader.read or reader.factors or reader.mean
     if stored.dim() and not described and not all(map(_HARMLESS.fullmatch, others)):
         return False
@@ -622,7 +625,7 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
 
 # Entries of a weight's shape beside a plain average of squares, and beside Adan's.
 _HARMLESS = re.compile(
-    r"step|(max_)?exp_avg(_sq|_var|_inf|_diff)?|exp_inf|sum|square_avg|grad_avg|acc_delta|state\d|mu_product|variance|"
+    r"step|(max_)?exp_avg(_sq|_var|_diff|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|mu_product|variance|"
     r"exp_hessian_diag_sq|(neg_)?pre(vious)?_grad|tracked_.*|.*(momentum|master|param|fp32|kahan|comp|slow|buffer|shift).*",
     re.I,
 )

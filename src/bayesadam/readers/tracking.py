@@ -18,6 +18,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+# The public `torch.compiler.disable` imports all of dynamo at once; torch.optim uses this one.
+from torch._compile import _disable_dynamo
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
@@ -178,7 +181,7 @@ def _as_bytes(optimizer: Optimizer) -> None:
                 state[name] = state[name].to(torch.uint8)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _taken(kind: str, pending: dict[Tensor, Any], optimizer: Optimizer, scale: Tensor | None) -> None:
     """Every k-th time, take the gradients of all parameters.
 
