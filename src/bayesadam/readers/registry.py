@@ -359,6 +359,8 @@ READERS: tuple[StateReader, ...] = (
         key="state2",
         decay=("betas", -2),
         mark="t_beta3",
+        # Two averages of the gradient, one above the other: of two biases a square.
+        bases=("state1",),
         note=_EIGHT_BITS,
     ),
     _average(
