@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, StateError
 from bayesadam.readers import identify_reader, read_checkpoint, read_curvature, read_optimizer, read_state_dict
+from bayesadam.readers.match import slots_of
 from cases import mlp
 from floats import assert_close
 from readers.references import average, squares, weighted_mean
@@ -269,6 +270,8 @@ def test_of_projected_gradients_nothing_is_read(path: str, rank: int, optimizer_
     seen = trained(model, optimizer)
     state = optimizer.state_dict()
     order = ["0.bias", "2.bias", "0.weight", "2.weight"]
+    # The states of projected weights have other shapes than these.
+    assert [slot.shape for slot in slots_of(state)] == [(6,), (3,), None, None]
     saved_one = read_state_dict(model, state, optimizer=identify_reader(state), param_names=order)
     for curvature in (read_optimizer(model, optimizer), saved_one):
         assert_moments(curvature.second_moment, seen, 0.95)

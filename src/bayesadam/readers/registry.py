@@ -677,6 +677,9 @@ def has_tensors(state: Any) -> bool:
 def parameter_shape(state: State, reader: StateReader | None = None) -> torch.Size | None:
     """The shape of the parameter behind a state, where a tensor in it has that shape."""
     state = outline(state)
+    # GaLore's have fewer rows or columns.
+    if "projector" in state:
+        return None
     # What a basis is found from has the length of a side.
     own = [key for key in reader.key.split(" or ") if key not in reader.bases] if reader is not None else []
     for key in (*own, *_SHAPED_KEYS):
