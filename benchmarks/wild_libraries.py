@@ -382,6 +382,58 @@ def ignite(folder: Path) -> Written:
     return told(path, network, optimizer, options=({"groups_in_order": True},))
 
 
+# --- optimisers -----------------------------------------------------------------------------------------------------
+
+
+def optimiser(
+    folder: Path, *, path: str, unsaid: str = "", named: bool = False, muon: bool = False, wide: int = 4, **more: Any
+) -> Written:
+    """A script's file of weights and of a package's optimiser, which has not called its `eval()`.
+
+    `named` gives it names too, `muon` two groups, the matrices' first.
+    """
+    module, _, name = path.rpartition(".")
+    torch.manual_seed(0)
+    network = Net(wide) if wide == 4 else nn.Sequential(nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
+    given: Any = list(network.named_parameters()) if named else network.parameters()
+    if muon:
+        kinds = {True: [], False: []}
+        for parameter in network.parameters():
+            kinds[parameter.dim() == 2].append(parameter)
+        given = [{"params": params, "use_muon": flag} for flag, params in kinds.items()]
+    optimizer = getattr(importlib.import_module(module), name)(given, **more)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    trained(network, optimizer)
+    file = folder / "c.pt"
+    torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    live, weights = {}, {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moment = None if unsaid else corrected(optimizer.state[parameter], group, parameter)
+            if moment is not None:
+                live[names[id(parameter)]] = moment
+                weights[names[id(parameter)]] = parameter.detach().clone()
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    options = ({"param_names": order},) if len(optimizer.param_groups) > 1 else ()
+    return Written(file, live, weights, options=options, unsaid=unsaid)
+
+
+def corrected(state: dict[str, Any], group: dict[str, Any], parameter: Tensor) -> Tensor | None:
+    """v̂ of an average under whichever name, in double precision; None of what has none."""
+    stored = next((state[key] for key in ("exp_avg_sq", "state2", "v", "vmean") if key in state), None)
+    if stored is None or group.get("use_muon"):
+        return None
+    if hasattr(stored, "codes"):
+        stored = stored.dequantize()
+    if "vmean" in state:
+        stored = stored.expand(state["m"].shape).reshape(parameter.shape)
+    beta = group["beta2"] if "beta2" in group else group["betas"][1]
+    count = next(float(held[key]) for held in (state, group) for key in ("step", "k") if key in held)
+    return stored.detach().double() / (1 - beta**count)
+
+
 # --- HDF5 -----------------------------------------------------------------------------------------------------------
 
 
@@ -462,3 +514,34 @@ def kinds() -> Iterable[Kind]:
     yield Kind("Keras on torch, .keras", keras, ("keras", "h5py"))
     yield Kind("Keras on torch, .weights.h5", partial(keras, weights_only=True), ("keras", "h5py"))
     yield Kind("HDF5", hdf5, ("h5py",))
+    yield from optimisers()
+
+
+def optimisers() -> Iterable[Kind]:
+    """A file a package's optimiser."""
+    own = "pytorch_optimizer.optimizer"
+    alike = "its state looks as those of others, which are read differently"
+    none = "there is no second moment of the gradients"
+    for title, path, more in (
+        ("Schedule-Free AdamW, in training", "schedulefree.AdamWScheduleFree", {}),
+        ("Schedule-Free RAdam, in training", "schedulefree.RAdamScheduleFree", {"silent_sgd_phase": False}),
+        ("Schedule-Free SGD", "schedulefree.SGDScheduleFree", {"unsaid": none}),
+        ("Adam-mini", "adam_mini.Adam_mini", {"named": True, "verbose": False}),
+        ("torchao AdamW8bit", "torchao.optim.AdamW8bit", {"wide": 64}),
+        ("torchao AdamW4bit", "torchao.optim.AdamW4bit", {"wide": 64}),
+        ("torchao AdamWFp8", "torchao.optim.AdamWFp8", {"wide": 64}),
+        ("AdEMAMix of bitsandbytes", "bitsandbytes.optim.AdEMAMix", {}),
+        ("Muon and Adam of one optimiser", "muon.SingleDeviceMuonWithAuxAdam", {"muon": True}),
+        ("NorMuon and Adam", f"{own}.muon.normuon.NorMuon", {"muon": True}),
+        ("AdaMuon and Adam", f"{own}.muon.adamuon.AdaMuon", {"muon": True}),
+        ("Lion of lion_pytorch", "lion_pytorch.Lion", {"unsaid": none}),
+        ("AdEMAMix of pytorch_optimizer", f"{own}.ademamix.AdEMAMix", {}),
+        ("Schedule-Free of pytorch_optimizer", f"{own}.schedulefree.ScheduleFreeAdamW", {}),
+        *(
+            (f"{kind.rpartition('.')[2]} of pytorch_optimizer", f"{own}.{kind}", {"unsaid": alike})
+            for kind in ("adopt.ADOPT", "mars.MARS", "prodigy.Prodigy", "yogi.Yogi", "adamod.AdaMod", "came.CAME")
+        ),
+        ("StableAdamW of pytorch_optimizer", f"{own}.adamw.StableAdamW", {"unsaid": alike}),
+        ("GaLore of pytorch_optimizer", f"{own}.galore.GaLore", {"unsaid": none}),
+    ):
+        yield Kind(f"optimiser: {title}", partial(optimiser, path=path, **more), (path.partition(".")[0],))

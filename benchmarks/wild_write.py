@@ -21,7 +21,12 @@ import wild_kinds
 import wild_libraries
 
 EXPECTED, LEFT_OUT = "expected.pt", "left_out.json"
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "rsl_rl": "rsl-rl-lib", "ignite": "pytorch-ignite"}
+DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "rsl_rl": "rsl-rl-lib",
+    "ignite": "pytorch-ignite",
+    "muon": "muon-optimizer",
+}
 
 
 def write_all(folder: Path, only: Sequence[str]) -> None:

@@ -90,6 +90,20 @@ def adam(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Momen
     return Moments(average(squares(gradients), beta), weighted_mean(squares(gradients), beta))
 
 
+def debiased(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
+    """Adam's, by a β₂ that grows from 0: the average has no start."""
+    mean = weighted_mean(squares(gradients), settings["betas"][1])
+    return Moments(mean, mean)
+
+
+def adopt(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
+    """Adam's, which starts from the first gradient's square."""
+    s = gradients[0] ** 2
+    for g in gradients[1:]:
+        s = settings["betas"][1] * s + (1 - settings["betas"][1]) * g * g
+    return Moments(s, s)
+
+
 def sparse_adam(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
     """Rows without a gradient in a step stand still; the step is counted for all."""
     beta = settings["betas"][1]

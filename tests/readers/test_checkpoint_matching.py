@@ -567,8 +567,8 @@ def test_a_recorded_class_decides_among_those_that_fit() -> None:
 @pytest.mark.parametrize(
     ("group", "entries", "expected"),
     [
-        ({"betas": (0.9, 0.99), "step": 3}, {"exp_avg_sq"}, "lamb"),
-        ({"betas": (0.9, 0.9, 0.99), "step": 3}, {"exp_avg_sq", "exp_avg_diff"}, "adan"),
+        ({"betas": (0.9, 0.99), "step": 3, "grad_averaging": True}, {"exp_avg_sq"}, "lamb"),
+        ({"betas": (0.9, 0.9, 0.99), "step": 3, "no_prox": False}, {"exp_avg_sq", "exp_avg_diff"}, "adan"),
         ({"alpha": 0.9, "decoupled_decay": False}, {"square_avg", "step"}, "rmsproptf"),
         ({"betas": (0.9, 0.99)}, {"exp_avg_var", "step"}, "adabelief"),
         ({"betas": (0.9, 0.99)}, {"exp_hessian_diag_sq", "step"}, "adahessian"),

@@ -106,9 +106,58 @@ def test_a_sparse_adam_is_named() -> None:
 
 def test_of_three_betas_the_mark_says_which_is_the_second_moments() -> None:
     group = {"lr": 1e-3, "betas": (0.9, 0.99, 0.9999), "weight_decay": 0.0, "step": 3}
-    adan = identify_reader(grouped(group))
+    adan = identify_reader(grouped({**group, "no_prox": False}))
     ademamix = identify_reader(grouped({**group, "weight_decouple": True, "t_alpha_beta3": None}))
     assert [(reader.name, reader.beta(group)) for reader in (adan, ademamix)] == [("adan", 0.9999), ("ademamix", 0.99)]
+
+
+def test_two_averages_of_two_biases_are_no_basis() -> None:
+    state = grouped({"betas": (0.9, 0.99, 0.9999), "t_alpha": None, "t_beta3": None}, entries=("state2",))
+    state["state"][0]["state1"] = torch.ones(2, 2)
+    reader = identify_reader(state)
+    assert (reader.name, reader.beta(state["param_groups"][0])) == ("ademamix8bit", 0.99)
+    # Adam's groups have the same entries, and two betas.
+    group = {"betas": (0.9, 0.99), "t_alpha": None, "t_beta3": None}
+    assert identify_reader(grouped(group, entries=("state1", "state2"))).name == "adam8bit"
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({"betas": (0.9, 0.99), "clip_exp": 0.25, "decoupled": False}, "adopt"),
+        ({"betas": (0.9, 0.99), "use_muon": False}, "muon-with-adam"),
+        ({"betas": (0.9, 0.99), "fallback_lr_scale": 1.0}, "muon-timm"),
+        ({"betas": (0.9, 0.99), "weight_lr_power": 2.0, "k": 3, "train_mode": True}, "schedule-free"),
+        ({"betas": (0.9, 0.99), "weight_lr_power": 2.0, "step": 3}, "schedule-free-pytorch-optimizer"),
+        ({"betas": (0.9, 0.99), "use_muon": False, "step": 3}, "muon-pytorch-optimizer"),
+        ({"betas": (0.9, 0.99), "bias_correction": True, "step": 3}, "fusedadam"),
+    ],
+)
+def test_newer_ones_are_told_by_their_mark(group: dict[str, Any], expected: str) -> None:
+    state = grouped(group)
+    if group.keys() & {"step", "k"}:
+        state["state"][0].pop("step")
+    assert identify_reader(state).name == expected
+
+
+def test_a_count_in_the_group_without_a_mark_is_nobodys() -> None:
+    """ADOPT, Ano and StableAdamW have the entries of RAdam, and other averages."""
+    group = {"betas": (0.9, 0.99), "weight_decouple": True, "fixed_decay": False, "foreach": None, "step": 3}
+    state = grouped(group)
+    state["state"][0].pop("step")
+    with pytest.raises(StateError, match=r"name the optimiser with optimizer=.*ba\.track"):
+        identify_reader(state)
+    assert identify_reader(state, "StableAdamW").name == "pytorch-optimizer-unbiased"
+    assert identify_reader(state, "AdamP").name == "pytorch-optimizer-decoupled"
+
+
+@pytest.mark.parametrize("entry", ["last_grad", "p0", "s", "grok_exp_avg", "exp_avg_lr"])
+def test_what_else_is_kept_may_be_part_of_what_is_squared(entry: str) -> None:
+    group = {"betas": (0.9, 0.99)}
+    with pytest.raises(StateError, match=f"'{entry}'.*no reader finds"):
+        identify_reader(grouped(group, entries=("exp_avg", "exp_avg_sq", entry)))
+    for harmless in ("max_exp_avg_sq", "master_param", "kahan_comp", "momentum_buffer"):
+        assert identify_reader(grouped(group, entries=("exp_avg", "exp_avg_sq", harmless))).name == BOTH
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01, 0.1])

@@ -28,7 +28,7 @@ from bayesadam.readers import (
 )
 from bayesadam.readers import registry as registry_module
 from floats import assert_close
-from readers import references
+from readers import newer, references
 from readers.references import Moments, Reference, Trace, with_decay
 
 
@@ -122,14 +122,15 @@ def cases(
     problem: str = "small",
     atol: float = 0.0,
     lr: float = 0.01,
+    reader: str = "",
     **kwargs: Any,
 ) -> Iterator[Case]:
     """One case for each combination of the variants; the id begins with the reader's name."""
     for combination in itertools.product(*variants):
         words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
         merged = {"lr": lr, **kwargs, **{key: value for variant in combination for key, value in variant.items()}}
-        reader = id.partition("-")[0]
-        yield Case("-".join([id, *words]), factory, merged, reader, reference, coupled, problem, atol)
+        named = reader or id.partition("-")[0]
+        yield Case("-".join([id, *words]), factory, merged, named, reference, coupled, problem, atol)
 
 
 DECAY = ({"weight_decay": 0.0}, {"weight_decay": 0.1})
@@ -144,6 +145,16 @@ NADAM, RADAM = "torch.optim.nadam.NAdam", "torch.optim.radam.RAdam"
 ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
 ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
+
+PACKAGE = "pytorch-optimizer"
+COUPLED = tuple({**each, "weight_decouple": False} for each in DECAY)
+UNBIASED = {
+    "adamw.StableAdamW": references.debiased,
+    "qhadam.QHAdam": references.debiased,
+    "adopt.ADOPT": references.adopt,
+}
+# bitsandbytes', paged or not.
+BITS = [(page, bits) for page in ("", "Paged") for bits in ("", "8bit")]
 
 CASES = [
     *cases("adam", ADAM, references.adam, FUSED, DECAY, coupled=True),
@@ -173,6 +184,36 @@ CASES = [
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
     *cases("lamb-unclipped", "timm.optim.lamb.Lamb", references.adam, max_grad_norm=None, decoupled_decay=True),
     *cases("adan", "timm.optim.adan.Adan", references.adan, EACH, DECAY),
+    *cases("adopt", "timm.optim.adopt.Adopt", references.adopt, EACH, DECAY, coupled=True, decoupled=False),
+    *cases("adopt-decoupled", "timm.optim.adopt.Adopt", references.adopt, weight_decay=0.1, decoupled=True),
+    *(
+        case
+        for end, coupled, paths in (
+            ("", True, registry_module._PLAIN),
+            ("-decoupled", False, registry_module._DECOUPLED),
+        )
+        for path in paths
+        for case in cases(
+            f"{PACKAGE}-{path}",
+            f"pytorch_optimizer.optimizer.{path}",
+            references.adam,
+            COUPLED,
+            coupled=coupled,
+            reader=f"{PACKAGE}{end}",
+        )
+    ),
+    *(
+        case
+        for path, reference in UNBIASED.items()
+        for case in cases(
+            f"{PACKAGE}-{path}",
+            f"pytorch_optimizer.optimizer.{path}",
+            reference,
+            COUPLED,
+            coupled=True,
+            reader=f"{PACKAGE}-unbiased",
+        )
+    ),
     *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
     *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),
     *cases("ademamix-warm-up", ADEMAMIX, references.adam, betas=(0.9, 0.95, 0.999), t_alpha_beta3=10),
@@ -201,6 +242,17 @@ CASES = [
             weight_decay=0.1,
         )
     ),
+    *(
+        case
+        for page, bits in BITS
+        for case in cases(
+            f"ademamix8bit-{page}{bits}",
+            f"bitsandbytes.optim.ademamix.{page}AdEMAMix{bits}",
+            references.adam,
+            problem="large",
+            weight_decay=0.1,
+        )
+    ),
 ]
 
 
@@ -210,21 +262,24 @@ class Refusal:
 
     factory: str
     reader: str
-    advice: str = "train with Adam, AdamW, RMSprop or Adagrad"
+    advice: str = "call ba.track(optimizer) before training"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     problem: str = "small"
 
 
+PROJECTED = ("galore.GaLore", "apollo.APOLLO", "fira.Fira")
 REFUSALS = [
     Refusal("torch.optim.sgd.SGD", "sgd", "reader='ogd'", {"lr": 0.01, "momentum": 0.9}),
     Refusal("torch.optim.rprop.Rprop", "rprop"),
     Refusal("torch.optim.asgd.ASGD", "asgd"),
     Refusal("torch.optim.lbfgs.LBFGS", "lbfgs"),
     Refusal("torch.optim.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
-    Refusal("timm.optim.muon.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
     Refusal("timm.optim.lion.Lion", "lion"),
     Refusal("bitsandbytes.optim.lion.Lion", "lion"),
     Refusal("bitsandbytes.optim.lion.Lion8bit", "lion", problem="large"),
+    Refusal("lion_pytorch.lion_pytorch.Lion", "lion"),
+    Refusal("pytorch_optimizer.optimizer.lion.Lion", "lion"),
+    *(Refusal(f"pytorch_optimizer.optimizer.{path}", "galore") for path in PROJECTED),
     Refusal("timm.optim.lars.Lars", "lars"),
     Refusal("timm.optim.nvnovograd.NvNovoGrad", "novograd"),
 ]
@@ -414,8 +469,13 @@ def qualified(cls: type) -> str:
 
 
 # OGD belongs to no class: it is asked for by name.
-# SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py.
+# SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py. So have those that are
+# made otherwise than of a list of parameters: test_newer_optimisers.py.
 ELSEWHERE = {
+    *((name, path) for name in newer.READERS for path in reader_named(name).class_names()),
+    *(("adamw", f"{package}.AdamW") for package in ("galore_torch.adamw", "apollo_torch.apollo")),
+    *(("muon", f"muon.{name}") for name in ("Muon", "SingleDeviceMuon")),
+    ("tracked", ""),
     ("ogd", ""),
     ("published", ""),
     ("soap", "bayesadam.optim.soap.SOAP"),

@@ -524,7 +524,7 @@ def of_match(match: Match, settings: Settings, prior_precision: Any, spec: Struc
     def moment(name: str) -> Tensor:
         return read_match(replace(match, entries=(entries[name],))).second_moment[name]
 
-    mode = Lazy(like, lambda name: entries[name].parameter.detach().to(like[name].dtype))
+    mode = Lazy(like, lambda name: entries[name].weight.to(like[name].dtype))
     decays = {name: entry.weight_decay for name, entry in entries.items()}
     settings = with_prior(settings, prior_precision, decays, like)
     structure = spec.build(Reading(match, Lazy(like, moment)))

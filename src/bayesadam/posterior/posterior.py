@@ -309,6 +309,7 @@ class Posterior(GaussianWeights, Distribution):
         settings = with_prior(settings, None if follows else prior_precision, curvature.weight_decay, moments)
         if load is not None:
             load()
+            match.settle()
         parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
         if isinstance(prior_precision, CovariantPrior):

@@ -151,7 +151,13 @@ def _stored(entry: Entry, dtype: torch.dtype) -> Tensor:
         return (rows / scale) @ columns  # type: ignore[no-any-return]
     if reader.statistic == "quantised":
         return _dequantised(opened(state), reader.key, dtype)
-    stored: Tensor = state[reader.maximum_key if reader.maximum_key and group.get("amsgrad") else reader.key]
+    key = reader.maximum_key if reader.maximum_key and group.get("amsgrad") else reader.key
+    stored: Tensor = state[key]
+    if not isinstance(stored, Tensor):
+        raise StateError(f"{key!r} of parameter {entry.name!r} is {stored!r}, which is not read from files")
+    # torchao's tensors of few bits.
+    if type(stored).dequantize is not Tensor.dequantize:
+        stored = stored.dequantize()
     return (stored.to_dense() if stored.is_sparse else stored).detach().to(dtype, copy=True)
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from bayesadam._alone import listed_optimizers, named_modules, unwrap
 from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, own_part, reshard
+from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.groups import Shapes, fillings
 from bayesadam.readers.registry import (
@@ -64,6 +65,12 @@ class Entry:
         """λ of its group."""
         return float(self.group.get("weight_decay", 0.0) or 0.0)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight that was trained, which is not always the one that is stored."""
+        mean = None if self.reader.mean is None else self.reader.mean(self.state, self.group, self.parameter)
+        return self.parameter.detach() if mean is None else mean
+
 
 @dataclass(frozen=True)
 class Match:
@@ -77,6 +84,18 @@ class Match:
     foreign: int = 0
     optimizers: tuple[str, ...] = ()
     why: str = ""
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give the model, which has the weights of a file, those that were trained."""
+        moved = [entry for entry in self.entries if entry.weight.data_ptr() != entry.parameter.data_ptr()]
+        for entry in moved:
+            entry.parameter.copy_(entry.weight)
+        if moved:
+            warn(
+                f"the file was saved while {' and '.join(self.optimizers)} was in train mode: the model got the "
+                "average that it trains, computed from its state"
+            )
 
 
 class AmbiguousError(MatchError):
@@ -138,7 +157,10 @@ def match_optimizers(
             record = TRACKED
         if record is None:
             name = f"{type(optimizer).__module__}.{title}"
-            raise StateError(f"no reader is registered for {name}: describe it with readers.register(StateReader(...))")
+            raise StateError(
+                f"no reader is registered for {name}: describe it with readers.register(StateReader(...)) if it keeps "
+                f"a second moment of the gradients, one number a weight; else {ADVICE}"
+            )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = [names[parameter] for parameter in trained if parameter in names]
         foreign += len(trained) - len(own)
@@ -156,7 +178,18 @@ def match_optimizers(
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
-    return _finished(parameters, taken, source, classes, foreign)
+    return _in_place(_finished(parameters, taken, source, classes, foreign))
+
+
+def _in_place(match: Match) -> Match:
+    """The match, if the model's weights are those that were trained."""
+    for entry in match.entries:
+        if entry.reader.mean is not None and entry.reader.mean(entry.state, entry.group, entry.parameter) is not None:
+            raise StateError(
+                f"{' and '.join(match.optimizers)} is in train mode, in which the model has other weights than those "
+                "that are trained: call optimizer.eval() before the posterior is read, or the state is saved"
+            )
+    return match
 
 
 def match_state_dict(
@@ -171,7 +204,7 @@ def match_state_dict(
     if pairing is None:
         slots = slots_of(state_dict, record)
         pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True)
-    return match_pairs(parameters, state_dict, record, pairing)
+    return _in_place(match_pairs(parameters, state_dict, record, pairing))
 
 
 def usable_reader(reader: str | StateReader, state_dict: Mapping[str, Any]) -> StateReader:
@@ -209,7 +242,8 @@ def _entries(
         if not parameter.requires_grad:
             found[name] = _FROZEN
         elif reader.statistic == "none":
-            found[name] = f"trained by {title or reader.name}, which keeps no second moment per weight"
+            whose = reader.name if reader is not usual else title or reader.name
+            found[name] = f"trained by {whose}, which keeps no second moment per weight; ba.track(optimizer) keeps one"
         elif untrained and reader.statistic != "identity":
             found[name] = _UNTRAINED
         else:
@@ -330,7 +364,10 @@ def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -
         decay = None if decay is None else as_number(decay, "weight_decay")
         for key in group["params"]:
             state = state_dict["state"].get(key, {})
-            shape, needed = parameter_shape(state, reader), always or has_tensors(state)
+            own = None if reader is None else reader_for(state, group, reader)
+            shape, needed = parameter_shape(state, own), always or has_tensors(state)
+            # What is not read need not be identified.
+            needed = needed and not (own is not reader and own is not None and own.statistic == "none")
             slots.append(Slot(key, 0 if group.get(ONE_LIST) else number, shape, needed, decay))
     return slots
 

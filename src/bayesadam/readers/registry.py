@@ -45,7 +45,7 @@ class StateReader:
     Attributes:
         classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
         key: the entry of a parameter's state that holds s; `"a or b"` where it has one of two names.
-        decay: the entry of the parameter group that is β, with an index where it is a tuple.
+        decay: the entry of the parameter group that is β, with an index where it is a tuple; -2 is the second of three.
         bias_correction: whether to divide by 1 − βᵗ (the average starts from a constant).
         start: s₀, as a number or as the name of an entry of the parameter group.
         step: whether t is stored per parameter (`"state"`) or per group (`"group"`).
@@ -55,12 +55,14 @@ class StateReader:
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
         maximum_key: the running maximum that replaces `key` where the group says `amsgrad`.
         centre_key: the average gradient that is squared and subtracted where the group says `centered`.
-        muon_flag: an entry of the group that, where true, says that Muon trains it, which keeps no second moment.
-        mark: an entry of the group that only this optimiser has, which identifies its saved states.
+        mark: an entry of the group that only this optimiser has, which identifies its saved states; "" where they look
+            as those of others that are read differently, so that it has to be named.
         read: a function (state, group, parameter shape) → s, for layouts no field describes.
         factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), for an s in rotated
             coordinates (`bayesadam.readers.rotated`); None is the identity.
         bases: entries of the state that are bases, or that bases are computed from.
+        mean: a function (state, group, stored weight) → weight, where what is stored in training is not what was
+            trained; None for a weight that is.
         note: what `doctor` says of it.
     """
 
@@ -78,11 +80,11 @@ class StateReader:
     decoupled_flag: str | None = None
     maximum_key: str | None = None
     centre_key: str | None = None
-    muon_flag: str | None = None
     mark: str | None = None
     read: Callable[[State, Group, torch.Size], Tensor] | None = None
     factors: Callable[[State, Group, torch.Size], rotated.Factors] | None = None
     bases: tuple[str, ...] = ()
+    mean: Callable[[State, Group, Tensor], Tensor | None] | None = None
     note: str = ""
 
     def class_names(self) -> tuple[str, ...]:
@@ -115,13 +117,66 @@ class StateReader:
         return self.coupled_decay and not decoupled and decay != 0.0
 
 
+# --- layouts that no field describes --------------------------------------------------------------------------------
+
+
+def _schedule_free(state: State, group: Group, stored: Tensor) -> Tensor | None:
+    """The average x behind y = β₁ x + (1−β₁) z, which Schedule-Free has for weights in its train mode."""
+    if not group.get("train_mode") or "z" not in state:
+        return None
+    beta = as_number(group["betas"][0], "betas")
+    return stored.detach().lerp(state["z"].to(stored), 1 - 1 / beta)
+
+
+def _of_blocks(state: State, group: Group, shape: torch.Size) -> Tensor:
+    """Adam-mini's: one number a head, a neuron or a tensor; of biases one a weight."""
+    found: Tensor = state["v"] if "v" in state else state["vmean"].expand(state["m"].shape)
+    return found.reshape(shape)
+
+
+def _of_chain(state: State, group: Group, shape: torch.Size) -> Tensor:
+    """heavyball's, in the one part that a parameter has, under the name of the function that keeps it."""
+    views = [view for view in state.values() if isinstance(view, Mapping)]
+    keys = [key for view in views for key in view if re.fullmatch(_HEAVYBALL_MOMENTS, str(key))]
+    if len(views) != 1 or len(keys) != 1 or any(group.get(entry) for entry in ("mars", "ecc", "param_ecc")):
+        raise StateError(
+            f"heavyball's state has {len(keys)} second moments of one weight each: train with mars=False, ecc=None and "
+            "param_ecc=None, and no chain of your own"
+        )
+    return views[0][keys[0]].reshape(shape)  # type: ignore[no-any-return]
+
+
 # --- records --------------------------------------------------------------------------------------------------------
 
 _COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
 _TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
 _RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
+_EIGHT_BITS = "8-bit blocks: about two digits of v, and small entries of a block round to zero."
 _SOAP: dict[str, Any] = {"factors": rotated.listed, "bases": ("Q", "GG")}
 _SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
+# pytorch_optimizer's, which count in the group. `""`: saved, one looks as another.
+_GROUPED: dict[str, Any] = {"step": "group", "coupled_decay": True, "decoupled_flag": "weight_decouple"}
+_PLAIN = (
+    *("adabound.AdaBound", "adai.Adai", "adamc.AdamC", "adams.AdamS", "tam.AdaTAM", "avagrad.AvaGrad", "padam.PAdam"),
+    *("diffgrad.DiffGrad", "dual_adam.DualAdam", "exadam.EXAdam", "ademamix.SimplifiedAdEMAMix", "swats.SWATS"),
+)
+# Weight decay joins the gradient after it is squared.
+_DECOUPLED = ("adamp.AdamP", "grams.Grams", "laprop.LaProp", "radam.RAdam")
+_UNBIASED = ("adamw.StableAdamW", "qhadam.QHAdam", "adopt.ADOPT")
+_HEAVYBALL = ("AdamW", "NAdam", "AdEMAMix", "RMSprop", "ADOPT", "LaProp", "AdamC", "UnscaledAdamW")
+_HEAVYBALL_MOMENTS = (
+    r"(update_by_(adam|nadam|ademamix|adopt|laprop|adamc)|scale_by_(unscaled_adam|exp_avg_sq))_exp_avg_sq_\d+"
+)
+_FREE: dict[str, Any] = {
+    "step": "group",
+    "mark": "weight_lr_power",
+    "mean": _schedule_free,
+    "note": "The mean is the average x that it trains, not the y at which it takes gradients.",
+}
+
+
+def _of(package: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{package}.{name}" for name in names)
 
 
 def _average(name: str, *classes: str, **fields: Any) -> StateReader:
@@ -147,7 +202,12 @@ TRACKED = StateReader(
 READERS: tuple[StateReader, ...] = (
     TRACKED,
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
-    _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
+    # The groups of GaLore and APOLLO that have no rank are AdamW's.
+    _adam(
+        "adamw",
+        *("torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
+        *("galore_torch.adamw.AdamW", "apollo_torch.apollo.AdamW"),
+    ),
     _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
     _adam("radam", "torch.optim.radam.RAdam", **_COUPLED),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
@@ -218,9 +278,69 @@ READERS: tuple[StateReader, ...] = (
     ),
     # Its average starts from the first gradient, so it has no bias to correct.
     StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored", "variance"),
-    _average("lamb", "timm.optim.lamb.Lamb", step="group"),
+    _average("lamb", "timm.optim.lamb.Lamb", step="group", mark="grad_averaging"),
     # Averages (g + β₂ Δg)², after Nesterov.
-    _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group"),
+    _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", mark="no_prox"),
+    # apex's FusedAdam.
+    _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", step="group", mark="bias_correction"),
+    # Its average starts from the first gradient.
+    StateReader(
+        *("adopt", ("timm.optim.adopt.Adopt",), "average", "exp_avg_sq", ("betas", 1)),
+        coupled_decay=True,
+        decoupled_flag="decoupled",
+        mark="clip_exp",
+    ),
+    _average("pytorch-optimizer", *_of("pytorch_optimizer.optimizer", _PLAIN), **_GROUPED, mark=""),
+    _average("pytorch-optimizer-decoupled", *_of("pytorch_optimizer.optimizer", _DECOUPLED), step="group", mark=""),
+    # β₂ grows with the steps, or the average starts from the first gradient.
+    _average(
+        "pytorch-optimizer-unbiased",
+        *_of("pytorch_optimizer.optimizer", _UNBIASED),
+        **_GROUPED,
+        bias_correction=False,
+        mark="",
+    ),
+    StateReader(
+        *("heavyball", _of("heavyball", _HEAVYBALL), "average", "update_by_adam_exp_avg_sq_0", ("betas", 1)),
+        step="group",
+        counter="step_count",
+        mark="",
+        read=_of_chain,
+    ),
+    _average(
+        "schedule-free",
+        "schedulefree.adamw_schedulefree.AdamWScheduleFree",
+        "schedulefree.adamw_schedulefree_closure.AdamWScheduleFreeClosure",
+        "schedulefree.radam_schedulefree.RAdamScheduleFree",
+        "schedulefree.radam_schedulefree_closure.RAdamScheduleFreeClosure",
+        counter="k",
+        **_FREE,
+    ),
+    _average(
+        "schedule-free-pytorch-optimizer",
+        *_of("pytorch_optimizer.optimizer.schedulefree", ("ScheduleFreeAdamW", "ScheduleFreeRAdam")),
+        **_FREE,
+    ),
+    _average(
+        "adam-mini",
+        "adam_mini.adam_mini.Adam_mini",
+        key="v or vmean",
+        decay=("beta2", None),
+        mark="name",
+        read=_of_blocks,
+        bases=("v", "vmean"),
+        note="One number a head, a neuron or a tensor: the posterior tells no weights of a block apart.",
+    ),
+    *(
+        _adam(
+            f"torchao-{name.lower()}",
+            *_of("torchao.optim.adam", [f"{name}{bits}" for bits in ("8bit", "4bit", "Fp8")]),
+            coupled_decay=name == "Adam",
+            mark="",
+            note="Blocks of few bits: small entries of a block round to zero, or up to the smallest code.",
+        )
+        for name in ("Adam", "AdamW")
+    ),
     # Three betas, of which the last is that of the slow momentum.
     _average(
         "ademamix",
@@ -229,6 +349,19 @@ READERS: tuple[StateReader, ...] = (
         coupled_decay=True,
         decoupled_flag="weight_decouple",
         mark="t_alpha_beta3",
+    ),
+    # The layout of its authors.
+    _average("ademamix-reference", "ademamix.AdEMAMix", decay=("betas", -2), mark="alpha_warmup"),
+    _average(
+        "ademamix8bit",
+        *(f"bitsandbytes.optim.ademamix.{page}AdEMAMix{bits}" for page in ("", "Paged") for bits in ("", "8bit")),
+        statistic="quantised",
+        key="state2",
+        decay=("betas", -2),
+        mark="t_beta3",
+        # Two averages of the gradient, one above the other: of two biases a square.
+        bases=("state1",),
+        note=_EIGHT_BITS,
     ),
     _average(
         "rmsproptf",
@@ -256,7 +389,7 @@ READERS: tuple[StateReader, ...] = (
             ),
             statistic="quantised",
             key="state2",
-            note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
+            note=_EIGHT_BITS,
         )
         for module, name in (("adam", "Adam"), ("adamw", "AdamW"))
     ),
@@ -271,21 +404,39 @@ READERS: tuple[StateReader, ...] = (
         "muon-with-adam",
         *(f"muon.{one}MuonWithAuxAdam" for one in ("", "SingleDevice")),
         mark="use_muon",
-        muon_flag="use_muon",
+    ),
+    _average("muon-timm", "timm.optim.muon.Muon", mark="fallback_lr_scale"),
+    # Those that average the orthogonalised update's squares beside it too.
+    _average(
+        "muon-pytorch-optimizer",
+        *_of("pytorch_optimizer.optimizer.muon", ("muon.Muon", "muon_clip.MuonClip", "adago.AdaGO")),
+        *_of("pytorch_optimizer.optimizer.muon", ("adamuon.AdaMuon", "normuon.NorMuon")),
+        step="group",
+        mark="use_muon",
+    ),
+    # What they average are squares of projected gradients.
+    StateReader(
+        *("galore", _of("pytorch_optimizer.optimizer", ("galore.GaLore", "apollo.APOLLO", "fira.Fira")), "none"),
+        mark="update_proj_gap",
     ),
     StateReader(
-        "muon", ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"), "none", mark="ns_steps"
+        *("muon", ("torch.optim.Muon", "torch.optim._muon.Muon", *_of("muon", ("Muon", "SingleDeviceMuon"))), "none"),
+        mark="ns_steps",
     ),
     StateReader(
-        "lion", ("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"), "none"
+        "lion",
+        (
+            *("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
+            *("lion_pytorch.lion_pytorch.Lion", "pytorch_optimizer.optimizer.lion.Lion"),
+        ),
+        "none",
     ),
+    StateReader("sgd-schedule-free", ("schedulefree.sgd_schedulefree.SGDScheduleFree",), "none", mark="scheduled_lr"),
     StateReader("lars", ("timm.optim.lars.Lars",), "none", mark="trust_coeff"),
     # It keeps one number a layer.
     StateReader("novograd", ("timm.optim.nvnovograd.NvNovoGrad",), "none"),
 )
 
-# Of Keller Jordan's MuonWithAuxAdam, whose groups are of one or the other.
-_MUON_FLAG = "use_muon"
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
 
 
@@ -318,10 +469,18 @@ def reader_named(name: str | StateReader) -> StateReader:
 
 
 def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
-    """The reader of one parameter's state: that of `track` where it was tracked; of what Muon trains there is none."""
-    if reader.statistic != "identity" and tracking.is_tracked(state):
+    """The reader of one parameter's state: that of `track` where it was tracked; a flag may say that there is none."""
+    if reader.statistic == "identity":
+        return reader
+    if tracking.is_tracked(state):
         return TRACKED
-    return _registry["muon"] if reader.muon_flag is not None and group.get(reader.muon_flag) else reader
+    return next((_registry[name] for name in _without(state, group)), reader)
+
+
+def _without(state: State, group: Group) -> list[str]:
+    """Who keeps no second moment of a parameter: Muon beside AdamW, by a flag of the group or state; a projection."""
+    flags = {"muon": state.get("use_muon", group.get("use_muon")), "galore": group.get("rank") and "projector" in state}
+    return [name for name, flag in flags.items() if flag]
 
 
 def reader_of(optimizer: Optimizer) -> StateReader | None:
@@ -361,14 +520,13 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     tracked = [key for key, state in states.items() if tracking.is_tracked(outline(state))]
     if tracked and len(tracked) == len(states):
         return TRACKED
-    # Of groups that Muon trains there is nothing to read.
-    muon = [key for key in states if groups[key].get(_MUON_FLAG)]
-    states = {key: state for key, state in states.items() if key not in {*tracked, *muon}}
+    # Of what Muon or a projection trains there is nothing to read.
+    states = {k: state for k, state in states.items() if k not in tracked and not _without(outline(state), groups[k])}
     held = [(outline(state), groups[key]) for key, state in states.items()]
-    fitting = [r for r in registered() if held and all(_fits(r, state, group) for state, group in held)]
+    said = [r for r in registered() if _is_called(r, recorded)]
+    fitting = [r for r in registered() if held and all(_fits(r, *each, named=r in said) for each in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
-    short = (recorded or "").rpartition(".")[2].lower()
-    named = [r for r in fitting if short in (r.name, *(path.rpartition(".")[2].lower() for path in r.class_names()))]
+    named = [r for r in fitting if r in said]
     # Readers whose own flag is in the group, where there are such; else those that expect none.
     flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in held[0][1]]
     chosen = named or flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
@@ -400,18 +558,31 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     raise StateError(f"the optimiser{why}; {ADVICE}")
 
 
-def _fits(reader: StateReader, state: State, group: Group) -> bool:
-    """Whether a state and its group have all entries that the record needs."""
+def _is_called(reader: StateReader, recorded: str | None) -> bool:
+    short = (recorded or "").rpartition(".")[2].lower()
+    return short in (reader.name, *(path.rpartition(".")[2].lower() for path in reader.class_names()))
+
+
+def _fits(reader: StateReader, state: State, group: Group, *, named: bool = False) -> bool:
+    """Whether a state and its group have all entries that the record needs; `named` says that its class was written."""
     if reader.statistic in ("identity", "none"):
         return False
     if reader.statistic == "factored":
         return state.get("variance") is not None or ("row_var" in state and "col_var" in state)
     stored = next((state[key] for key in reader.key.split(" or ") if isinstance(state.get(key), Tensor)), None)
-    if stored is None or reader.mark not in (None, *group) or unknown_bases(reader, state, stored.shape):
+    if stored is None or unknown_bases(reader, state, stored.shape):
+        return False
+    if reader.mark not in (None, *group) and not (named and reader.mark == ""):
         return False
     # NovoGrad's is one number a layer.
     momentum = state.get("exp_avg")
     if isinstance(momentum, Tensor) and momentum.shape != stored.shape:
+        return False
+    # What else is kept may be part of what is squared: MARS has the last gradient, Prodigy its estimate of a distance.
+    others = [str(key) for key, value in state.items() if isinstance(value, Tensor) and value.shape == stored.shape]
+    others = [key for key in others if key not in reader.key.split(" or ")]
+    described = named or reader.read or reader.factors or reader.mean
+    if stored.dim() and not described and not all(map(_HARMLESS.fullmatch, others)):
         return False
     counted = reader.bias_correction or reader.statistic == "sum"
     if counted and (group if reader.step == "group" else state).get(reader.counter) is None:
@@ -426,6 +597,8 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     if not isinstance(value, list | tuple):
         return False
     # β is the last unless a mark says whose they are: Adan has three, of which Adam's would be the wrong one.
+    if index < 0:
+        return len(value) == 1 - index
     return len(value) == index + 1 or (reader.mark is not None and len(value) > index)
 
 
@@ -452,11 +625,17 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
 
 # --- what a state holds ---------------------------------------------------------------------------------------------
 
+# Entries of a weight's shape beside a plain average of squares, and beside Adan's.
+_HARMLESS = re.compile(
+    r"step|(max_)?exp_avg(_sq|_var|_diff|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|mu_product|variance|"
+    r"exp_hessian_diag_sq|(neg_)?pre(vious)?_grad|tracked_.*|.*(momentum|master|param|fp32|kahan|comp|slow|buffer|shift).*",
+    re.I,
+)
 _QUANT_STATE = "__bnb_optimizer_quant_state__"
 # Entries that have the parameter's own shape, in every optimiser that has them.
 _SHAPED_KEYS = (
     *("exp_avg", "exp_avg_sq", "rotated_exp_avg_sq", "square_avg", "sum", "exp_inf", "exp_avg_var"),
-    *("exp_hessian_diag_sq", "variance", "state2", "state1", "momentum_buffer"),
+    *("exp_hessian_diag_sq", "variance", "state2", "state1", "momentum_buffer", "m", "z"),
 )
 # The names of bases in optimisers' states, and of the statistics that these are the eigenvectors of.
 _BASIS_NAMES = re.compile(
@@ -498,6 +677,9 @@ def has_tensors(state: Any) -> bool:
 def parameter_shape(state: State, reader: StateReader | None = None) -> torch.Size | None:
     """The shape of the parameter behind a state, where a tensor in it has that shape."""
     state = outline(state)
+    # GaLore's have fewer rows or columns.
+    if "projector" in state:
+        return None
     # What a basis is found from has the length of a side.
     own = [key for key in reader.key.split(" or ") if key not in reader.bases] if reader is not None else []
     for key in (*own, *_SHAPED_KEYS):
@@ -526,6 +708,7 @@ def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[
         elif isinstance(value, Tensor):
             square = value.dim() == 2 and value.shape[0] == value.shape[1]
             named = square and (named or (len(value) > 1 and value.shape != shape))
-        if named and isinstance(value, Mapping | list | tuple | Tensor):
+        # A projector is an object.
+        if named and not (value is None or isinstance(value, int | float | str)):
             found.append(key)
     return found

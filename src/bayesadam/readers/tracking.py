@@ -18,6 +18,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+# The public `torch.compiler.disable` imports all of dynamo at once; torch.optim uses this one.
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from bayesadam._alone import listed_optimizers
@@ -186,7 +189,7 @@ def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
     return max(map(int, counts)) if counts else None if states else 0
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _taken(
     kind: str,
     settings: Mapping[str, Any],

@@ -296,9 +296,29 @@ def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Ten
     return torch.empty(0, dtype=kind).set_(storage.memory, offset, shape, steps)
 
 
-def _of_type(function: Name, _: Any, arguments: tuple[Any, ...], *__: Any) -> Tensor:
+def _of_type(function: Name, kind: Any, arguments: tuple[Any, ...], *state: Any) -> Tensor:
     """A subclass of Tensor is read as the tensor that it is."""
+    if function.full == "torch._utils._rebuild_wrapper_subclass" and kind.full.startswith("torchao.optim.subclass_"):
+        return _of_blocks(**state[0])
     return _TENSORS[function.full](*arguments)
+
+
+def _of_blocks(
+    codes: Tensor, scale: Tensor, qmap: Tensor | None = None, signed: bool = False, _shape: Any = None, **_: Any
+) -> Tensor:
+    """torchao's optimiser states: entries of a table, or float8, times the scale of their block; of 4 bits in pairs."""
+    # Averages of gradients, which have a sign, are of no use.
+    if signed or scale.dim() != 1 or not len(scale) or codes.numel() % len(scale):
+        raise TypeError("blocks that are not read")
+    if qmap is not None and (codes.dtype != torch.uint8 or qmap.dim() != 1 or not len(qmap)):
+        raise TypeError("codes without a table")
+    shape = codes.shape
+    if _shape is not None and math.prod(_shape) != 2 * codes.numel():
+        raise TypeError("codes of another shape")
+    if _shape is not None:
+        codes, shape = torch.stack([codes >> 4, codes & 15], dim=-1), torch.Size(_shape)
+    values = codes.float() if qmap is None else qmap[codes.long().clamp_(max=len(qmap) - 1)]
+    return (values.reshape(len(scale), -1) * scale[:, None]).reshape(shape)
 
 
 def _ordered(pairs: Any = (), *_: Any) -> OrderedDict[Any, Any]:

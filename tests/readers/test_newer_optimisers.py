@@ -1,0 +1,515 @@
+"""Schedule-Free, Muon beside Adam, Adam-mini, heavyball, projections: live, as a saved state, and as a file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import bayesadam as ba
+from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, StateError
+from bayesadam.readers import identify_reader, read_checkpoint, read_curvature, read_optimizer, read_state_dict
+from bayesadam.readers.match import slots_of
+from cases import mlp
+from floats import assert_close
+from readers.references import average, squares, weighted_mean
+
+Classes = Callable[[str], type]
+SIZES, STEPS = (6, 16, 3), 12
+
+
+def trained(
+    model: nn.Module, *optimizers: Any, steps: int = STEPS, closure: bool = False, wide: int = SIZES[0]
+) -> dict[str, list[Tensor]]:
+    """Steps on random data, and every gradient that was used, in float64."""
+    seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    generator = torch.Generator().manual_seed(1)
+
+    def gradients() -> Tensor:
+        for each in optimizers:
+            each.zero_grad()
+        x = torch.randn(8, wide, generator=generator)
+        loss = (model(x) - x.sum(dim=1, keepdim=True).sin() - 1).square().mean()
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            seen[name].append(parameter.grad.detach().double().clone())
+        return loss
+
+    for _ in range(steps):
+        if not closure:
+            gradients()
+        for each in optimizers:
+            each.step(gradients) if closure else each.step()
+    return seen
+
+
+def fresh(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return mlp(*(sizes or SIZES))
+
+
+def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Matrices, and all others."""
+    parameters = list(model.parameters())
+    return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+
+
+def saved(state: Mapping[str, Any]) -> dict[str, Any]:
+    """As a file has it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+
+def assert_moments(found: Mapping[str, Tensor], seen: Mapping[str, list[Tensor]], beta: float) -> None:
+    for name, v in found.items():
+        assert_close(v.double(), weighted_mean(squares(seen[name]), beta), rtol=1e-5)
+
+
+# --- Schedule-Free --------------------------------------------------------------------------------------------------
+
+FREE = {
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": "schedule-free",
+    "schedulefree.radam_schedulefree.RAdamScheduleFree": "schedule-free",
+    "pytorch_optimizer.optimizer.schedulefree.ScheduleFreeAdamW": "schedule-free-pytorch-optimizer",
+    "pytorch_optimizer.optimizer.schedulefree.ScheduleFreeRAdam": "schedule-free-pytorch-optimizer",
+}
+
+
+def schedule_free(path: str, optimizer_class: Classes) -> tuple[nn.Module, Any, dict[str, list[Tensor]]]:
+    model = fresh()
+    # RAdam's first steps do nothing but where β₂ is small.
+    optimizer = optimizer_class(path)(model.parameters(), lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer.train()
+    return model, optimizer, trained(model, optimizer)
+
+
+@pytest.mark.parametrize("path", FREE)
+def test_schedule_free_is_read_once_it_evaluates(path: str, optimizer_class: Classes) -> None:
+    model, optimizer, seen = schedule_free(path, optimizer_class)
+    with pytest.raises(StateError, match=r"train mode.*call optimizer\.eval\(\) before"):
+        ba.Posterior.from_optimizer(model, optimizer, n_data=100)
+    with pytest.raises(StateError, match=r"call optimizer\.eval\(\) before"):
+        read_state_dict(model, optimizer.state_dict(), optimizer=FREE[path])
+    optimizer.eval()
+    curvature = read_optimizer(model, optimizer)
+    assert set(curvature.reader.values()) == {FREE[path]}
+    assert set(curvature.steps.values()) == {STEPS}
+    assert_moments(curvature.second_moment, seen, 0.95)
+    state = saved(optimizer.state_dict())
+    assert identify_reader(state).name == FREE[path]
+    again = read_state_dict(model, state, optimizer=identify_reader(state)).second_moment
+    assert all(torch.equal(again[name], v) for name, v in curvature.second_moment.items())
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100)
+    assert all(torch.equal(posterior.mean[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("path", FREE)
+def test_a_file_of_schedule_free_gives_the_average(
+    path: str, mode: str, tmp_path: Path, optimizer_class: Classes
+) -> None:
+    model, optimizer, seen = schedule_free(path, optimizer_class)
+    if mode == "eval":
+        optimizer.eval()
+    file = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    optimizer.eval()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert_moments(read_curvature(read_checkpoint(file)).second_moment, seen, 0.95)
+    opened = ba.GaussianWeights.open(file, n_data=100)
+    own = fresh()
+    if mode == "train":
+        with pytest.warns(BayesAdamWarning, match="saved while schedule-free.* was in train mode"):
+            posterior = ba.Posterior.from_checkpoint(file, own, n_data=100)
+    else:
+        posterior = ba.Posterior.from_checkpoint(file, own, n_data=100)
+    for name, x in expected.items():
+        for found in (opened.mean[name], posterior.mean[name], own.get_parameter(name).detach()):
+            assert_close(found, x, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_is_that_of_the_definition() -> None:
+    """z ← z − step, x ← (1−c) x + c z, y = β₁ x + (1−β₁) z in float64, and x out of y and z alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = z = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    for t in range(1, 30):
+        z = z - 0.1 * torch.randn(5, 3, generator=generator, dtype=torch.float64)
+        x = (1 - 1 / t) * x + z / t
+    y = 0.9 * x + 0.1 * z
+    reader = ba.readers.reader_named("schedule-free")
+    group = {"betas": (0.9, 0.999), "train_mode": True}
+    found = reader.mean({"z": z}, group, y)
+    assert found is not None
+    assert_close(found, x, rtol=1e-12)
+    assert reader.mean({"z": z}, {**group, "train_mode": False}, x) is None
+    assert reader.mean({}, group, x) is None
+
+
+@pytest.mark.parametrize("name", ["adamw_schedulefree_closure.AdamW", "radam_schedulefree_closure.RAdam"])
+def test_schedule_free_with_closures(name: str, optimizer_class: Classes) -> None:
+    model = fresh()
+    optimizer = optimizer_class(f"schedulefree.{name}ScheduleFreeClosure")(model.parameters(), betas=(0.9, 0.95))
+    seen = trained(model, optimizer, closure=True)
+    assert_moments(read_optimizer(model, optimizer).second_moment, seen, 0.95)
+    assert identify_reader(saved(optimizer.state_dict())).name == "schedule-free"
+
+
+def test_schedule_free_sgd_keeps_none(optimizer_class: Classes) -> None:
+    model = fresh()
+    optimizer = optimizer_class("schedulefree.sgd_schedulefree.SGDScheduleFree")(model.parameters(), lr=0.01)
+    optimizer.train()
+    trained(model, optimizer, steps=2)
+    with pytest.raises(StateError, match=r"SGDScheduleFree keeps no second moment.*ba\.track"):
+        read_optimizer(model, optimizer)
+    with pytest.raises(StateError, match=r"is sgd-schedule-free, which keeps no second moment.*ba\.track"):
+        identify_reader(optimizer.state_dict())
+
+
+# --- Muon beside Adam -----------------------------------------------------------------------------------------------
+
+LISTED = "muon.SingleDeviceMuonWithAuxAdam"
+MUONS = {
+    LISTED: "muon-with-adam",
+    **{
+        f"pytorch_optimizer.optimizer.muon.{path}": "muon-pytorch-optimizer"
+        for path in ("muon.Muon", "muon_clip.MuonClip", "adago.AdaGO", "adamuon.AdaMuon", "normuon.NorMuon")
+    },
+}
+
+
+@pytest.mark.parametrize("path", MUONS)
+def test_of_muon_and_adam_in_one_optimiser_adams_part_is_read(path: str, optimizer_class: Classes) -> None:
+    model = fresh(6, 16, 5, 3)
+    matrices, others = split(model)
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False, "betas": (0.9, 0.95)}]
+    optimizer = optimizer_class(path)(groups)
+    seen = trained(model, optimizer)
+    assert_parts(model, optimizer, MUONS[path], seen)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamuon"])
+def test_timms_muon_says_in_the_state_whom_adam_trains(algorithm: str, optimizer_class: Classes) -> None:
+    """As AdaMuon it averages squares of the orthogonalised update, under Adam's own name."""
+    model = fresh(6, 16, 5, 3)
+    optimizer = optimizer_class("timm.optim.muon.Muon")(model.parameters(), betas=(0.9, 0.95), algo=algorithm)
+    seen = trained(model, optimizer)
+    assert ("exp_avg_sq" in optimizer.state[model[0].weight]) == (algorithm == "adamuon")
+    assert_parts(model, optimizer, "muon-timm", seen)
+
+
+def assert_parts(model: nn.Module, optimizer: Any, reader: str, seen: Mapping[str, list[Tensor]]) -> None:
+    live = read_optimizer(model, optimizer)
+    state = saved(optimizer.state_dict())
+    found = identify_reader(state)
+    assert found.name == reader
+    # In several groups nothing says which bias is which.
+    names = {id(p): name for name, p in model.named_parameters()}
+    # timm's has Adam train small matrices too.
+    adams = {name for name, p in model.named_parameters() if not optimizer.state[p].get("use_muon", p.dim() == 2)}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    for curvature in (live, read_state_dict(model, state, optimizer=found, param_names=order)):
+        assert set(curvature.second_moment) == adams
+        assert_moments(curvature.second_moment, seen, 0.95)
+        assert set(curvature.omitted) == {*names.values()} - adams != set()
+        for reason in curvature.omitted.values():
+            assert reason == "trained by muon, which keeps no second moment per weight; ba.track(optimizer) keeps one"
+
+
+@pytest.mark.parametrize("layout", ["list", "lightning"])
+def test_a_file_with_the_states_of_muon_and_adamw(layout: str, tmp_path: Path, optimizer_class: Classes) -> None:
+    model = fresh()
+    matrices, others = split(model)
+    muon = optimizer_class("torch.optim.Muon")(matrices)
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95))
+    seen = trained(model, muon, adamw)
+    states = [muon.state_dict(), adamw.state_dict()]
+    tree: dict[str, Any] = {"state_dict": model.state_dict(), "optimizer_states": states}
+    if layout == "lightning":
+        tree |= {"pytorch-lightning_version": "2.6.0", "epoch": 1, "global_step": STEPS, "loops": {}}
+    file = tmp_path / "c.ckpt"
+    torch.save(tree, file)
+    key = {"optimizer_key": "optimizer_states.1"}
+    found = read_curvature(read_checkpoint(file, **key))
+    assert list(found.second_moment) == ["0.bias", "2.bias"]
+    assert_moments(found.second_moment, seen, 0.95)
+    with pytest.raises(BayesAdamError, match=r"is muon.*ba\.track"):
+        read_curvature(read_checkpoint(file, optimizer_key="optimizer_states.0"))
+
+
+def test_muon_alone_keeps_none(optimizer_class: Classes) -> None:
+    model = nn.Linear(6, 3, bias=False)
+    optimizer = optimizer_class("muon.SingleDeviceMuon")(list(model.parameters()))
+    trained(model, optimizer, steps=2)
+    with pytest.raises(StateError, match=r"SingleDeviceMuon keeps no second moment.*ba\.track"):
+        read_optimizer(model, optimizer)
+    with pytest.raises(StateError, match=r"no reader finds a second moment.*ba\.track"):
+        identify_reader(optimizer.state_dict())
+
+
+# --- projections ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["galore_torch.adamw.AdamW", "apollo_torch.apollo.AdamW"])
+@pytest.mark.parametrize("rank", [2, 6])
+def test_of_projected_gradients_nothing_is_read(path: str, rank: int, optimizer_class: Classes) -> None:
+    """At full rank what is averaged has the shape of the weight, in other coordinates."""
+    model = fresh(6, 6, 3)
+    projected, others = split(model)
+    settings = {"rank": rank, "update_proj_gap": 5, "scale": 1.0, "proj_type": "std", "proj": "random"}
+    settings["scale_type"] = "channel"
+    groups = [{"params": others}, {"params": projected, **settings}]
+    optimizer = optimizer_class(path)(groups, betas=(0.9, 0.95), no_deprecation_warning=True)
+    seen = trained(model, optimizer)
+    state = optimizer.state_dict()
+    order = ["0.bias", "2.bias", "0.weight", "2.weight"]
+    # The states of projected weights have other shapes than these.
+    assert [slot.shape for slot in slots_of(state)] == [(6,), (3,), None, None]
+    saved_one = read_state_dict(model, state, optimizer=identify_reader(state), param_names=order)
+    for curvature in (read_optimizer(model, optimizer), saved_one):
+        assert_moments(curvature.second_moment, seen, 0.95)
+        assert set(curvature.second_moment) == {"0.bias", "2.bias"}
+        assert all(reason.startswith("trained by galore, which") for reason in curvature.omitted.values())
+    state["param_groups"][0] |= settings
+    for each in state["state"].values():
+        each["projector"] = object()
+    with pytest.raises(StateError, match=r"is galore, which keeps no second moment.*ba\.track"):
+        identify_reader(state)
+
+
+# --- Adam-mini ------------------------------------------------------------------------------------------------------
+
+
+class Mini(nn.Module):
+    """A head of attention in its names, a neuron's, a tensor's, and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(8, 8, bias=False)
+        self.mlp = nn.Linear(8, 5)
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.mlp(self.wq(x)))
+
+
+def means_of_blocks(name: str, square: Tensor) -> Tensor:
+    """By name, as its authors divide a network: four weights of two rows to a head, neurons, whole tensors, weights."""
+    if name.endswith("bias"):
+        return square
+    if name == "wq.weight":
+        return square.reshape(4, 16).mean(dim=1, keepdim=True).expand(4, 16).reshape(8, 8)
+    return (square.mean(dim=1, keepdim=True) if square.dim() == 2 else square.mean()).expand(square.shape)
+
+
+def test_adam_mini_is_read_block_by_block(optimizer_class: Classes) -> None:
+    torch.manual_seed(0)
+    model = Mini()
+    cls = optimizer_class("adam_mini.adam_mini.Adam_mini")
+    optimizer = cls(list(model.named_parameters()), betas=(0.9, 0.95), dim=8, n_heads=4, verbose=False)
+    seen = trained(model, optimizer, wide=8)
+    live = read_optimizer(model, optimizer)
+    state = saved(optimizer.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    again = read_state_dict(model, state, optimizer=identify_reader(state), param_names=names)
+    assert list(live.second_moment) == names
+    for curvature in (live, again):
+        for name, v in curvature.second_moment.items():
+            blocks = [means_of_blocks(name, square) for square in squares(seen[name])]
+            assert_close(v.double(), weighted_mean(blocks, 0.95), rtol=1e-5)
+    (note,) = [each for each in ba.doctor(model, optimizer).findings if each.code == "optimizer"]
+    assert "tells no weights of a block apart" in note.message
+
+
+def test_adam_minis_layout_written_by_hand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Mini()
+    state: dict[int, Any] = {}
+    expected = {}
+    for key, (name, p) in enumerate(model.named_parameters()):
+        gradients = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for _ in range(7)]
+        blocks = [means_of_blocks(name, square) for square in squares(gradients)]
+        kept, expected[name] = average(blocks, 0.95), weighted_mean(blocks, 0.95)
+        if name.endswith("bias"):
+            state[key] = {"m": torch.zeros(p.shape), "step": 7, "v": kept.float()}
+        elif name == "wq.weight":
+            heads = kept.reshape(4, 16)[:, :1].float()
+            state[key] = {"m": torch.zeros(4, 16), "head_per_gpu": 4, "step": 7, "vmean": heads}
+        else:
+            vmean = kept[:, :1].float() if p.dim() == 2 else kept[0].float()
+            state[key] = {"m": torch.zeros(p.shape), "step": 7, "vmean": vmean}
+    names = list(expected)
+    common = {"lr": 1e-3, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    groups = [{**common, "name": name, "params": [key]} for key, name in enumerate(names)]
+    tree = {"state": state, "param_groups": groups}
+    assert identify_reader(tree).name == "adam-mini"
+    found = read_state_dict(model, tree, optimizer="adam-mini", param_names=names).second_moment
+    for name, v in expected.items():
+        assert_close(found[name].double(), v, rtol=1e-6)
+
+
+# --- heavyball ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "AdEMAMix", "RMSprop", "LaProp", "AdamC", "UnscaledAdamW", "ADOPT"])
+def test_heavyballs_averages_are_free_of_bias(name: str, optimizer_class: Classes) -> None:
+    cls = optimizer_class(f"heavyball.{name}")
+    model = fresh()
+    betas = (0.9, 0.95, 0.99) if name == "AdEMAMix" else (0.9, 0.95)
+    optimizer = cls(model.parameters(), betas=betas, compile_step=False)
+    seen = trained(model, optimizer)
+    found = read_optimizer(model, optimizer)
+    assert set(found.reader.values()) == {"heavyball"}
+    assert_moments(found.second_moment, seen, 0.95)
+
+
+@pytest.mark.parametrize("name", ["Muon", "SFAdamW", "PSGDKron"])
+def test_heavyballs_others_are_refused(name: str, optimizer_class: Classes) -> None:
+    cls = optimizer_class(f"heavyball.{name}")
+    model = fresh()
+    optimizer = cls(model.parameters(), compile_step=False)
+    trained(model, optimizer, steps=2)
+    with pytest.raises(StateError, match=r"no reader is registered for heavyball.*ba\.track"):
+        read_optimizer(model, optimizer)
+
+
+# --- layouts of packages that are not installed anywhere ------------------------------------------------------------
+
+
+def layout(entries: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A state as a package lays it out, and v̂; "v" stands for the average."""
+    generator = torch.Generator().manual_seed(0)
+    state, expected = {}, {}
+    for key, (name, p) in enumerate(fresh().named_parameters()):
+        gradients = squares([torch.randn(p.shape, generator=generator, dtype=torch.float64) for _ in range(7)])
+        expected[name] = weighted_mean(gradients, 0.95)
+        made = {entry: average(gradients, 0.95).float() if value == "v" else value for entry, value in entries.items()}
+        state[key] = {entry: torch.zeros(p.shape) if value == "m" else value for entry, value in made.items()}
+    return {"state": state, "param_groups": [{"lr": 1e-3, **group, "params": list(state)}]}, expected
+
+
+@pytest.mark.parametrize(
+    ("reader", "entries", "group"),
+    [
+        # Of apple's ml-ademamix.
+        (
+            "ademamix-reference",
+            {"step": 7, "exp_avg_fast": "m", "exp_avg_slow": "m", "exp_avg_sq": "v"},
+            {"betas": (0.9, 0.95, 0.9999), "alpha": 2.0, "beta3_warmup": None, "alpha_warmup": None},
+        ),
+        # Of apex.
+        ("fusedadam", {"exp_avg": "m", "exp_avg_sq": "v"}, {"betas": (0.9, 0.95), "bias_correction": 1, "step": 7}),
+        ("lamb", {"exp_avg": "m", "exp_avg_sq": "v"}, {"betas": (0.9, 0.95), "grad_averaging": 1, "step": 7}),
+    ],
+)
+def test_layouts_of_packages_that_are_rarely_installed(reader: str, entries: Any, group: Any) -> None:
+    state, expected = layout(entries, group)
+    assert identify_reader(state).name == reader
+    found = read_state_dict(fresh(), state, optimizer=reader).second_moment
+    for name, v in expected.items():
+        assert_close(found[name].double(), v, rtol=1e-6)
+
+
+# --- none is misread ------------------------------------------------------------------------------------------------
+
+# pytorch_optimizer's whose average of squares is of other gradients, starts elsewhere or has another β.
+ALTERED = (
+    *("adagc.AdaGC", "adamod.AdaMod", "adan.Adan", "adapnm.AdaPNM", "adashift.AdaShift", "adasmooth.AdaSmooth"),
+    *("adopt.ADOPT", "ano.Ano", "conda.Conda", "dadapt.DAdaptAdan", "grokfast.GrokFastAdamW", "mars.MARS"),
+    *("prodigy.Prodigy", "qhadam.QHAdam", "ranger.Ranger", "adamw.StableAdamW", "spam.StableSPAM", "yogi.Yogi"),
+    *("adalite.Adalite", "came.CAME", "sm3.SM3", "tiger.Tiger", "racs.Alice", "splus.SPlus", "adanorm.AdaNorm"),
+)
+
+
+@pytest.mark.parametrize("path", ALTERED)
+def test_a_saved_state_that_only_looks_like_adams_is_refused(path: str, optimizer_class: Classes) -> None:
+    model = fresh()
+    optimizer: Optimizer = optimizer_class(f"pytorch_optimizer.optimizer.{path}")(model.parameters())
+    trained(model, optimizer)
+    with pytest.raises(StateError, match=r"(optimizer=|galore).*ba\.track"):
+        identify_reader(optimizer.state_dict())
+    if ba.readers.reader_of(optimizer) is None:
+        with pytest.raises(StateError, match=r"no reader is registered for pytorch_optimizer.*ba\.track"):
+            read_optimizer(model, optimizer)
+
+
+def test_mars_keeps_the_last_gradient_beside_what_looks_like_adams(optimizer_class: Classes) -> None:
+    model = fresh()
+    optimizer = optimizer_class("timm.optim.mars.Mars")(model.parameters())
+    trained(model, optimizer)
+    with pytest.raises(StateError, match=r"'last_grad'.*ba\.track"):
+        identify_reader(optimizer.state_dict())
+
+
+def test_a_recorded_class_names_what_its_state_does_not(optimizer_class: Classes) -> None:
+    model = fresh()
+    optimizer = optimizer_class("pytorch_optimizer.optimizer.exadam.EXAdam")(model.parameters(), betas=(0.9, 0.95))
+    seen = trained(model, optimizer)
+    state = optimizer.state_dict()
+    with pytest.raises(StateError, match="name the optimiser with optimizer="):
+        identify_reader(state)
+    reader = identify_reader(state, "EXAdam")
+    assert reader.name == "pytorch-optimizer"
+    assert_moments(read_state_dict(model, state, optimizer=reader).second_moment, seen, 0.95)
+
+
+# --- torchao --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit", "Fp8"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_torchaos_few_bits(name: str, bits: str, optimizer_class: Classes) -> None:
+    model = fresh(64, 64, 3)
+    cls = optimizer_class(f"torchao.optim.adam.{name}{bits}")
+    optimizer = cls(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    values: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+
+    def before(*_: Any) -> None:
+        for key, p in model.named_parameters():
+            values[key].append(p.detach().double().clone())
+
+    optimizer.register_step_pre_hook(before)
+    seen = trained(model, optimizer, wide=64)
+    found = read_optimizer(model, optimizer)
+    coupled = name == "Adam"
+    assert set(found.reader.values()) == {f"torchao-{name.lower()}"}
+    assert ba.readers.reader_of(optimizer).couples_decay(optimizer.param_groups[0]) == coupled
+    for key, v in found.second_moment.items():
+        used = [g + coupled * 0.1 * p for g, p in zip(seen[key], values[key], strict=True)]
+        expected = weighted_mean(squares(used), 0.95)
+        if key == "0.weight":
+            # Of 16 levels a block at each of twelve steps only the bulk can agree.
+            limit = 0.3 if bits == "4bit" else 0.05
+            assert float((v - expected).abs().sum() / expected.sum()) < limit
+        else:
+            assert_close(v.double(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit", "Fp8"])
+def test_a_file_of_torchao_is_read_without_it(bits: str, tmp_path: Path, optimizer_class: Classes) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = optimizer_class(f"torchao.optim.adam.AdamW{bits}")(model.parameters(), betas=(0.9, 0.95))
+    trained(model, optimizer, wide=64)
+    file = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    found = read_curvature(read_checkpoint(file)).second_moment
+    live = read_optimizer(model, optimizer).second_moment
+    kept = optimizer.state[model.weight]["exp_avg_sq"].dequantize()
+    assert torch.equal(live["weight"], kept / (1 - 0.95**STEPS))
+    assert all(torch.equal(found[name], v) for name, v in live.items())
+
+
+def test_an_object_for_a_second_moment_is_an_error_of_ours() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    state = {0: {"step": 3, "exp_avg": torch.zeros(1, 2), "exp_avg_sq": "a string"}}
+    tree = {"state": state, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]}
+    with pytest.raises((StateError, MatchError), match="'exp_avg_sq' of parameter 'weight' is 'a string'"):
+        read_state_dict(model, tree, optimizer="adam")
