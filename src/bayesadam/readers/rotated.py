@@ -201,9 +201,11 @@ def product_of(factors: Sequence[Tensor]) -> Factors:
         if factor.dim() == 1:
             eigenvalues, basis = factor, None
         else:
-            pair = torch.linalg.eigh(factor)
+            # In single precision it may not converge for a matrix of low rank.
+            pair = torch.linalg.eigh(factor.double())
             # Rounding can leave an eigenvalue slightly below zero.
-            eigenvalues, basis = pair.eigenvalues.flip(0).clamp(min=0.0), pair.eigenvectors.flip(1).contiguous()
+            eigenvalues = pair.eigenvalues.flip(0).clamp(min=0.0).to(factor.dtype)
+            basis = pair.eigenvectors.flip(1).contiguous().to(factor.dtype)
         total = eigenvalues.sum()
         values.append(eigenvalues / torch.where(total > 0, total, 1.0) if number else eigenvalues)
         bases.append(basis)
