@@ -48,8 +48,8 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m cuda tests
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples docs/theme
-	$(BIN)/ruff format --check src tests benchmarks examples docs/theme
+	$(BIN)/ruff check src tests benchmarks examples contrib docs/theme
+	$(BIN)/ruff format --check src tests benchmarks examples contrib docs/theme
 	$(BIN)/mypy
 
 # What builds the site is installed by this target alone; the tests run its examples without it.
