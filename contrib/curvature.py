@@ -31,6 +31,8 @@ AGAIN = "download it again, or have it exported again"
 # bfloat16 is the upper half of a float32.
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
+# Of the roles; older files have bases in 16 bits.
+_WIDE, _BASES = ("F64", "F32"), ("F64", "F32", "BF16")
 _RANGE, _ROWS, _COLUMNS = "second_moment_range", "second_moment_rows", "second_moment_columns"
 _ROLES = ("second_moment", _RANGE, _ROWS, _COLUMNS, "mode", "probe", "left", "right", "prior_precision")
 
@@ -148,10 +150,10 @@ class Curvature:
         allowed["factored"] = [["second_moment", _RANGE], [_ROWS, _COLUMNS]]
         if parts not in allowed[compress]:
             raise self._fault(name, f"with compress {compress!r} it cannot have {parts or 'no second moment'}")
-        codes = "U8" if _RANGE in parts else None
         for role in roles:
             found = self.tensors.dtype(f"{role}.{name}")
-            if found != codes if codes and role == "second_moment" else found not in _FLOATS:
+            coded = role == "second_moment" and _RANGE in parts
+            if found not in (("U8",) if coded else _BASES if role in ("left", "right") else _WIDE):
                 raise self._fault(name, f"{role} is of type {found}")
         shape = self.shape(name)
         if compress == "factored" and (len(shape) > 1) != (_ROWS in parts):

@@ -301,6 +301,7 @@ DAMAGES = {
     "v infinite": (None, _with(V, _one(INF)), "not finite"),
     "v negative": (None, _with(V, _one(-1e-9)), "negative"),
     "v of integers": (None, _with(V, lambda t: t.to(torch.int32)), "of type I32"),
+    "v in 16 bits": (None, _with(V, lambda t: t.half()), "of type F16"),
     "v of another shape": (None, _with(V, lambda t: t[:1, :5].clone()), r"probe has shape \(16,\) and not \(5,\)"),
     "v and rows": (None, _with(ROWS, lambda t: torch.ones(40)), "it cannot have"),
     "probe missing": (None, _without("probe.last.weight"), "probe is missing"),
