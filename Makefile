@@ -7,7 +7,7 @@ PEERS  := .venv-peers
 OUT    ?= out
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo reproduce test test-all test-gpu check bench peers peers-test wild docs serve build release-test clean
+.PHONY: help demo reproduce test test-all test-gpu check bench peers peers-test mergekit-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
@@ -22,6 +22,7 @@ help:
 	@echo "make release-test   both of them installed into an empty environment, and tried there"
 	@echo "make bench   the benchmarks, with their peers, in an environment of their own (make peers); QUICK=1 at their smallest"
 	@echo "make wild    checkpoints written by other libraries, read and compared with the live optimiser"
+	@echo "make mergekit-test   mergekit, in an environment of its own, with the methods in contrib"
 	@echo "make peers-test   import every peer, run every benchmark at its smallest size"
 
 $(READY): pyproject.toml constraints.txt
@@ -48,9 +49,10 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m cuda tests
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples docs/theme
-	$(BIN)/ruff format --check src tests benchmarks examples docs/theme
+	$(BIN)/ruff check src tests benchmarks examples contrib docs/theme
+	$(BIN)/ruff format --check src tests benchmarks examples contrib docs/theme
 	$(BIN)/mypy
+	$(BIN)/mypy contrib/curvature.py
 
 # What builds the site is installed by this target alone; the tests run its examples without it.
 $(VENV)/.docs: $(READY)
@@ -103,6 +105,18 @@ BENCHES := step sample recorder predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done
 
+# mergekit declares datasets and evaluation packages that merging does not import: it is installed without them.
+MERGEKIT := .venv-mergekit
+$(MERGEKIT)/.ready: pyproject.toml constraints.txt contrib/mergekit.txt
+	$(PYTHON) -m venv $(MERGEKIT)
+	$(MERGEKIT)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[transformers]' pytest
+	$(MERGEKIT)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement contrib/mergekit.txt
+	@touch $@
+
+mergekit-test: $(MERGEKIT)/.ready
+	OMP_NUM_THREADS=1 $(MERGEKIT)/bin/python -m pytest tests/contrib/test_mergekit.py
+
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild
 $(WILD)%/.ready: benchmarks/wild.txt benchmarks/wild-lightning1.txt constraints.txt
@@ -115,4 +129,4 @@ wild: $(WILD)2/.ready $(WILD)1/.ready
 	$(WILD)2/bin/python benchmarks/wild.py --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

@@ -186,7 +186,7 @@ def test_a_wrong_command_is_found(line):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_file_named_is_there(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\b(?:benchmarks|examples|tests|src)/[\w/]+\.(?:py|sh)\b", text):
+    for name in re.findall(r"\b(?:benchmarks|contrib|examples|tests|src)/[\w/]+\.(?:py|sh)\b", text):
         assert (ROOT / name).is_file(), name
     for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (page.parent / name).is_file(), name

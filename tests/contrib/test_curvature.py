@@ -1,0 +1,477 @@
+"""The reader in contrib gives what bayesadam's own gives, and says what is wrong with a damaged file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import bayesadam as ba
+from bayesadam import _storage as storage
+from cases import soap
+from curvature import Curvature, Fault, check, main, read
+from floats import assert_close
+from processes import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+OLD = ROOT / "tests" / "posterior" / "release_0_2"
+COMPRESSIONS = (None, "8bit", "factored")
+
+
+class Net(nn.Module):
+    """Parameters of no, one, two and four dimensions, more than a block of codes, and one without entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3)
+        self.last = nn.Linear(27, 40)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return self.scale * self.last(self.first(x).relu().flatten(1)) + self.empty.sum()
+
+
+def trained(kind="adamw", dtype=torch.float32, steps=40):
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    if kind == "soap":
+        model.empty.requires_grad_(False)
+        used = [p for p in model.parameters() if p.requires_grad]
+        optimizer = soap(used, lr=1e-3, weight_decay=0.01, betas=(0.95, 0.97))
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, betas=(0.9, 0.97))
+    x = torch.randn(64, 2, 5, 5, dtype=dtype)
+    x[:, :, :, 0] = 0
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, 0].flatten(1)[:, 1:].argmax(dim=1)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def adam():
+    return trained()
+
+
+@pytest.fixture(scope="module")
+def rotated():
+    return trained("soap")
+
+
+def own(path, model):
+    """v̂ in the coordinates of the weights, as bayesadam reads it."""
+    found = ba.Posterior.load(path, model).structure
+    return {name: found.diagonal(name) for name in found.second_moment}
+
+
+# --- files that are in order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_it_reads_what_bayesadam_reads(adam, rotated, tmp_path, structure, compress, weights):
+    model, optimizer = adam if structure == "diagonal" else rotated
+    path = tmp_path / "posterior.safetensors"
+    live = ba.Posterior.from_optimizer(model, optimizer, 64, batch_size=64, structure=structure)
+    live.save(path, weights=weights, compress=compress)
+    found, header = read(path)
+    expected = own(path, model)
+    assert list(found) == list(expected)
+    for name, v in expected.items():
+        assert found[name].dtype == np.float32
+        # Codes are decoded by another exponential, and sums over bases are in another order.
+        assert_close(found[name], v, rtol=1e-5)
+        if compress != "factored" and structure == "diagonal":
+            assert np.array_equal(found[name] == 0, (v == 0).numpy())
+    assert header == storage.read(path)[1]
+    lines = check(path)
+    assert f"{structure} curvature" in lines[1]
+    assert ("with weights" if weights else "without weights") in lines[1]
+    assert (compress or "uncompressed") in lines[1]
+    assert "N = 64, B = 64, power 0.5" in lines[2]
+
+
+def test_rotated_numbers_are_given_as_they_are_stored_too(rotated, tmp_path):
+    model, optimizer = rotated
+    live = ba.Posterior.from_optimizer(model, optimizer, 64, structure="kronecker")
+    live.save(tmp_path / "p.safetensors")
+    file = Curvature(tmp_path / "p.safetensors")
+    for name, v in live.structure.second_moment.items():
+        assert np.array_equal(file.stored(name), v.numpy())
+    assert not np.allclose(file.stored("last.weight"), file.moment("last.weight"), rtol=0.1)
+    assert any("eigenbases" in line for line in check(tmp_path / "p.safetensors"))
+
+
+def test_double_precision_stays(tmp_path):
+    model, optimizer = trained(dtype=torch.float64, steps=5)
+    path = tmp_path / "p.safetensors"
+    for compress in COMPRESSIONS:
+        ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress=compress)
+        found, _ = read(path)
+        assert {v.dtype for v in found.values()} == {np.dtype(np.float64)}
+        assert all(np.allclose(found[name], v.numpy(), rtol=1e-12, atol=0) for name, v in own(path, model).items())
+
+
+def test_codes_at_the_ends_of_float32(tmp_path, adam):
+    model, optimizer = adam
+    path = tmp_path / "p.safetensors"
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress="8bit")
+    tensors, header = storage.read(path)
+    tensors["second_moment_range.scale"] = torch.tensor([[-103.0, 88.7229]])
+    for code, expected in ((0, 0.0), (1, 1.4e-45), (255, torch.finfo(torch.float32).max)):
+        storage.write(path, {**tensors, "second_moment.scale": torch.tensor(code, dtype=torch.uint8)}, header)
+        assert read(path)[0]["scale"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "compressed", "published", "kronecker"])
+def test_files_of_an_earlier_release(name):
+    path = OLD / f"{name}.safetensors"
+    opened = ba.GaussianWeights.open(path)
+    found, _ = read(path)
+    for each, v in found.items():
+        assert_close(v, opened.structure.diagonal(each), rtol=1e-5)
+    assert check(path)
+
+
+@pytest.mark.parametrize("name", ["low-rank", "low-rank+diagonal", "mixture"])
+def test_what_has_no_second_moments_is_refused(name, capsys):
+    assert main([str(OLD / f"{name}.safetensors")]) == 1
+    assert "read it with bayesadam" in capsys.readouterr().err
+
+
+def test_a_prior_of_every_weight_and_the_rest_of_a_posterior_are_no_hindrance(adam, tmp_path):
+    model, optimizer = adam
+    live = ba.Posterior.from_optimizer(model, optimizer, 64, likelihood="classification")
+    live.replace(prior_precision={n: torch.ones_like(t) for n, t in live.mode.items()}).save(tmp_path / "p.safetensors")
+    assert list(read(tmp_path / "p.safetensors")[0]) == list(live.mode)
+
+
+def test_it_needs_neither_torch_nor_bayesadam(adam, tmp_path):
+    model, optimizer = adam
+    path = tmp_path / "posterior.safetensors"
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress="8bit")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "print(sorted({'torch', 'bayesadam'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, ROOT / "contrib" / "curvature.py", path, tmp_path / "model.safetensors"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "it belongs to the weights" in done.stdout
+
+
+# --- the weights it belongs to --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(adam, tmp_path):
+    model, optimizer = adam
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(tmp_path / "p.safetensors", weights=False, compress="8bit")
+    return tmp_path / "p.safetensors", {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def test_the_weights_are_recognised_rounded_and_in_parts(published):
+    path, weights = published
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        save_file({name: t.to(dtype) for name, t in weights.items()}, path.with_name("model.safetensors"))
+        assert "belongs to" in check(path, [path.with_name("model.safetensors")])[-1]
+    shards = [path.with_name(f"{number}.safetensors") for number in range(2)]
+    for number, shard in enumerate(shards):
+        save_file(dict(list(weights.items())[number::2]), shard)
+    assert "belongs to" in check(path, shards)[-1]
+    with pytest.raises(Fault, match=r"lacks .*all parts"):
+        check(path, shards[:1])
+    save_file({name: t.to(torch.float8_e4m3fn) for name, t in weights.items()}, shards[0])
+    assert "not compared" in check(path, shards[:1])[-1]
+
+
+def test_other_weights_are_refused(published, capsys):
+    path, weights = published
+    other = path.with_name("model.safetensors")
+    torch.manual_seed(7)
+    save_file(Net().state_dict(), other)
+    assert main([str(path), str(other)]) == 1
+    assert "does not belong to" in capsys.readouterr().err
+    save_file({**weights, "last.weight": torch.zeros(40, 28)}, other)
+    with pytest.raises(Fault, match=r"'last.weight' has shape \(40, 27\), and \(40, 28\)"):
+        check(path, [other])
+    save_file({name: torch.full_like(t, float("nan")) for name, t in weights.items()}, other)
+    with pytest.raises(Fault, match="does not belong"):
+        check(path, [other])
+
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+def _without(*keys):
+    return lambda tensors, header: ({k: t for k, t in tensors.items() if k not in keys}, header)
+
+
+def _with(key, change):
+    return lambda tensors, header: ({**tensors, key: change(tensors[key]) if key in tensors else change(None)}, header)
+
+
+def _said(**fields):
+    return lambda tensors, header: (tensors, {**header, **fields})
+
+
+def _set(**fields):
+    return lambda tensors, header: (tensors, {**header, "settings": {**header["settings"], **fields}})
+
+
+def _lacking(*fields):
+    return lambda tensors, header: (tensors, {k: v for k, v in header.items() if k not in fields})
+
+
+def _filled(number):
+    return lambda tensor: torch.full_like(tensor, number)
+
+
+def _one(number):
+    def change(tensor):
+        changed = tensor.clone()
+        changed.view(-1)[-1] = number
+        return changed
+
+    return change
+
+
+V, CODES = "second_moment.last.weight", "second_moment_range.last.weight"
+ROWS, COLUMNS = "second_moment_rows.last.weight", "second_moment_columns.last.weight"
+DAMAGES = {
+    "no header field": (None, _lacking("format"), "no format version"),
+    "format as text": (None, _said(format="2"), "no format version"),
+    "format true": (None, _said(format=True), "no format version"),
+    "later format": (None, _said(format=3), "format 3.*newer curvature.py"),
+    "unknown structure": (None, _said(structure="full"), "'full'.*read it with bayesadam"),
+    "structure a list": (None, _said(structure=["diagonal"]), "read it with bayesadam"),
+    "no parameters": (None, _lacking("parameters"), "list of names"),
+    "parameters numbered": (None, _said(parameters=[1, 2]), "list of names"),
+    "parameters twice": (None, _said(parameters=["scale", "scale"]), "each once"),
+    "parameters empty": (None, _said(parameters=[]), "each once"),
+    "a parameter less": (None, _said(parameters=["scale"]), "object of names"),
+    "a parameter more": (
+        None,
+        lambda t, h: (t, {**h, "parameters": [*h["parameters"], "more"]}),
+        "'more'.*no second moment",
+    ),
+    "no settings": (None, _lacking("settings"), "settings must be an object"),
+    "no n_data": (None, _set(n_data=None), "n_data must be a positive"),
+    "n_data 0": (None, _set(n_data=0), "n_data must be a positive"),
+    "n_data text": (None, _set(n_data="64"), "n_data must be a positive"),
+    "n_data huge": (None, _set(n_data=10**400), "n_data must be a positive"),
+    "power negative": (None, _set(power=-1), "power must be a positive"),
+    "batch size": (None, _set(batch_size=[3]), "batch_size"),
+    "form": (None, _set(form="posterior"), "form must be"),
+    "prior a number": (None, _set(prior_precision=1.0), "object of names"),
+    "prior of another": (None, _set(prior_precision={"other": 1.0}), "object of names"),
+    "prior negative": (None, _set(prior_precision={"scale": -1.0}), "none negative"),
+    "prior missing": (None, _set(prior_precision={}), "prior precision is missing"),
+    "unknown compression": (None, _said(compress="4bit"), "'8bit' or 'factored'"),
+    "compression a list": (None, _said(compress=[]), "'8bit' or 'factored'"),
+    "has_weights text": (None, _said(has_weights="no"), "has_weights"),
+    "steps text": (None, _said(steps="many"), "steps"),
+    "steps empty": (None, _said(steps=[]), "steps"),
+    "beta2": (None, _said(beta2=1.5), "beta2"),
+    "recorded": (None, _said(recorded="yes"), "recorded"),
+    "optimizer": (None, _said(optimizer="adamw"), "optimizer must be a list"),
+    "omitted": (None, _said(omitted=["scale"]), "omitted"),
+    "format 1 without weights": (None, _said(format=1), "format 1 has weights"),
+    "compress is not so": (None, _said(compress="8bit"), "with compress '8bit' it cannot have"),
+    "compressed unsaid": ("8bit", _said(compress=None), "with compress None it cannot have"),
+    "v missing": (None, _without(V), "no second moment"),
+    "v NaN": (None, _with(V, _one(NAN)), "'last.weight': second_moment has entries that are not finite"),
+    "v infinite": (None, _with(V, _one(INF)), "not finite"),
+    "v negative": (None, _with(V, _one(-1e-9)), "negative"),
+    "v of integers": (None, _with(V, lambda t: t.to(torch.int32)), "of type I32"),
+    "v in 16 bits": (None, _with(V, lambda t: t.half()), "of type F16"),
+    "v of another shape": (None, _with(V, lambda t: t[:1, :5].clone()), r"probe has shape \(16,\) and not \(5,\)"),
+    "v and rows": (None, _with(ROWS, lambda t: torch.ones(40)), "it cannot have"),
+    "probe missing": (None, _without("probe.last.weight"), "probe is missing"),
+    "probe NaN": (None, _with("probe.last.weight", _one(NAN)), "probe has entries"),
+    "probe shape": (None, _with("probe.last.weight", lambda t: t[:9].clone()), r"probe has shape \(9,\)"),
+    "weights missing": (None, _said(has_weights=True), "mode is missing"),
+    "bases of a diagonal": (None, _with("left.last.weight", lambda t: torch.eye(40)), "has no bases"),
+    "tensor of no parameter": (None, _with("second_moment.stray", lambda t: torch.ones(3)), "'second_moment.stray'"),
+    "ranges missing": ("8bit", _without(CODES), "it cannot have"),
+    "codes missing": ("8bit", _without(V), "it cannot have"),
+    "ranges shape": ("8bit", _with(CODES, lambda t: t[:1].clone()), r"has shape \(1, 2\) and not \(3, 2\)"),
+    "ranges NaN": ("8bit", _with(CODES, _one(NAN)), "range is not finite"),
+    "ranges exchanged": ("8bit", _with(CODES, lambda t: t.flip(1)), "exchanged"),
+    "codes as floats": ("8bit", _with(V, lambda t: t.float()), "of type F32"),
+    "ranges as codes": ("8bit", _with(CODES, lambda t: t.to(torch.uint8)), "of type U8"),
+    "rows missing": ("factored", _without(ROWS), "it cannot have"),
+    "columns missing": ("factored", _without(COLUMNS), "it cannot have"),
+    "rows a matrix": ("factored", _with(ROWS, lambda t: t.reshape(8, 5)), "rows has shape"),
+    "rows negative": ("factored", _with(ROWS, _one(-1.0)), "negative"),
+    "columns NaN": ("factored", _with(COLUMNS, _one(NAN)), "not finite"),
+    "product infinite": (
+        "factored",
+        lambda t, h: ({**t, ROWS: _filled(1e38)(t[ROWS]), COLUMNS: _filled(1e38)(t[COLUMNS])}, h),
+        "product",
+    ),
+    "matrix in codes": (
+        "factored",
+        lambda t, h: (
+            {
+                **{k: v for k, v in t.items() if k not in (ROWS, COLUMNS)},
+                V: torch.zeros(40, 27, dtype=torch.uint8),
+                CODES: torch.zeros(3, 2),
+            },
+            h,
+        ),
+        "matrices alone are factored",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def in_order(adam, tmp_path_factory):
+    """The tensors and the header of a published file in each compression."""
+    model, optimizer = adam
+    path = tmp_path_factory.mktemp("whole") / "p.safetensors"
+    found = {}
+    for compress in COMPRESSIONS:
+        ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress=compress)
+        found[compress] = storage.read(path)
+    return found
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damages_are_told(damage, in_order, tmp_path, capsys):
+    compress, change, message = DAMAGES[damage]
+    path = tmp_path / "p.safetensors"
+    tensors, header = in_order[compress]
+    storage.write(path, tensors, header)
+    assert main([str(path)]) == 0
+    tensors, header = change(tensors, header)
+    _write(path, tensors, header)
+    with pytest.raises(Fault, match=message):
+        check(path)
+    with pytest.raises(Fault, match=message):
+        read(path)
+    capsys.readouterr()
+    assert main([str(path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"{path}: ")
+
+
+def _write(path, tensors, header):
+    """`storage.write` would put a format where there is none."""
+    storage.write_tensors(path, tensors, tensors.__getitem__, {"bayesadam": json.dumps(header)})
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", "[" * 100_000, '{"format": NaN}'])
+def test_a_header_that_is_none_is_told(text, in_order, tmp_path):
+    path = tmp_path / "p.safetensors"
+    storage.write_tensors(path, in_order[None][0], in_order[None][0].__getitem__, {"bayesadam": text})
+    with pytest.raises(Fault, match="header"):
+        check(path)
+
+
+def test_damaged_bases_are_told(rotated, tmp_path):
+    model, optimizer = rotated
+    path = tmp_path / "p.safetensors"
+    ba.Posterior.from_optimizer(model, optimizer, 64, structure="kronecker").save(path)
+    tensors, header = storage.read(path)
+    side = tensors["right.last.weight"]
+    for damaged, message in (
+        (2 * side, "not orthonormal"),
+        (torch.full_like(side, NAN), "not orthonormal"),
+        (side[:9, :9].clone(), "has shape"),
+    ):
+        storage.write(path, {**tensors, "right.last.weight": damaged}, header)
+        with pytest.raises(Fault, match=message):
+            read(path)
+    storage.write(path, {**tensors, "left.first.bias": torch.eye(3)}, header)
+    with pytest.raises(Fault, match="left has shape"):
+        check(path)
+
+
+def test_other_files_are_refused(tmp_path, adam):
+    model, optimizer = adam
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(Fault, match="no such file"):
+        check(path)
+    with pytest.raises(Fault, match="no such file"):
+        check(tmp_path)
+    save_file(model.state_dict(), path)
+    with pytest.raises(Fault, match="bayesadam export"):
+        check(path)
+    torch.save(optimizer.state_dict(), path)
+    with pytest.raises(Fault, match="not a safetensors file"):
+        check(path)
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+def test_a_truncated_or_scrambled_file_is_a_fault_and_never_a_traceback(compress, in_order, tmp_path):
+    whole, path = tmp_path / "whole.safetensors", tmp_path / "p.safetensors"
+    storage.write(whole, *in_order[compress])
+    content = whole.read_bytes()
+    for length in {0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 1}:
+        path.write_bytes(content[:length])
+        with pytest.raises(Fault, match="truncated"):
+            check(path)
+    path.write_bytes(content + b"more")
+    with pytest.raises(Fault, match="truncated"):
+        check(path)
+    random = np.random.default_rng(0)
+    faults = 0
+    for _ in range(300):
+        changed = bytearray(content)
+        for place in random.integers(0, 4000, 3):
+            changed[place % len(changed)] = random.integers(256)
+        path.write_bytes(changed)
+        try:
+            check(path)
+            read(path)
+        except Fault:
+            faults += 1
+    assert faults > 100
+
+
+def test_a_file_that_claims_to_be_large_is_checked_in_the_memory_that_it_has(in_order, tmp_path):
+    """A million rows and a million columns are eight megabytes on the disk."""
+    tensors, header = in_order["factored"]
+    path = tmp_path / "p.safetensors"
+    storage.write(path, {**tensors, ROWS: torch.ones(1_000_000), COLUMNS: torch.ones(1_000_000)}, header)
+    assert "1,000,000,0" in check(path)[1]
+    save_file({name: torch.zeros(2) for name in header["parameters"]}, tmp_path / "model.safetensors")
+    with pytest.raises(Fault, match="shape"):
+        check(path, [tmp_path / "model.safetensors"])
+
+
+def test_short_memories_are_told(in_order, tmp_path):
+    tensors, header = in_order[None]
+    path = tmp_path / "p.safetensors"
+    storage.write(path, tensors, {**header, "beta2": 0.9})
+    assert "take care: v̂ is that of the last 10 steps" in check(path)
+    storage.write(path, tensors, {**header, "beta2": 0.999})
+    assert any("shorter than the memory" in line for line in check(path))
+
+
+def test_what_was_loaded_is_what_was_written(in_order, tmp_path):
+    """The file itself is not changed by reading."""
+    path = tmp_path / "p.safetensors"
+    storage.write(path, *in_order[None])
+    found, _ = read(path)
+    found["last.weight"][:] = 7
+    assert not (load_file(path)[V] == 7).any()
