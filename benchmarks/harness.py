@@ -229,7 +229,11 @@ def score_table(rows: Mapping[str, Mapping[str, float]], columns: Iterable[str])
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order
     rotates.
@@ -239,10 +243,10 @@ def interleaved(
     for round_number in range(-warmup, rounds):
         turn = round_number % len(names)
         for name in names[turn:] + names[:turn]:
-            began = time.perf_counter()
+            began = clock()
             candidates[name]()
             if round_number >= 0:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds
 
 

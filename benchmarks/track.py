@@ -1,13 +1,17 @@
 """What `track` costs during training: a step with it over the same step without, and the memory of a weight.
 
-    python benchmarks/track.py [--quick] [--rounds 20] [--device cpu] [--out out/bench]
+    python benchmarks/track.py [--quick] [--rounds 20] [--taking] [--device cpu] [--out out/bench]
 
-Of the MLP 784-400-400-10 and of a GPT: a small one, on a GPU GPT-2 itself. track.json goes to --out.
+Of the MLP 784-400-400-10 and of a GPT: a small one, on a GPU GPT-2 itself. `--taking` times the taking of one gradient
+by itself, in processor time, which other programs on the machine disturb less: the ratio is then 1 + that time / (k × a
+step's). track.json goes to --out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,33 +94,81 @@ def stepper(network: str, optimizer: str, way: dict[str, Any] | None, device: st
     return run, memory
 
 
+def taker(network: str, optimizer: str, way: dict[str, Any], device: str) -> Callable[[], None]:
+    """What `track` does at a k-th step, on fixed gradients."""
+    torch.manual_seed(0)
+    model, loss = NETWORKS[network](device)
+    optimizers = OPTIMIZERS[optimizer](model)
+    ba.track(optimizers, **{**way, "every": 1})
+    loss(model).backward()
+    for each in optimizers:
+        each.step()
+
+    def run() -> None:
+        for each in optimizers:
+            for hook in each._optimizer_step_pre_hooks.values():
+                hook(each, (each,), {})
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def measured(network: str, optimizer: str, device: str, rounds: int, *, taking: bool) -> Iterator[tuple[str, Any]]:
+    """The milliseconds of a plain step, then every way's ratio and memory."""
+    calls = {name: stepper(network, optimizer, way, device) for name, way in WAYS.items()}
+    plain, _ = stepper(network, optimizer, None, device)
+    if taking:
+        # Once each, for the memory.
+        for run, _ in calls.values():
+            run()
+        runs = {name: taker(network, optimizer, way, device) for name, way in WAYS.items()}
+        clock = time.perf_counter if device == "cuda" else time.process_time
+        seconds = interleaved({"plain": plain, **runs}, rounds=rounds, warmup=1, clock=clock)
+        step = statistics.median(seconds["plain"]) / STEPS
+    else:
+        runs = {name: run for name, (run, _) in calls.items()}
+        seconds = interleaved({"plain": plain, **runs}, rounds=rounds, warmup=1)
+        step = statistics.median(seconds["plain"]) / STEPS
+    yield "plain", 1000 * step
+    for name, (_, memory) in calls.items():
+        found: dict[str, Any] = {"bytes a weight": memory()}
+        if taking:
+            once = statistics.median(seconds[name])
+            found |= {"taking, ms": 1000 * once, "ratio": 1 + once / (WAYS[name]["every"] * step)}
+        else:
+            ends = ratio_range(seconds, name, "plain")
+            found |= {"ratio": ratio(seconds, name, "plain"), "5 to 95 % of rounds": ends}
+        yield name, found
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="one round", device=True)
+    parser.add_argument("--taking", action="store_true", help="time the taking of a gradient by itself")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--networks", nargs="+", choices=tuple(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
     options = parser.parse_args()
-    rounds, warmup = (1, 0) if options.quick else (options.rounds, 1)
-    results: dict[str, Any] = {**setting(), "device": options.device, "rounds": rounds, "tracked / plain": {}}
+    rounds = 1 if options.quick else options.rounds
+    results: dict[str, Any] = {
+        **setting(),
+        "device": options.device,
+        "rounds": rounds,
+        "taking by itself": options.taking,
+    }
     print(f"{options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads, {STEPS} steps a call")
     largest: dict[str, float] = {}
     for network in options.networks:
         for optimizer in options.optimizers:
-            calls = {name: stepper(network, optimizer, way, options.device) for name, way in WAYS.items()}
-            plain, _ = stepper(network, optimizer, None, options.device)
-            runs = {"plain": plain, **{name: run for name, (run, _) in calls.items()}}
-            seconds = interleaved(runs, rounds=rounds, warmup=warmup)
-            step = sorted(seconds["plain"])[rounds // 2] / STEPS
-            print(f"{network}, {optimizer}: {1000 * step:.2f} ms a step")
-            rows = results["tracked / plain"].setdefault(network, {})[optimizer] = {"plain, ms": 1000 * step}
-            for name, (_, memory) in calls.items():
-                value, ends = ratio(seconds, name, "plain"), ratio_range(seconds, name, "plain")
-                rows[name] = {"ratio": value, "5 to 95 % of rounds": ends, "bytes a weight": memory()}
-                print(
-                    f"  {name:28s} {value:.3f}   (5 to 95 % of rounds: {ends[0]:.2f} to {ends[1]:.2f})   "
-                    f"{memory():.3g} bytes a weight"
-                )
-                largest[name] = max(largest.get(name, 0.0), value)
+            rows = results.setdefault("tracked / plain", {}).setdefault(network, {}).setdefault(optimizer, {})
+            for name, found in measured(network, optimizer, options.device, rounds, taking=options.taking):
+                rows[name] = found
+                if name == "plain":
+                    print(f"{network}, {optimizer}: {found:.2f} ms a step")
+                    continue
+                rest = (f"{key}: {value:.3g}" for key, value in found.items() if isinstance(value, float))
+                print(f"  {name:28s} {found['ratio']:.3f}   {', '.join(rest)}", flush=True)
+                largest[name] = max(largest.get(name, 0.0), found["ratio"])
     results["largest"] = largest
     write_results(options.out, "track", results)
     for name, asked in TARGETS.items():
