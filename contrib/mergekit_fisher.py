@@ -64,7 +64,7 @@ def matched(thetas: Tensor, curvature: Tensor, base: Tensor, known: Tensor, delt
     reference_url="https://arxiv.org/abs/2111.09832",
     contract=InputContract(base=BasePolicy.FORBIDDEN, min_inputs=2),
 )
-def fisher_merge(group: TensorGroup, weight: PerInput[float] = 1.0) -> Tensor:  # type: ignore[assignment]
+def fisher_merge(group: TensorGroup, weight: PerInput[float] = 1.0) -> Tensor:
     """θ of one parameter."""
     thetas, alpha = _working(group.entries), _checked(weight.values_for(group.entries))
     curvature = _stacked(group, group.entries, [_required(entry) for entry in group.entries])
@@ -77,7 +77,7 @@ def fisher_merge(group: TensorGroup, weight: PerInput[float] = 1.0) -> Tensor:  
     reference_url="https://arxiv.org/abs/2310.12808",
     contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=2),
 )
-def matching_merge(group: TensorGroup, weight: PerNonBase[float] = 1.0) -> Tensor:  # type: ignore[assignment]
+def matching_merge(group: TensorGroup, weight: PerNonBase[float] = 1.0) -> Tensor:
     """θ of one parameter."""
     thetas, alpha = _working(group.non_base), _checked(weight.values_for(group.non_base))
     files, base = [_required(entry) for entry in group.non_base], _file(group.base)

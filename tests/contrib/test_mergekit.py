@@ -122,7 +122,7 @@ def test_gradient_matching_is_that_of_bayesadam(tmp_path, trained, weights, with
         weights=None if weights[0] is None else weights,
     )
     assert expected.report.method == "gradient-matching"
-    same(found, expected, 1e-5)
+    same(found, expected)
 
 
 def test_the_merged_model_runs(tmp_path, trained):
