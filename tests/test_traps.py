@@ -213,7 +213,7 @@ def test_calibrating_on_the_training_data_is_told(likelihood):
 
 
 def test_data_that_were_not_trained_on_have_uniform_probabilities():
-    # Slopes of mean 0 that do not know the inputs: P(χ² ≤ s) is uniform, so that a thousandth would warn.
+    # Slopes of mean 0 that do not know the inputs: P(χ² ≤ s) is uniform, so that one in 10⁴ would warn.
     record, generator = likelihood_of("regression"), torch.Generator().manual_seed(0)
     found = []
     for _ in range(400):
