@@ -23,7 +23,7 @@ from bayesadam.engine.gradients import loss_and_slope
 
 # d, and how many directions of the slopes and of the inputs are looked at, by all their products.
 _DIRECTIONS, _WIDTH = 8, 10
-# So small a probability is none of chance: 3858 held-out samples, of 78 networks, had one below 1e-3 and none below this.
+# None of chance: of 3858 held-out samples, of 78 networks, one had less than 1e-3 and none so little.
 UNLIKELY = 1e-4
 
 
