@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,8 +112,10 @@ def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
         return None
     # In one piece, and as an array, whose small operations are the quicker ones.
     ends = torch.cat([each for _, each in compared], dim=1) if len(compared) > 1 else compared[0][1]
-    at = np.cumsum([each.shape[1] for _, each in compared])[:-1]
-    for (known, _), (low, high) in zip(compared, np.split(ends.cpu().numpy(), at, axis=1), strict=True):
+    array, first = ends.cpu().numpy(), 0
+    for known, each in compared:
+        low, high = array[:, first : first + each.shape[1]]
+        first += each.shape[1]
         out = len(low) - int(known.holds(low, high).sum())
         if 2 * out > len(low):
             return _of_other_values(known, float(low.min()), float(high.max()), f"{out} of {len(low)}")
