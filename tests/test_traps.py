@@ -107,7 +107,7 @@ def test_ordinary_batches_are_in_range(usual):
 
 def test_the_bounds_of_an_example_by_hand():
     # Least values 0 and 1, greatest 4 and 10: the widths are 4 and 9 of a range of 10.
-    (known,) = ranges_of([torch.tensor([[0.0, 4.0, 0.5], [1.0, 10.0, 2.0]])])
+    (known,) = ranges_of([torch.tensor([[0.0, 4.0, 0.5], [1.0, 10.0, 2.0]]).repeat(10, 1)])
     assert known == InputRange("", "float32", (3,), 0.0, 10.0, 1.0, 4.0, 4.0)
     low = torch.tensor([-7.4, -7.6, 0.0, 0.0, 3.4, 3.6, 0.0, 0.0, 2.0])
     high = torch.tensor([5.0, 5.0, 17.4, 17.6, 9.0, 9.0, 1.6, 1.4, 2.9])
@@ -115,11 +115,18 @@ def test_the_bounds_of_an_example_by_hand():
 
 
 def test_what_varied_or_was_not_finite_is_not_compared():
-    ranges = ranges_of([{"x": rows(5), "z": torch.full((5, 2), torch.nan)}, {"x": rows(5)[:, :4], "z": rows(5)[:, :2]}])
+    ranges = ranges_of(
+        [{"x": rows(20), "z": torch.full((20, 2), torch.nan)}, {"x": rows(5)[:, :4], "z": rows(5)[:, :2]}]
+    )
     assert [(each.name, each.shape, each.bounded) for each in ranges] == [("x", (None,), True), ("z", (2,), False)]
     assert departure(ranges, {"x": rows(3, 1)[:, :2], "z": 1e9 * rows(3)[:, :2]}) is None
+    assert departure(ranges_of([rows(19)]), 100 * rows(3)) is None
+    # A line that is drawn beyond the data is meant to be.
+    ranges = ranges_of([torch.linspace(0, 1, 50)[:, None]])
+    assert departure(ranges, torch.linspace(-3, 4, 50)[:, None]) is None
+    assert departure(ranges, torch.linspace(0, 255, 50)[:, None]) is not None
     # A token never seen, a longer text and a mask without padding are nothing unusual.
-    texts = ranges_of([{"input_ids": torch.randint(50, (9, 12)), "attention_mask": torch.ones(9, 12).tril()}])
+    texts = ranges_of([{"input_ids": torch.randint(50, (30, 12)), "attention_mask": torch.ones(30, 12).tril()}])
     assert departure(texts, {"input_ids": torch.full((1, 30), 900), "attention_mask": torch.ones(1, 30)}) is None
 
 
@@ -206,7 +213,7 @@ def test_calibrating_on_the_training_data_is_told(likelihood):
 
 
 def test_data_that_were_not_trained_on_have_uniform_probabilities():
-    # Slopes of mean 0 that do not know the inputs: P(χ² ≤ s) is uniform, so that a thousandth would warn.
+    # Slopes of mean 0 that do not know the inputs: P(χ² ≤ s) is uniform, so that one in 10⁴ would warn.
     record, generator = likelihood_of("regression"), torch.Generator().manual_seed(0)
     found = []
     for _ in range(400):

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import loss_and_slope
 
-# d, and the random products rᵀA a of slopes and inputs among whose combinations they are looked for.
-_DIRECTIONS, _SKETCH = 8, 64
-# So small a probability is none of chance; 3000 samples of held-out data, of 26 kinds of networks, had none below .01.
-UNLIKELY = 1e-3
+# d, and how many directions of the slopes and of the inputs are looked at, by all their products.
+_DIRECTIONS, _WIDTH = 8, 10
+# None of chance: of 3858 held-out samples, of 78 networks, one had less than 1e-3 and none so little.
+UNLIKELY = 1e-4
 
 
 def balance(record: Any, outputs: Tensor, targets: Tensor, inputs: Tensor) -> float:
@@ -33,15 +33,24 @@ def balance(record: Any, outputs: Tensor, targets: Tensor, inputs: Tensor) -> fl
     `outputs` are (n, outputs), `inputs` those of the last layer, (n, width). 1 where slopes are not finite.
     """
     _, slope = loss_and_slope(lambda f: record.loss(f, targets[None]), outputs[None])
-    r, a = slope[0], torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(x.shape[1], _SKETCH, generator=generator).to(x) for x in (r, a))
-    gradients = ((r @ left).double() * (a @ right).double()).cpu()
-    if not bool(gradients.isfinite().all()):
+    # Of each other's size, whatever the loss, so that their squares are numbers too.
+    slope, inputs = (x / x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny) for x in (slope[0], inputs))
+    if not bool(slope.isfinite().all() & inputs.isfinite().all()):
         return 1.0
+    r, a = (_strongest(x) for x in (slope, torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)))
+    gradients = (r[:, :, None] * a[:, None, :]).flatten(1)
     energy, directions = torch.linalg.eigh(gradients.T @ gradients)
     kept = (energy > 1e-9 * energy[-1]).nonzero().flatten()[-_DIRECTIONS:]
     if not len(kept):
         return 1.0
     s = ((gradients.sum(dim=0) @ directions[:, kept]).square() / energy[kept]).sum()
     return float(torch.special.gammainc(torch.tensor(len(kept) / 2, dtype=s.dtype), s / 2))
+
+
+def _strongest(x: Tensor) -> Tensor:
+    """The rows of a matrix along the few directions in which they are longest, by four rounds of the power method."""
+    start = torch.randn(x.shape[1], min(_WIDTH, x.shape[1]), generator=torch.Generator().manual_seed(0))
+    directions = start.to(x)
+    for _ in range(4):
+        directions = torch.linalg.qr(x.T @ (x @ directions)).Q
+    return (x @ directions).double().cpu()

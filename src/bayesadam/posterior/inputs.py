@@ -6,8 +6,9 @@ held-out examples and w = h − l, an example is in range where
     l − ¾ w ≤ l_i ≤ l⁺ + ¼ w   and   h⁻ − ¼ w ≤ h_i ≤ h + ¾ w   and   h_i − l_i ≥ ¼ w⁻,
 
 l⁺ the largest of the held-out l_i, h⁻ the smallest of the h_i and w⁻ of the h_i − l_i, but for one in a hundred each.
-The outer ends are wide enough for noise, the inner ones tell of values that were divided or not normalised. A batch has
-left where more than half of its examples have.
+The outer ends are wide enough for noise, the inner ones tell of values that were divided or not normalised. Of one or
+two numbers an example, which are drawn on an axis beyond the data by intent, all margins are 3 w. A batch has left
+where more than half of its examples have. Fewer than 20 held-out examples make no range.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 # Tensors, or arrays of numpy.
 Values = TypeVar("Values", Tensor, Any)
-# The margins, in widths of the held-out range: outwards, inwards, and of an example's own width.
-_OUTER, _INNER, _WIDTH = 0.75, 0.25, 0.25
+# The margins, in widths of the held-out range: outwards and inwards, those of few numbers, and an example's own width.
+_MARGINS, _OF_FEW, _FEW, _WIDTH = (0.75, 0.25), (3.0, 3.0), 2, 0.25
+# So many held-out examples make a range.
+_FEWEST = 20
 # The share of held-out examples that inner ends may leave out.
 _RARE = 0.01
-# So few numbers an example are looked at over grids, which reach beyond the data on purpose.
-_GRID = 3
 # Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
-_FEW = 16
+_CLOSE = 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class InputRange:
         name: its key in a mapping, its number in a tuple, with dots where they are nested; empty for a tensor alone.
         dtype: its type, such as `"float32"`.
         shape: of one example, None for sizes that varied; None where the number of dimensions did.
-        low: the least value; 0, as `high`, where there were NaN or infinities.
+        low: the least value; 0, as `high`, where there were NaN or infinities, or too few examples.
         high: the greatest value.
         highest_low: the greatest of the examples' least values, but for one in a hundred.
         lowest_high: the least of the examples' greatest values, likewise.
@@ -70,15 +70,17 @@ class InputRange:
 
     @property
     def bounded(self) -> bool:
-        """Whether values are compared: more than a few real numbers an example, finite, and not all the same."""
-        few = self.shape is not None and None not in self.shape and math.prod(self.shape) <= _GRID  # type: ignore[arg-type]
-        return self.kind == "float" and self.high > self.low and not few
+        """Whether values are compared: real numbers that were finite, and not all the same."""
+        return self.kind == "float" and self.high > self.low
 
     def holds(self, low: Values, high: Values) -> Values:
         """Whether examples with these least and greatest values, (batch,), are in range; the equation above."""
-        width = self.high - self.low
-        outer = (low >= self.low - _OUTER * width) & (high <= self.high + _OUTER * width)
-        inner = (low <= self.highest_low + _INNER * width) & (high >= self.lowest_high - _INNER * width)
+        width, sizes = self.high - self.low, self.shape
+        # Lists, not generators, which the compiler of torch does not take.
+        few = sizes is not None and math.prod([n or _FEW + 1 for n in sizes]) <= _FEW
+        outwards, inwards = [margin * width for margin in (_OF_FEW if few else _MARGINS)]
+        outer = (low >= self.low - outwards) & (high <= self.high + outwards)
+        inner = (low <= self.highest_low + inwards) & (high >= self.lowest_high - inwards)
         return outer & inner & (high - low >= _WIDTH * self.least_width)
 
     def __str__(self) -> str:
@@ -110,8 +112,10 @@ def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
         return None
     # In one piece, and as an array, whose small operations are the quicker ones.
     ends = torch.cat([each for _, each in compared], dim=1) if len(compared) > 1 else compared[0][1]
-    at = np.cumsum([each.shape[1] for _, each in compared])[:-1]
-    for (known, _), (low, high) in zip(compared, np.split(ends.cpu().numpy(), at, axis=1), strict=True):
+    array, first = ends.cpu().numpy(), 0
+    for known, each in compared:
+        low, high = array[:, first : first + each.shape[1]]
+        first += each.shape[1]
         out = len(low) - int(known.holds(low, high).sum())
         if 2 * out > len(low):
             return _of_other_values(known, float(low.min()), float(high.max()), f"{out} of {len(low)}")
@@ -177,14 +181,14 @@ def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:
     alike = len({len(shape) for shape in shapes}) == 1
     shape = tuple(n[0] if len(set(n)) == 1 else None for n in zip(*shapes, strict=True)) if alike else None
     dtype = str(leaves[0].dtype).removeprefix("torch.")
-    if leaves[0].is_complex():
+    if leaves[0].is_complex() or sum(map(len, leaves)) < _FEWEST:
         return InputRange(name, dtype, shape, 0.0, 0.0, 0.0, 0.0, 0.0)
     low, high = (torch.cat(ends).double().cpu() for ends in zip(*map(_ends, leaves), strict=True))
     if not bool((low.isfinite() & high.isfinite()).all()):
         return InputRange(name, dtype, shape, 0.0, 0.0, 0.0, 0.0, 0.0)
     least, greatest = float(low.min()), float(high.max())
     whole = not leaves[0].is_floating_point() or all(bool((leaf == leaf.round()).all()) for leaf in leaves)
-    if whole and greatest - least <= _FEW:
+    if whole and greatest - least <= _CLOSE:
         return InputRange(name, dtype, shape, least, greatest, greatest, least, 0.0)
     rare = int(_RARE * len(low))
     highest_low, lowest_high = float(low.sort().values[-1 - rare]), float(high.sort().values[rare])

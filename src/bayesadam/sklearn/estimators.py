@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -303,7 +303,10 @@ def calibrated(
         with warnings.catch_warnings():
             # How much is held out is our affair.
             warnings.simplefilter("ignore", HeldOutWarning)
-            return calibrate(posterior, held_out, likelihood=name, method=method)
+            found = calibrate(posterior, held_out, likelihood=name, method=method)
+        assert found.calibration is not None
+        # Inputs are scaled here: ranges would be told in other units than the user's.
+        return replace(found, calibration=replace(found.calibration, inputs=()))
     except CalibrationError as error:
         warn(f"the posterior is not calibrated: {error}")
         return posterior
