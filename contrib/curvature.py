@@ -326,6 +326,8 @@ def _origin(header: Mapping[str, Any]) -> str:
     said = list(header.get("optimizer") or ["an unknown optimiser"])
     if header.get("recorded"):
         said.append("recorded gradients")
+    if header.get("tracked"):
+        said.append("tracked beside it")
     if header.get("steps"):
         fewest, most = header["steps"][0], header["steps"][-1]
         said.append(f"{fewest:g} steps" if fewest == most else f"{fewest:g} to {most:g} steps")
@@ -396,6 +398,7 @@ def _rules(header: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "steps must be the fewest and the most, or null", counts
     yield "beta2 must be between 0 and 1, or null", beta is None or 0 <= _number(beta) < 1
     yield "recorded must be true or false", isinstance(header.get("recorded", False), bool)
+    yield "tracked must be an object", isinstance(header.get("tracked") or {}, dict)
     optimizers = header.get("optimizer") or []
     yield "optimizer must be a list of names", isinstance(optimizers, list) and all(map(_is_text, optimizers))
     omitted = header.get("omitted", {})

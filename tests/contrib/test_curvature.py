@@ -291,6 +291,7 @@ DAMAGES = {
     "steps empty": (None, _said(steps=[]), "steps"),
     "beta2": (None, _said(beta2=1.5), "beta2"),
     "recorded": (None, _said(recorded="yes"), "recorded"),
+    "tracked": (None, _said(tracked="yes"), "tracked must be an object"),
     "optimizer": (None, _said(optimizer="adamw"), "optimizer must be a list"),
     "omitted": (None, _said(omitted=["scale"]), "omitted"),
     "format 1 without weights": (None, _said(format=1), "format 1 has weights"),
@@ -457,6 +458,13 @@ def test_a_file_that_claims_to_be_large_is_checked_in_the_memory_that_it_has(in_
     save_file({name: torch.zeros(2) for name in header["parameters"]}, tmp_path / "model.safetensors")
     with pytest.raises(Fault, match="shape"):
         check(path, [tmp_path / "model.safetensors"])
+
+
+def test_a_tracked_moment_is_told(in_order, tmp_path):
+    tensors, header = in_order[None]
+    tracked = {"parameters": 6, "gradients": [40, 40], "every": 1, "since": 0, "batch_size": None}
+    storage.write(tmp_path / "p.safetensors", tensors, {**header, "optimizer": ["muon"], "tracked": tracked})
+    assert "from muon, tracked beside it, 40 steps, β₂ = 0.97" in check(tmp_path / "p.safetensors")
 
 
 def test_short_memories_are_told(in_order, tmp_path):
