@@ -330,7 +330,7 @@ def _origin(header: Mapping[str, Any]) -> str:
         said.append("tracked beside it")
     if header.get("steps"):
         fewest, most = header["steps"][0], header["steps"][-1]
-        said.append(f"{fewest:g} steps" if fewest == most else f"{fewest:g} to {most:g} steps")
+        said.append(f"{fewest:g} gradients" if fewest == most else f"{fewest:g} to {most:g} gradients")
     if header.get("beta2") is not None:
         said.append(f"β₂ = {header['beta2']:g}")
     return "from " + ", ".join(said)
@@ -340,9 +340,9 @@ def _warnings(header: Mapping[str, Any]) -> list[str]:
     beta, steps = header.get("beta2"), header.get("steps")
     lines = []
     if beta is not None and beta <= 0.95:
-        lines.append(f"take care: v̂ is that of the last {1 / (1 - beta):.0f} steps")
+        lines.append(f"take care: v̂ is that of the last {1 / (1 - beta):.0f} gradients")
     if beta is not None and steps and steps[0] * (1 - beta) < 1 - 1e-9:
-        lines.append("take care: the training was shorter than the memory 1/(1 − β₂) of v̂")
+        lines.append("take care: v̂ has fewer gradients behind it than its memory, 1/(1 − β₂)")
     return lines
 
 
