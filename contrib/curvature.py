@@ -326,9 +326,11 @@ def _origin(header: Mapping[str, Any]) -> str:
     said = list(header.get("optimizer") or ["an unknown optimiser"])
     if header.get("recorded"):
         said.append("recorded gradients")
+    if header.get("tracked"):
+        said.append("tracked beside it")
     if header.get("steps"):
         fewest, most = header["steps"][0], header["steps"][-1]
-        said.append(f"{fewest:g} steps" if fewest == most else f"{fewest:g} to {most:g} steps")
+        said.append(f"{fewest:g} gradients" if fewest == most else f"{fewest:g} to {most:g} gradients")
     if header.get("beta2") is not None:
         said.append(f"β₂ = {header['beta2']:g}")
     return "from " + ", ".join(said)
@@ -338,9 +340,9 @@ def _warnings(header: Mapping[str, Any]) -> list[str]:
     beta, steps = header.get("beta2"), header.get("steps")
     lines = []
     if beta is not None and beta <= 0.95:
-        lines.append(f"take care: v̂ is that of the last {1 / (1 - beta):.0f} steps")
+        lines.append(f"take care: v̂ is that of the last {1 / (1 - beta):.0f} gradients")
     if beta is not None and steps and steps[0] * (1 - beta) < 1 - 1e-9:
-        lines.append("take care: the training was shorter than the memory 1/(1 − β₂) of v̂")
+        lines.append("take care: v̂ has fewer gradients behind it than its memory, 1/(1 − β₂)")
     return lines
 
 
@@ -396,6 +398,7 @@ def _rules(header: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "steps must be the fewest and the most, or null", counts
     yield "beta2 must be between 0 and 1, or null", beta is None or 0 <= _number(beta) < 1
     yield "recorded must be true or false", isinstance(header.get("recorded", False), bool)
+    yield "tracked must be an object", isinstance(header.get("tracked") or {}, dict)
     optimizers = header.get("optimizer") or []
     yield "optimizer must be a list of names", isinstance(optimizers, list) and all(map(_is_text, optimizers))
     omitted = header.get("omitted", {})

@@ -291,6 +291,7 @@ DAMAGES = {
     "steps empty": (None, _said(steps=[]), "steps"),
     "beta2": (None, _said(beta2=1.5), "beta2"),
     "recorded": (None, _said(recorded="yes"), "recorded"),
+    "tracked": (None, _said(tracked="yes"), "tracked must be an object"),
     "optimizer": (None, _said(optimizer="adamw"), "optimizer must be a list"),
     "omitted": (None, _said(omitted=["scale"]), "omitted"),
     "format 1 without weights": (None, _said(format=1), "format 1 has weights"),
@@ -459,13 +460,20 @@ def test_a_file_that_claims_to_be_large_is_checked_in_the_memory_that_it_has(in_
         check(path, [tmp_path / "model.safetensors"])
 
 
+def test_a_tracked_moment_is_told(in_order, tmp_path):
+    tensors, header = in_order[None]
+    tracked = {"parameters": 6, "gradients": [40, 40], "every": 1, "since": 0, "batch_size": None}
+    storage.write(tmp_path / "p.safetensors", tensors, {**header, "optimizer": ["muon"], "tracked": tracked})
+    assert "from muon, tracked beside it, 40 gradients, β₂ = 0.97" in check(tmp_path / "p.safetensors")
+
+
 def test_short_memories_are_told(in_order, tmp_path):
     tensors, header = in_order[None]
     path = tmp_path / "p.safetensors"
     storage.write(path, tensors, {**header, "beta2": 0.9})
-    assert "take care: v̂ is that of the last 10 steps" in check(path)
+    assert "take care: v̂ is that of the last 10 gradients" in check(path)
     storage.write(path, tensors, {**header, "beta2": 0.999})
-    assert any("shorter than the memory" in line for line in check(path))
+    assert any("fewer gradients" in line for line in check(path))
 
 
 def test_what_was_loaded_is_what_was_written(in_order, tmp_path):
