@@ -206,7 +206,7 @@ def test_what_is_answered(likelihood, by, tmp_path):
     else:
         doubt = p.stddev.max(dim=1).values
     score = p.novelty if by == "novelty" else doubt
-    assert torch.equal(p.answered, score <= rule.threshold)
+    assert torch.equal(p.answered, (score <= rule.threshold) & p.in_range)
     assert torch.equal(p.wrong(y), wrong_by_hand(p, y, rule.tolerance))
     assert float(p.answered.double().mean()) == approx(rule.coverage, abs=0.1)
     # Three standard errors of a rate at the risk.
@@ -236,7 +236,7 @@ def test_a_mixture(tmp_path):
     found, (x, y) = ba.calibrate(mixture, blobs(600, 200), risk=0.05), blobs(500, 300)
     p, rule = found.predict(x), found.calibration.abstention
     assert 0 < int(p.answered.sum()) < 500
-    assert torch.equal(p.answered, 1 - p.probs.max(dim=1).values <= rule.threshold)
+    assert torch.equal(p.answered, (1 - p.probs.max(dim=1).values <= rule.threshold) & p.in_range)
     assert float(p.wrong(y)[p.answered].double().mean()) < 0.08
     found.save(tmp_path / "mixture.safetensors")
     again = ba.Mixture.load(tmp_path / "mixture.safetensors", found.members[0].model)

@@ -230,11 +230,11 @@ def test_a_trainer_given_its_own_data_set_says_so_at_the_start():
     data = TensorDataset(rows(20), torch.zeros(20))
     keeper = PosteriorKeeper(calibrate=True, likelihood="regression", held_out=DataLoader(data))
     with pytest.warns(HeldOutWarning, match="held_out is the training data set"):
-        keeper._begin(DataLoader(data, shuffle=True), has_validation=False)
+        keeper._begin(DataLoader(data, shuffle=True), [], has_validation=False)
     part = DataLoader(data, sampler=SubsetRandomSampler(range(10)))
     for held_out in (part, DataLoader(TensorDataset(rows(20), torch.zeros(20))), [(rows(5), torch.zeros(5))]):
         keeper.held_out = held_out
-        keeper._begin(part if held_out is part else DataLoader(data), has_validation=False)
+        keeper._begin(part if held_out is part else DataLoader(data), [], has_validation=False)
 
 
 # --- weights of one epoch with the state of another -------------------------------------------------------------------
