@@ -110,7 +110,6 @@ class Served(nn.Module):
     noise_variance: Tensor | None
     spread: Tensor | None
     reach: Tensor | None
-    most_doubt: Tensor
     record: Any
 
     def __init__(self, posterior: Posterior, level: float, forward: Forward | None) -> None:
@@ -126,7 +125,6 @@ class Served(nn.Module):
         guarantee = report.guarantee
         scores = guarantee.get("classes.lac" if self.record.tempered else "residuals")
         self.rule = report.abstention
-        limit = None if self.rule is None else -torch.inf if self.rule.threshold is None else self.rule.threshold
         tables = {
             "order": order,
             "medians": leverage.medians,
@@ -134,7 +132,6 @@ class Served(nn.Module):
             "noise_variance": posterior.noise_variance if self.record.noise else None,
             "spread": posterior.spread,
             "reach": None if scores is None else threshold(scores, level),
-            "most_doubt": None if limit is None else torch.tensor(limit),
         } | {f"factors{number}": w for number, (_, w) in enumerate(stacks)}
         device = next(iter(posterior.mode.values())).device
         for name, tensor in tables.items():
@@ -199,6 +196,7 @@ class Served(nn.Module):
         novelty = self.record.novelty(component)
         p_value = None
         if self.novelties is not None:
+            # As `conformal.p_values`, whose search ONNX does not have.
             larger = (self.novelties >= novelty[:, None]).sum(dim=1)
             p_value = (1 + larger).float() / (len(self.novelties) + 1)
         if tempered:
@@ -218,7 +216,7 @@ class Served(nn.Module):
     def _answered(self, novelty: Tensor, doubt: Tensor) -> Tensor | None:
         if self.rule is None:
             return None
-        return (novelty if self.rule.by == "novelty" else doubt) <= self.most_doubt
+        return self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
 
     def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""
