@@ -521,3 +521,15 @@ def test_what_is_wrong_is_said():
     train(model, [optimizer], range(2))
     assert not any(name in state for state in optimizer.state.values() for name in TENSORS)
     ba.track(optimizer, every=1)
+
+
+def test_what_was_tracked_long_ago_does_not_stand_for_a_newer_moment():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with ba.track(optimizer, every=1):
+        train(model, [optimizer], range(3))
+        assert set(read_optimizer(model, optimizer).reader.values()) == {"tracked"}
+    train(model, [optimizer], range(3, 6))
+    found = read_optimizer(model, optimizer)
+    assert set(found.reader.values()) == {"adamw"}
+    assert set(found.steps.values()) == {6.0}

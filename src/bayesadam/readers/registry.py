@@ -469,12 +469,21 @@ def reader_named(name: str | StateReader) -> StateReader:
 
 
 def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
-    """The reader of one parameter's state: that of `track` where it was tracked; a flag may say that there is none."""
+    """The reader of one parameter's state: that of `track` where it was tracked; a flag may say that there is none.
+
+    An optimiser that went on after tracking had ended has a second moment of its own that is newer, or none that is.
+    """
     if reader.statistic == "identity":
         return reader
-    if tracking.is_tracked(state):
+    if tracking.is_tracked(state) and (reader.statistic == "none" or not _went_on(state, group, reader)):
         return TRACKED
     return next((_registry[name] for name in _without(state, group)), reader)
+
+
+def _went_on(state: State, group: Group, reader: StateReader) -> bool:
+    """Whether the optimiser counts steps beyond those that were tracked."""
+    taken, since, seen = reader.steps(state, group), group.get(tracking.SINCE), group.get(tracking.STEPS)
+    return reader is not TRACKED and None not in (taken, since, seen) and taken > since + seen  # type: ignore[operator]
 
 
 def _without(state: State, group: Group) -> list[str]:
