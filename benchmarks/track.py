@@ -156,6 +156,8 @@ def main() -> None:
         "rounds": rounds,
         "taking by itself": options.taking,
     }
+    # As GPUs are trained on; float32 products would hide what tracking costs.
+    torch.set_float32_matmul_precision("high")
     print(f"{options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads, {STEPS} steps a call")
     largest: dict[str, float] = {}
     for network in options.networks:
