@@ -126,7 +126,7 @@ def files_of(posterior: ba.Posterior, inputs_of: Callable[[int], Any], folder: P
     served, bare = ba.deploy(posterior), Bare(ba.deploy(posterior).model)
     for handle in [module for module in bare.modules() if module._forward_pre_hooks]:
         handle._forward_pre_hooks.clear()
-    found, example, batch = {}, inputs_of(2), torch.export.Dim("batch", min=1)
+    found, example, batch = {}, inputs_of(2), torch.export.Dim("batch", min=1, max=65_535)
     shapes: Any = {name: {0: batch} for name in example} if isinstance(example, dict) else {0: batch}
     with torch.no_grad():
         program = torch.export.export(bare, (example,), dynamic_shapes=(shapes,), strict=False)

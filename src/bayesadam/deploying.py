@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from bayesadam._checks import require_kind
@@ -30,6 +31,9 @@ from bayesadam.posterior.inputs import example_of, inside
 from bayesadam.predict.call import Forward, output_tensor
 
 _FORMATS = (".pt2", ".onnx")
+_LARGEST_ON_CUDA = 65_535
+# To the dynamo of an older torch whatever it compiles is exported.
+_TOLD_APART = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 class Answer(NamedTuple):
@@ -174,7 +178,7 @@ class Served(nn.Module):
         if (in_range := inside(self.ranges, kwargs or args)) is not None:
             answered = None if answer.answered is None else answer.answered & in_range
             answer = answer._replace(in_range=in_range, answered=answered)
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() and (_TOLD_APART or not torch.compiler.is_dynamo_compiling()):
             return {name: tensor for name, tensor in answer._asdict().items() if tensor is not None}
         return answer
 
@@ -242,8 +246,9 @@ class Served(nn.Module):
     def save(self, path: str | os.PathLike[str], example: Any = None) -> None:
         """Write it as a `.pt2` file, which torch alone runs, or `.onnx`, which onnxruntime does.
 
-        Either holds what `about` says, and takes batches of any size. Call `torch.export.load(path).module()` of a
-        `.pt2` with a batch such as the example. The answer is a dict; the outputs of an `.onnx` have its names.
+        Either holds what `about` says, and takes batches of any size, on CUDA up to 65,535. Call
+        `torch.export.load(path).module()` of a `.pt2` with a batch such as the example. The answer is a dict; the
+        outputs of an `.onnx` have its names.
 
         Args:
             path: ends in one of these.
@@ -262,7 +267,9 @@ class Served(nn.Module):
         size = _first(example).shape[0]
         if size < 2:
             raise SettingError("the example batch must hold at least two examples, or the size of batches were fixed")
-        batch = torch.export.Dim("batch", min=1)
+        # Attention on CUDA takes no more.
+        most = _LARGEST_ON_CUDA if next(self.model.parameters()).is_cuda else None
+        batch = torch.export.Dim("batch", min=1, max=most)
 
         def dynamic(leaf: Any) -> Any:
             return {0: batch} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None

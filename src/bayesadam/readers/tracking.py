@@ -12,7 +12,7 @@ of the parameter, which may be bfloat16, all of them are bytes, which every type
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -42,6 +42,8 @@ STEPS, SINCE = "tracked_steps", "tracked_since"
 DECAY, EVERY, EXAMPLES = "tracked_decay", "tracked_every", "tracked_batch_size"
 # Entries of a row that share an exponent, and the fewest that are worth it.
 _BLOCK, _FEWEST = 256, 16
+# Gradients of at most so many numbers are taken together.
+_TOGETHER = 1 << 25
 # A code has the last four bits of float32's exponent and the first four of its mantissa.
 _SHIFT, _OCTAVES, _LAST = 19, 15, 255
 _DROPPED = (1 << _SHIFT) - 1
@@ -207,6 +209,7 @@ def _taken(
     for group in optimizer.param_groups:
         due = group[STEPS] % group[EVERY] == 0
         group[STEPS] += not rehearsed
+        coded: dict[tuple[Any, ...], list[tuple[dict[str, Any], Tensor]]] = {}
         for parameter in group["params"] if due else ():
             if parameter.grad is None:
                 continue
@@ -220,8 +223,16 @@ def _taken(
                 group[SINCE] = _steps_of(optimizer, group)
             taken = int(state.get(COUNT, 0)) + (not rehearsed)
             weight = (1 - group[DECAY]) / (1 - group[DECAY] ** taken) if taken else 0.0
-            found: dict[str, Any] = {**_updated(names, state, _by_rows(gradient), weight, taken), COUNT: taken}
-            (state if state else pending.setdefault(parameter, {})).update(found)
+            into, gradient = state if state else pending.setdefault(parameter, {}), _by_rows(gradient)
+            into[COUNT] = taken
+            if CODES in names:
+                alike = (gradient.device, gradient.shape[1:].numel(), weight, taken)
+                coded.setdefault(alike, []).append((into, gradient))
+            else:
+                into.update(_updated(names, into, gradient, weight))
+        for (*_, weight, taken), members in coded.items():
+            for some in _portions(members):
+                _recode(some, weight, taken)
 
 
 def _is_rehearsal(optimizer: Optimizer) -> bool:
@@ -250,18 +261,46 @@ def _entries(kind: str, shape: torch.Size) -> tuple[str, ...]:
     return sides.get(kind, (WHOLE,))
 
 
-def _updated(
-    names: Sequence[str], state: Mapping[str, Any], gradient: Tensor, weight: float, turn: int
-) -> dict[str, Tensor]:
-    """The tracked entries with one more gradient, which counts by `weight`; a sharded one by its rows here."""
+def _portions(members: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[list[tuple[dict[str, Any], Tensor]]]:
+    """Runs of gradients that are taken together: as many as make `_TOGETHER` numbers, or one."""
+    some: list[tuple[dict[str, Any], Tensor]] = []
+    for member in members:
+        if some and sum(gradient.numel() for _, gradient in (*some, member)) > _TOGETHER:
+            yield some
+            some = []
+        some.append(member)
+    yield some
+
+
+def _recode(members: Sequence[tuple[dict[str, Any], Tensor]], weight: float, turn: int) -> None:
+    """Into the 8 bits of parameters with rows of one length, one more gradient each, which counts by `weight`.
+
+    All of them are one matrix for this, as a GPU would else wait for many small operations.
+    """
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+    local = [own_part(gradient) for _, gradient in members]
+    squares = joined([part.reshape(len(part), part.shape[1:].numel()) for part in local]).square()
+    if CODES in members[0][0]:
+        codes = joined([own_part(into[CODES]).flatten(1) for into, _ in members])
+        old = _decoded(codes, joined([own_part(into[EXPONENTS]) for into, _ in members]))
+    else:
+        old = torch.zeros_like(squares)
+    sizes = [len(part) for part in local]
+    each = (torch.split(found, sizes) for found in _encoded(old.lerp_(squares, weight), turn))
+    for (into, gradient), part, codes, exponents in zip(members, local, *each, strict=True):
+        # Of their own memory, as whatever saves a tensor may save all of the memory it lies in.
+        into[CODES] = _placed(codes.reshape(part.shape).clone(), gradient)
+        into[EXPONENTS] = _placed(exponents.clone(), gradient)
+
+
+def _updated(names: Sequence[str], state: Mapping[str, Any], gradient: Tensor, weight: float) -> dict[str, Tensor]:
+    """The other tracked entries with one more gradient, which counts by `weight`; a sharded one by its rows here."""
     local = own_part(gradient)
     matrix = local.reshape(len(local), local.shape[1:].numel()) if local.dim() else local.reshape(1, 1)
     squares = matrix.square()
-    if CODES in names:
-        held = {name: own_part(state[name]) for name in names if name in state}
-        old = _decoded(held[CODES], held[EXPONENTS]) if held else torch.zeros_like(squares)
-        codes, exponents = _encoded(old.lerp_(squares, weight), turn)
-        return {CODES: _placed(codes.reshape(local.shape), gradient), EXPONENTS: _placed(exponents, gradient)}
     if WHOLE in names:
         now = {WHOLE: squares}
     elif ROWS in names:
