@@ -1,13 +1,13 @@
 """What doubt costs: `predict` and the deployed module over a bare forward pass, and its files.
 
-    python benchmarks/deploy.py [--quick] [--networks MLP LeNet …] [--ways predict eager compiled onnx]
+    python benchmarks/deploy.py [--quick] [--networks MLP LeNet …] [--ways predict eager compiled graphs onnx]
         [--device cuda] [--out out/bench]
 
 A row is a network of a few random steps, calibrated on 64 inputs. Probabilities, novelty and p-values of a batch of 1
 and of 64 are timed over logits and a softmax, in turns: by `posterior.predict`; by `ba.deploy`, and both of them by
-torch.compile and as `.onnx` by onnxruntime (CPU). "apart" is the largest difference from `predict` of any probability,
-novelty, relative to 1 and its size, in each way; the files are what `save` writes, their bytes over those of the bare
-model's. The last lines say which targets were met.
+torch.compile, by its graphs of CUDA ("reduce-overhead"), and as `.onnx` by onnxruntime (CPU). "apart" is the largest
+difference from `predict` of any probability, novelty, relative to 1 and its size, in each way; the files are what
+`save` writes, their bytes over those of the bare model's. The last lines say which targets were met.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from bayesadam.predict.call import output_tensor
 from harness import Target, arguments, at_most, import_peer, interleaved, ratio, ratio_range, setting, write_results
 from networks import ResNet18, lenet, mlp, vit
 
-WAYS = ("predict", "eager", "compiled", "onnx")
+WAYS = ("predict", "eager", "compiled", "graphs", "onnx")
+MODES = {"compiled": "default", "graphs": "reduce-overhead"}
 LIMITS = {1: 1.5, 64: 1.3}
 CLASSES, LENGTH = 10, 64
 
@@ -147,9 +148,9 @@ def calls(
     served, bare = ba.deploy(posterior), Bare(posterior.model)
     if way == "onnx":
         return onnx_call(files["served.onnx"], inputs), onnx_call(files["bare.onnx"], inputs)
-    if way == "compiled":
+    if way in MODES:
         torch.compiler.reset()
-        served, bare = torch.compile(served, fullgraph=True), torch.compile(bare, fullgraph=True)  # type: ignore[assignment]
+        served, bare = (torch.compile(each, fullgraph=True, mode=MODES[way]) for each in (served, bare))  # type: ignore[assignment]
 
     def timed(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -218,8 +219,9 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=None)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=None)
     options = parser.parse_args()
-    has_onnx = options.device == "cpu" and import_peer("onnxruntime", "onnxruntime") is not None
-    ways = [way for way in options.ways or WAYS if way != "onnx" or has_onnx]
+    on_cpu = options.device == "cpu"
+    has = {"onnx": on_cpu and import_peer("onnxruntime", "onnxruntime") is not None, "graphs": not on_cpu}
+    ways = [way for way in options.ways or WAYS if has.get(way, True)]
     warnings.simplefilter("ignore")
     print(f"{options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     results: dict[str, Any] = {**setting(), "device": options.device}

@@ -118,17 +118,17 @@ TASKS: Mapping[str, Callable[[str, bool], Task]] = {
     "lenet": lambda device, quick: _of_images(lenet, "mnist", device, **_sizes(quick)),
     "resnet": lambda device, quick: _of_images(small_resnet, "mnist", device, **_sizes(quick)),
     "resnet18": lambda device, quick: _of_images(
-        ResNet18, "cifar10", device, **_sizes(quick, images=21_000, tests=2000, epochs=10, batch=200, half=True)
+        ResNet18, "cifar10", device, **_sizes(quick, images=21_000, tests=2000, epochs=6, batch=200, half=True)
     ),
     "gpt": lambda device, quick: _of_texts(
         device,
-        **({"windows": 500, "tests": 50, "epochs": 1} if quick else {"windows": 20_000, "tests": 500, "epochs": 4}),
+        **({"windows": 500, "tests": 50, "epochs": 1} if quick else {"windows": 20_000, "tests": 500, "epochs": 3}),
     ),
 }
 
 
 def _sizes(quick: bool, **own: Any) -> Any:
-    found = {"images": 60_000, "tests": 10_000, "epochs": 6, "batch": 100, **own}
+    found = {"images": 60_000, "tests": 10_000, "epochs": 4, "batch": 100, **own}
     return {**found, "images": 1500, "tests": 200, "epochs": 1} if quick else found
 
 

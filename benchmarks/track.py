@@ -1,6 +1,6 @@
 """What `track` costs during training: a step with it over the same step without, and the memory of a weight.
 
-    python benchmarks/track.py [--quick] [--rounds 20] [--taking] [--device cpu] [--out out/bench]
+    python benchmarks/track.py [--quick] [--rounds 20] [--ways …] [--taking] [--device cpu] [--out out/bench]
 
 Of the MLP 784-400-400-10 and of a GPT: a small one, on a GPU GPT-2 itself. `--taking` times the taking of one gradient
 by itself, in processor time, which other programs on the machine disturb less: the ratio is then 1 + that time / (k × a
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,15 +114,17 @@ def taker(network: str, optimizer: str, way: dict[str, Any], device: str) -> Cal
     return run
 
 
-def measured(network: str, optimizer: str, device: str, rounds: int, *, taking: bool) -> Iterator[tuple[str, Any]]:
+def measured(
+    network: str, optimizer: str, device: str, rounds: int, ways: Mapping[str, dict[str, Any]], *, taking: bool
+) -> Iterator[tuple[str, Any]]:
     """The milliseconds of a plain step, then every way's ratio and memory."""
-    calls = {name: stepper(network, optimizer, way, device) for name, way in WAYS.items()}
+    calls = {name: stepper(network, optimizer, way, device) for name, way in ways.items()}
     plain, _ = stepper(network, optimizer, None, device)
     if taking:
         # Once each, for the memory.
         for run, _ in calls.values():
             run()
-        runs = {name: taker(network, optimizer, way, device) for name, way in WAYS.items()}
+        runs = {name: taker(network, optimizer, way, device) for name, way in ways.items()}
         clock = time.perf_counter if device == "cuda" else time.process_time
         seconds = interleaved({"plain": plain, **runs}, rounds=rounds, warmup=1, clock=clock)
         step = statistics.median(seconds["plain"]) / STEPS
@@ -148,7 +150,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--networks", nargs="+", choices=tuple(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     options = parser.parse_args()
+    ways = {name: WAYS[name] for name in options.ways}
     rounds = 1 if options.quick else options.rounds
     results: dict[str, Any] = {
         **setting(),
@@ -163,7 +167,7 @@ def main() -> None:
     for network in options.networks:
         for optimizer in options.optimizers:
             rows = results.setdefault("tracked / plain", {}).setdefault(network, {}).setdefault(optimizer, {})
-            for name, found in measured(network, optimizer, options.device, rounds, taking=options.taking):
+            for name, found in measured(network, optimizer, options.device, rounds, ways, taking=options.taking):
                 rows[name] = found
                 if name == "plain":
                     print(f"{network}, {optimizer}: {found:.2f} ms a step")

@@ -174,15 +174,12 @@ class Served(nn.Module):
             seen = {name: sum(each[1:], each[0]) / len(each) for name, each in self._seen.items()}
         finally:
             self._seen = self._mask = None
-        answer = self._answer(output_tensor(found).float(), seen)
-        if (in_range := inside(self.ranges, kwargs or args)) is not None:
-            answered = None if answer.answered is None else answer.answered & in_range
-            answer = answer._replace(in_range=in_range, answered=answered)
+        answer = self._answer(output_tensor(found).float(), seen, inside(self.ranges, kwargs or args))
         if torch.compiler.is_exporting() and (_TOLD_APART or not torch.compiler.is_dynamo_compiling()):
             return {name: tensor for name, tensor in answer._asdict().items() if tensor is not None}
         return answer
 
-    def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor]) -> Answer:
+    def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor], in_range: Tensor | None) -> Answer:
         factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
         log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
         layers = log_h - self.medians[:-2]
@@ -207,20 +204,34 @@ class Served(nn.Module):
             probs = self.record.probs(component, "probit", 0)
             of_classes = self.record.of_classes(probs)
             kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
-            answered = self._answered(novelty, doubt_of_classes(of_classes))
-            return Answer(novelty, p_value, probs=probs, prediction_set=kept, answered=answered, layers=layers)
+            return Answer(
+                novelty,
+                p_value,
+                probs=probs,
+                prediction_set=kept,
+                answered=self._answered(novelty, doubt_of_classes(of_classes), in_range),
+                in_range=in_range,
+                layers=layers,
+            )
         mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
-        answered = self._answered(novelty, doubt_of_numbers(stddev))
-        found = Answer(novelty, p_value, mean=mean, stddev=stddev, answered=answered, layers=layers)
-        if self.reach is None:
-            return found
-        reach = self.reach.view(stddev.shape[1:]) * stddev
-        return found._replace(lower=mean - reach, upper=mean + reach)
+        reach = None if self.reach is None else self.reach.view(stddev.shape[1:]) * stddev
+        return Answer(
+            novelty,
+            p_value,
+            mean=mean,
+            stddev=stddev,
+            lower=None if reach is None else mean - reach,
+            upper=None if reach is None else mean + reach,
+            answered=self._answered(novelty, doubt_of_numbers(stddev), in_range),
+            in_range=in_range,
+            layers=layers,
+        )
 
-    def _answered(self, novelty: Tensor, doubt: Tensor) -> Tensor | None:
+    def _answered(self, novelty: Tensor, doubt: Tensor, in_range: Tensor | None) -> Tensor | None:
         if self.rule is None:
             return None
-        return self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
+        answered = self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
+        return answered if in_range is None else answered & in_range
 
     def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""
