@@ -334,6 +334,17 @@ def test_another_what_begins_anew():
     assert found.origin.tracked.since == 5
 
 
+def test_unless_told_each_of_the_first_hundred_gradients_is_taken_and_then_each_tenth():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ba.track(optimizer, bits=32, decay=0.9)
+    gradients = train(model, [optimizer], range(121))
+    curvature = read_optimizer(model, optimizer)
+    assert curvature.steps["3.weight"] == 103
+    v = average([g["3.weight"] for g in [*gradients[:101], gradients[110], gradients[120]]], 0.9)
+    assert_close(curvature.second_moment["3.weight"].double(), v, rtol=1e-5, atol=1e-12)
+
+
 def test_a_group_that_is_added_later():
     model = network()
     optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)
@@ -359,7 +370,7 @@ def test_it_says_what_stands_behind_it(tmp_path):
     assert posterior.origin.tracked == Tracked(6, (4, 4), 3, None, 16)
     adam = ba.Posterior.from_optimizer(model, optimizers[1:], 100)
     assert adam.origin.tracked.since == 2
-    words = "by 4 gradients, one in 3 steps since step 2: 64 examples"
+    words = "by 4 gradients, at least one in 3 steps since step 2: 64 examples"
     assert words in str(adam)
     (finding,) = (each for each in ba.doctor(model, optimizers[1:]).findings if each.code == "tracked")
     assert words in finding.message

@@ -212,7 +212,7 @@ class Tracked:
     Attributes:
         parameters: how many have one.
         gradients: the fewest and the most behind a parameter.
-        every: k: they are of each k-th step.
+        every: k: they are of each k-th step, and may be of more at the beginning.
         since: steps that the optimiser had taken when tracking began; None where it does not count them.
         batch_size: examples behind one gradient, where `track` was told.
     """
@@ -227,14 +227,14 @@ class Tracked:
         """In words.
 
         >>> print(Tracked(3, (20, 20), 10, 0, 128))
-        3 parameters, by 20 gradients, one in 10 steps since step 0: 2,560 examples
+        3 parameters, by 20 gradients, at least one in 10 steps since step 0: 2,560 examples
         >>> print(Tracked(1, (5, 8), 1))
         1 parameter, by 5 to 8 gradients, one a step
         """
         few, many = self.gradients
         text = f"{self.parameters} parameter{'s' * (self.parameters != 1)}, by "
         text += f"{few:,g} gradient{'s' * (few != 1)}" if few == many else f"{few:,g} to {many:,g} gradients"
-        text += ", one a step" if self.every == 1 else f", one in {self.every:,} steps"
+        text += ", one a step" if self.every == 1 else f", at least one in {self.every:,} steps"
         text += "" if self.since is None else f" since step {self.since:,}"
         return text if self.batch_size is None else f"{text}: {many * self.batch_size:,g} examples"
 

@@ -37,9 +37,11 @@ ROWS, COLUMNS = "tracked_rows", "tracked_columns"
 LEFT, RIGHT = "tracked_left", "tracked_right"
 TENSORS = (CODES, EXPONENTS, WHOLE, ROWS, COLUMNS, LEFT, RIGHT)
 # Entries of a parameter group: steps seen since tracking began, and those that the optimiser had taken by then (None
-# where it does not count); β of the gradients taken, k, examples behind one.
+# where it does not count); β of the gradients taken, k, the first steps of which all are, examples behind one.
 STEPS, SINCE = "tracked_steps", "tracked_since"
-DECAY, EVERY, EXAMPLES = "tracked_decay", "tracked_every", "tracked_batch_size"
+DECAY, EVERY, FIRST, EXAMPLES = "tracked_decay", "tracked_every", "tracked_first", "tracked_batch_size"
+# Each gradient of so many steps, and then each k-th, so that a short training has enough of them.
+_FIRST, _EVERY = 100, 10
 # Entries of a row that share an exponent, and the fewest that are worth it.
 _BLOCK, _FEWEST = 256, 16
 # Gradients of at most so many numbers are taken together.
@@ -107,7 +109,7 @@ def track(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     what: What = "diagonal",
-    every: int = 10,
+    every: int | None = None,
     bits: Literal[8, 32] = 8,
     decay: float = 0.99,
     batch_size: int | None = None,
@@ -135,7 +137,7 @@ def track(
     Args:
         optimizer: one, or several that train one model.
         what: see above.
-        every: k: each k-th gradient is taken.
+        every: k: each k-th gradient is taken; None for each of the first hundred, and then each tenth.
         bits: of a diagonal.
         decay: β of the gradients taken: the last 1/(1 − β) of them count.
         batch_size: examples behind one gradient, if it should be in the checkpoint.
@@ -146,9 +148,11 @@ def track(
         raise SettingError(f"bits must be 8 or 32, of a diagonal, got {bits!r} of {what!r}")
     if not 0 <= decay < 1:
         raise SettingError(f"decay must be at least 0 and below 1, got {decay!r}")
-    count("every", every, "steps")
+    if every is not None:
+        count("every", every, "steps")
     kind = f"{what}{bits}" if what == "diagonal" else what
-    settings = {DECAY: decay, EVERY: every} | ({} if batch_size is None else {EXAMPLES: batch_size})
+    first, every = (_FIRST, _EVERY) if every is None else (0, every)
+    settings = {DECAY: decay, EVERY: every, FIRST: first} | ({} if batch_size is None else {EXAMPLES: batch_size})
     listed, handles = listed_optimizers(optimizer), []
     for each in listed:
         if not isinstance(each, Optimizer):
@@ -207,7 +211,7 @@ def _taken(
         _settle(optimizer, tracked=settings)
     rehearsed = _is_rehearsal(optimizer)
     for group in optimizer.param_groups:
-        due = group[STEPS] % group[EVERY] == 0
+        due = group[STEPS] < group[FIRST] or group[STEPS] % group[EVERY] == 0
         group[STEPS] += not rehearsed
         coded: dict[tuple[Any, ...], list[tuple[dict[str, Any], Tensor]]] = {}
         for parameter in group["params"] if due else ():
