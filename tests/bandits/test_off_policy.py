@@ -12,7 +12,7 @@ import torch
 import bayesadam as ba
 from bayesadam.bandits import Agent, Estimate, Log, evaluate, make_agent, read_log, replay
 from bayesadam.bandits.off_policy import mean, predicted_before, self_normalised
-from bayesadam.errors import MatchError, OverlapWarning
+from bayesadam.errors import MatchError, OverlapWarning, SettingError
 from floats import approx, assert_close, close
 
 # Two contexts, three arms, rewards of 0 and 1: everything can be enumerated.
@@ -145,6 +145,56 @@ def test_rows_that_are_not_judged_serve_the_model():
     np.testing.assert_array_equal(predicted_before(half), predicted_before(log))
 
 
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_judges_its_decisions_by_a_model_of_all_before_them():
+    log = drawn(90, 5)
+    whole, found = quietly(log, policy), quietly(log, policy, since=30, until=70)
+    assert (found.decisions, found.left_out["without a reward"]) == (40, 0)
+    np.testing.assert_array_equal(found.judged.log.ids, np.arange(30, 70))
+    np.testing.assert_array_equal(found.judged.predicted, predicted_before(log)[30:70])
+    weighted = whole.shares[range(90), log.arms] / log.probabilities * log.rewards
+    for one, terms in ((found.ips, weighted), (found.doubly_robust, whole.judged.doubly_robust(whole.shares))):
+        assert one.value == approx(terms[30:70].mean())
+        assert one.error == approx(terms[30:70].std(ddof=1) / np.sqrt(40))
+    parts = [quietly(log, policy, until=30), quietly(log, policy, since=30)]
+    assert [one.decisions for one in parts] == [30, 60]
+    assert whole.ips.value == approx((30 * parts[0].ips.value + 60 * parts[1].ips.value) / 90)
+
+
+def test_windows_of_an_agents_log_are_by_decision(tmp_path):
+    agent, rng = make_agent("linear", 1, 2, epsilon=0.5, initial_pulls=1), np.random.default_rng(0)
+    agent.log(tmp_path / "log.jsonl")
+    agent.update([0.0], 0, 0.0)
+    for row in rng.normal(size=(20, 1)):
+        agent.reward(agent.decide(row, draws=5).id, 1.0)
+        agent.update(row, 0, 0.0)
+
+    def window(**options: int) -> tuple[int, int, int]:
+        found = quietly(tmp_path / "log.jsonl", lambda contexts: np.full((len(contexts), 2), 0.5), **options)
+        return found.decisions, found.left_out["tried in turn"], found.left_out["without a probability"]
+
+    # Two decisions tried in turn; an update before all, and one after each.
+    assert window() == (18, 2, 21)
+    assert window(since=0) == (18, 2, 20)
+    assert window(since=5) == (15, 0, 15)
+    assert window(since=5, until=9) == (4, 0, 4)
+    assert window(until=9) == (7, 2, 10)
+
+
+@pytest.mark.parametrize("given", [-1, 2.0, "2026-01-01"])
+def test_windows_are_whole_numbers(given):
+    for name in ("since", "until"):
+        with pytest.raises(SettingError, match=f"{name} must be a whole number .* logs have no times"):
+            evaluate(drawn(50, 0), policy, **{name: given})
+
+
+def test_an_empty_window_says_so():
+    with pytest.raises(MatchError, match=r"the log has 0 decisions to use \(since=50, until=None\)"):
+        evaluate(drawn(50, 0), policy, since=50)
+
+
 # --- agents that learn ----------------------------------------------------------------------------------------------
 
 
@@ -249,12 +299,20 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     assert found.impossible == 0
     assert_close(found.ips.value, found.logged.value)
     assert found.effective_size == approx(200)
+
+    def thirds(contexts: np.ndarray) -> np.ndarray:
+        return np.full((len(contexts), 3), 1 / 3)
+
     # A function that does not know of it puts probability where there was no choice.
     with pytest.warns(
         OverlapWarning, match=r"16\.7% of the policy's probability is on arms that the log could not choose"
     ):
-        blind = evaluate(log, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+        blind = evaluate(log, thirds, offered=False)
     assert blind.impossible == approx(1 / 6)
+    renormalised = evaluate(log, thirds)
+    assert (renormalised.impossible, renormalised.doubts) == (0, ())
+    assert_close(renormalised.shares, allowed / allowed.sum(axis=1, keepdims=True))
+    assert_close(renormalised.ips.value, found.ips.value)
     more, fewer, less = (make_agent("uniform", 2, n) for n in (5, 2, 3))
     assert_close(evaluate(log, more).ips.value, found.ips.value)
     less.remove_arm(2)
@@ -262,6 +320,10 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
         assert (
             evaluate(log, one).ips == evaluate(log, lambda contexts: np.tile([0.5, 0.5, 0.0], (len(contexts), 1))).ips
         )
+    assert_close(quietly(log, make_agent("uniform", 2, 3), offered=False).shares, 1 / 3)
+    with pytest.warns(OverlapWarning, match="in 100 decisions the policy chooses none of the arms that were on offer"):
+        stuck = evaluate(log, lambda contexts: np.full(len(contexts), 2))
+    assert stuck.impossible == approx(0.5)
 
 
 @pytest.mark.parametrize(

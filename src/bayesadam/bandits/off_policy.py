@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import Agent
 from bayesadam.bandits.learner import with_constant
@@ -83,6 +84,61 @@ def predicted_before(log: Log) -> Numbers:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """The n decisions of a log that are used, what a model predicts for them, and how many were left out."""
+
+    log: Log
+    predicted: Numbers
+    left_out: Mapping[str, int]
+
+    @classmethod
+    def of(cls, log: Log | str | os.PathLike[str], since: int | None, until: int | None) -> Judged:
+        """See `evaluate`."""
+        log = log if isinstance(log, Log) else read_log(log)
+        for name, end in (("since", since), ("until", until)):
+            if end is not None:
+                count(name, end, "a decision's number: logs have no times", least=0)
+        # An update belongs to the decision before it.
+        number = np.maximum.accumulate(log.ids)
+        inside = (number >= (-1 if since is None else since)) & (number < (math.inf if until is None else until))
+        known, paid = np.isfinite(log.probabilities), np.isfinite(log.rewards)
+        used = np.flatnonzero(inside & known & paid & ~log.tried)
+        left_out = {
+            "without a reward": int((inside & known & ~paid).sum()),
+            "tried in turn": int((inside & paid & log.tried).sum()),
+            "without a probability": int((inside & ~known).sum()),
+        }
+        if len(used) < 2:
+            window = f"since={since}, until={until}"
+            raise MatchError(f"the log has {len(used)} decisions to use ({window}), too few; left out: {left_out}")
+        rows = {name: part[used] for name, part in vars(log).items() if name != "id"}
+        return cls(Log(**rows, id=log.id), predicted_before(log)[used], left_out)
+
+    def shares(self, policy: Agent | Policy, offered: bool) -> Numbers:
+        """The probabilities with which a policy chooses, (n, arms)."""
+        log = self.log
+        allowed: npt.NDArray[np.bool_] = log.allowed | (not offered)
+        if isinstance(policy, Agent):
+            # Arms of the agent that the log does not have were not on offer.
+            both = min(log.n_arms, policy.n_arms)
+            mask, shares = np.zeros((len(log), policy.n_arms), bool), np.zeros(allowed.shape)
+            mask[:, :both] = allowed[:, :both]
+            shares[:, :both] = policy.probabilities(log.contexts, allowed=mask)[:, :both]
+            return shares
+        shares = _checked_probabilities(policy(log.contexts), allowed.shape)
+        # Where nothing is left, all of it stays, to be told as impossible.
+        left = shares * (allowed | ~(shares * allowed).any(axis=1, keepdims=True))
+        factor: Numbers = shares.sum(axis=1) / left.sum(axis=1)
+        return factor[:, None] * left
+
+    def doubly_robust(self, shares: Numbers) -> Numbers:
+        """v̂(x) + w (r − q̂(x, a)), (n,); linear in the shares."""
+        chosen = np.arange(len(self.log)), self.log.arms
+        expected: Numbers = (shares * self.predicted).sum(axis=1)
+        return expected + shares[chosen] / self.log.probabilities * (self.log.rewards - self.predicted[chosen])
+
+
 @dataclass(frozen=True)
 class Estimates:
     """The mean reward that a policy would have had on a log's contexts; it prints as a table.
@@ -100,6 +156,8 @@ class Estimates:
         effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
         impossible: the share of the policy's probability on arms that the log could not choose.
         doubts: why the estimates cannot be trusted; empty where they can.
+        judged: the decisions that were used.
+        shares: the policy's probabilities, (decisions, arms).
     """
 
     logged: Estimate
@@ -111,6 +169,8 @@ class Estimates:
     effective_size: float
     impossible: float
     doubts: tuple[str, ...]
+    judged: Judged = field(repr=False, compare=False)
+    shares: Numbers = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         rows = {"as logged": self.logged, "IPS": self.ips, "self-normalised IPS": self.snips}
@@ -124,7 +184,14 @@ class Estimates:
         return "\n".join(lines + [f"not to be trusted: {doubt}" for doubt in self.doubts])
 
 
-def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estimates:
+def evaluate(
+    log: Log | str | os.PathLike[str],
+    policy: Agent | Policy,
+    *,
+    since: int | None = None,
+    until: int | None = None,
+    offered: bool = True,
+) -> Estimates:
     """What a policy would have earned in place of the one that wrote a log.
 
     >>> rng = np.random.default_rng(0)
@@ -136,44 +203,36 @@ def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estim
     (True, ())
 
     The decisions with a probability and a reward are used, but for arms that were tried in turn. Rewards must be
-    missing at random: given the context and the arm, whether one comes must not depend on how large it is. Contexts are
-    taken as independent draws, and rewards as not drifting. The intervals, which are normal, do not hold where an
+    missing at random: whether one comes must depend neither on the arm nor on how large it is. Contexts are taken as
+    independent draws, and rewards as not drifting. The intervals, which are normal, do not hold where an
     `OverlapWarning` comes: where the policy chooses what the log could not, or few decisions have most of the weight.
 
     Args:
         log: a path, or the result of `read_log` or `Log.of`.
-        policy: an agent as it is now, which chooses among the arms of each decision and learns nothing; or a function
-            from contexts (n, features) to probabilities (n, arms), or to arms (n,). It must not have learnt from this
-            log.
+        policy: an agent as it is now, which learns nothing; or a function from contexts (n, features) to probabilities
+            (n, arms), or to arms (n,). It must not have learnt from the decisions that are used.
+        since: the first decision to use, by its id, as in `Decision.id`; in logs by `Log.of` its row. Earlier ones
+            still serve the model of the rewards. Logs have no times.
+        until: the first decision not to use.
+        offered: the policy chooses among the arms that were on offer at each decision: an agent by itself, and the
+            probabilities of a function are divided by their sum over these arms. Where that is 0, they stay as they
+            are, and the estimates are doubted. False for all arms that the log has.
     """
-    log = log if isinstance(log, Log) else read_log(log)
-    known, paid = np.isfinite(log.probabilities), np.isfinite(log.rewards)
-    used = np.flatnonzero(known & paid & ~log.tried)
-    left_out = {
-        "without a reward": int((known & ~paid).sum()),
-        "tried in turn": int((paid & log.tried).sum()),
-        "without a probability": int((~known).sum()),
-    }
-    if len(used) < 2:
-        raise MatchError(f"the log has {len(used)} decisions to use, too few; left out: {left_out}")
-    contexts, arms, rewards, allowed = log.contexts[used], log.arms[used], log.rewards[used], log.allowed[used]
-    if isinstance(policy, Agent):
-        # The agent is offered the arms of the log; arms of its own that the log does not have were not on offer.
-        both = min(log.n_arms, policy.n_arms)
-        mask, shares = np.zeros((len(used), policy.n_arms), bool), np.zeros(allowed.shape)
-        mask[:, :both] = allowed[:, :both]
-        shares[:, :both] = policy.probabilities(contexts, allowed=mask)[:, :both]
-    else:
-        shares = _checked_probabilities(policy(contexts), (len(used), log.n_arms))
-    rows, n = np.arange(len(used)), len(used)
-    weights, predicted = shares[rows, arms] / log.probabilities[used], predicted_before(log)[used]
-    total, weight, never = weights.sum(), mean(weights), np.bincount(arms, minlength=log.n_arms) == 0
+    return _estimates(Judged.of(log, since, until), policy, offered)
+
+
+def _estimates(judged: Judged, policy: Agent | Policy, offered: bool) -> Estimates:
+    log, shares = judged.log, judged.shares(policy, offered)
+    n, weights = len(log), shares[np.arange(len(log)), log.arms] / log.probabilities
+    total, weight, never = weights.sum(), mean(weights), np.bincount(log.arms, minlength=log.n_arms) == 0
     size, largest = (float(total**2 / (weights**2).sum()), float(weights.max() / total)) if total else (0.0, 1.0)
-    impossible, unseen = float(shares[~log.possible[used]].sum() / n), float(shares[:, never].sum() / n)
+    impossible, unseen = float(shares[~log.possible].sum() / n), float(shares[:, never].sum() / n)
+    stranded = int(((shares * log.allowed).sum(axis=1) == 0).sum()) if offered else 0
     off = abs(weight.value - (1 - impossible)) > 4 * weight.error + 1e-9
     learnt = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
     on = "of the policy's probability is on arms that the log"
     reasons = {
+        f"in {stranded} decisions the policy chooses none of the arms that were on offer": stranded > 0,
         f"the effective sample size is {size:.3g}, below 30": size < 30,
         f"one decision has {largest:.0%} of all the weight": largest > 0.1,
         f"{impossible:.1%} {on} could not choose": impossible > 0.01,
@@ -185,15 +244,17 @@ def evaluate(log: Log | str | os.PathLike[str], policy: Agent | Policy) -> Estim
     if doubts:
         warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", OverlapWarning)
     return Estimates(
-        logged=mean(rewards),
-        ips=mean(weights * rewards),
-        snips=self_normalised(rewards, weights),
-        doubly_robust=mean((shares * predicted).sum(axis=1) + weights * (rewards - predicted[rows, arms])),
+        logged=mean(log.rewards),
+        ips=mean(weights * log.rewards),
+        snips=self_normalised(log.rewards, weights),
+        doubly_robust=mean(judged.doubly_robust(shares)),
         decisions=n,
-        left_out=left_out,
+        left_out=judged.left_out,
         effective_size=size,
         impossible=impossible,
         doubts=doubts,
+        judged=judged,
+        shares=shares,
     )
 
 
