@@ -11,7 +11,7 @@ import torch
 
 import bayesadam as ba
 from bayesadam.bandits import Agent, Estimate, Log, evaluate, make_agent, read_log, replay
-from bayesadam.bandits.off_policy import mean, predicted_before, self_normalised
+from bayesadam.bandits.off_policy import lower_bounds, mean, predicted_before, self_normalised
 from bayesadam.errors import MatchError, OverlapWarning, SettingError
 from floats import approx, assert_close, close
 
@@ -193,6 +193,134 @@ def test_windows_are_whole_numbers(given):
 def test_an_empty_window_says_so():
     with pytest.raises(MatchError, match=r"the log has 0 decisions to use \(since=50, until=None\)"):
         evaluate(drawn(50, 0), policy, since=50)
+
+
+# --- confidence sequences -------------------------------------------------------------------------------------------
+
+
+def test_bounds_are_where_the_bets_have_won_enough():
+    terms, risk, bets = np.random.default_rng(0).exponential(size=40), 0.05, 4.0 ** np.arange(-7, 2)
+    found = lower_bounds(terms, risk)
+
+    def wealth(n: int, value: float) -> float:
+        return float(np.mean([np.prod([(1 + bet * term) / (1 + bet * value) for term in terms[:n]]) for bet in bets]))
+
+    for n in range(1, 41):
+        if found[n - 1] == 0:
+            assert wealth(n, 0.0) < 1 / risk
+        else:
+            assert wealth(n, found[n - 1]) == approx(1 / risk, rel=1e-5)
+    assert 0 < found[-1] < terms.mean()
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("risk", [0.1, 0.3])
+def test_bounds_hold_over_every_path_of_terms_whose_means_change(risk):
+    # A term is 0 or large; how probable and how large depends on the one before.
+    missed = total = 0.0
+    for path in itertools.product((0, 1), repeat=9):
+        chance, terms, means, before = 1.0, [], [], 0
+        for won in path:
+            p, size = (0.3, 4.0) if before else (0.05, 40.0)
+            chance *= p if won else 1 - p
+            terms.append(size * won)
+            means.append(p * size)
+            before = won
+        average = np.cumsum(means) / np.arange(1, 10)
+        missed += chance * bool((lower_bounds(np.array(terms), risk) > average).any())
+        total += chance
+    assert total == approx(1)
+    assert 0 < missed <= risk
+
+
+@pytest.mark.parametrize("against", [0.0, 1 / 3], ids=["one", "two"])
+@pytest.mark.parametrize("full", [True, False], ids=["all arms", "chosen arm"])
+@pytest.mark.parametrize("depth", [0.5, 4.0])
+def test_terms_of_a_sequence_have_the_value_as_their_mean_over_every_log(depth, full, against):
+    # With a small depth many predictions are cut off.
+    found, least = np.zeros((2, 2)), np.inf
+    for first, one in outcomes(LOGGING):
+        after = LOGGING[::-1] if first[2] else np.roll(LOGGING, first[1], axis=1)
+        for second, other in outcomes(after):
+            rows, every = [first, second], np.stack([LOGGING[first[0]], after[second[0]]])
+            arms = [arm for _, arm, _ in rows]
+            log = Log.of(
+                contexts=[X[x] for x, _, _ in rows],
+                arms=arms,
+                probabilities=every if full else every[[0, 1], arms],
+                rewards=[float(reward) for _, _, reward in rows],
+                n_arms=3,
+            )
+            one_policy = quietly(log, policy)
+            pair = one_policy.shares, np.full((2, 3), against)
+            terms = np.array([one_policy.judged.terms(*ends, 0, 1, depth) for ends in (pair, pair[::-1])])
+            found, least = found + one * other * terms, min(least, terms.min())
+    rival = against * float(P_CONTEXT @ P_REWARD.sum(axis=1))
+    means = np.array([TRUTH - rival + 3 * against, rival - TRUTH + 1])
+    assert_close(found, np.stack([means, means], axis=1), atol=1e-12)
+    assert least >= -depth * full - 1e-12
+
+
+def test_a_later_look_extends_an_earlier_one():
+    log, _ = learning_log(3)
+    whole, early = (evaluate(log, contrary, until=until) for until in (None, 150))
+    found, before = (one.sequence(0.9, reward_range=(0, 1)) for one in (whole, early))
+    np.testing.assert_array_equal(found.decisions, log.ids)
+    assert_close(found.lower[:150], before.lower)
+    assert_close(found.upper[:150], before.upper)
+    assert ((found.lower >= 0) & (found.lower <= found.upper) & (found.upper <= 1)).all()
+    low, high = whole.doubly_robust.interval(0.9)
+    assert found.lower[-1] < low < high < found.upper[-1]
+
+
+def test_sequences_scale_with_the_rewards_and_their_range():
+    log = drawn(80, 2)
+    large = Log(**{**vars(log), "rewards": 10 * log.rewards})
+    one, ten = (quietly(each, policy).sequence(0.9, reward_range=(0, top)) for each, top in ((log, 1), (large, 10)))
+    assert_close(ten.lower, 10 * one.lower)
+    assert_close(ten.upper, 10 * one.upper)
+    lost = Log(**{**vars(log), "rewards": log.rewards - 5})
+    assert_close(quietly(lost, policy).sequence(0.9, reward_range=(-5, -4)).lower, one.lower - 5, atol=0.1)
+
+
+def test_sequences_of_rewards_outside_their_range_are_refused():
+    found = quietly(drawn(80, 2), policy)
+    for given in ((0, 0.5), (0.5, 1), (1, 0), (0, np.nan), (-np.inf, 1)):
+        with pytest.raises(
+            MatchError, match=r"reward_range must be \(low, high\) around all rewards, here 0 to 1; got"
+        ):
+            found.sequence(0.95, reward_range=given)
+    with pytest.raises(SettingError, match="level must lie between 0 and 1"):
+        found.sequence(95, reward_range=(0, 1))
+
+
+@pytest.mark.slow
+def test_sequences_hold_at_every_look_also_without_overlap():
+    never = np.array([[0.6, 0.0, 0.4], [0.5, 0.5, 0.0]])
+    for logging in (LOGGING, never):
+        missed = 0
+        for seed in range(100):
+            log = drawn(300, seed, logging)
+            every = Log(**{**vars(log), "shares": logging[(log.contexts[:, 0] < 0).astype(int)]})
+            found = quietly(every, policy).sequence(0.5, reward_range=(0, 1))
+            missed += bool(((found.lower > TRUTH) | (found.upper < TRUTH)).any())
+        assert missed <= 50
+        assert found.upper[-1] - found.lower[-1] < 0.6
+
+
+def test_sequences_follow_the_mean_so_far_where_rewards_drift():
+    rng = np.random.default_rng(0)
+    chances = np.where(np.arange(3000) < 1500, 0.9, 0.1)
+    arms = rng.integers(2, size=3000)
+    rewards = (rng.random(3000) < np.where(arms == 1, chances, 0.5)).astype(float)
+    log = Log.of(
+        contexts=np.zeros((3000, 1)), arms=arms, probabilities=np.full((3000, 2), 0.5), rewards=rewards, n_arms=2
+    )
+    found = evaluate(log, lambda contexts: np.ones(len(contexts), int)).sequence(0.95, reward_range=(0, 1))
+    average = chances.cumsum() / np.arange(1, 3001)
+    assert ((found.lower <= average) & (average <= found.upper)).all()
+    assert found.lower[1499] > 0.8
+    assert found.upper[2999] < 0.6
 
 
 # --- agents that learn ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from bayesadam.bandits.learner import with_constant
 from bayesadam.bandits.linear import LinearSettings, Statistics
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.errors import MatchError, OverlapWarning
+from bayesadam.likelihoods.conformal import check_level
 
 Numbers = npt.NDArray[np.float64]
 Policy = Callable[[npt.NDArray[np.float32]], Any]
@@ -27,6 +28,11 @@ Policy = Callable[[npt.NDArray[np.float32]], Any]
 # The model of the rewards is refitted whenever its data have grown by this factor.
 _GROWTH = 1.1
 _LEVEL = 0.95
+# The bets λ of a confidence sequence: those near √(2 log(1/risk)/(n variance)) win.
+_BETS = 4.0 ** np.arange(-7, 2)
+# How far below 0 a term of a confidence sequence may lie, k, in units of the rewards' range.
+_DEPTH = 4.0
+_HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,44 @@ def predicted_before(log: Log) -> Numbers:
     return found
 
 
+def lower_bounds(terms: Numbers, risk: float) -> Numbers:
+    """Bounds below the mean of μ_i = E[X_i | all before it], one after each of the terms X_i ≥ 0.
+
+    All of them hold together with a probability of at least 1 − risk, however large single terms are, also where the
+    μ_i differ. For every λ ≥ 0 the product of (1 + λ X_i)/(1 + λ μ_i) is a martingale that starts at 1 and is never
+    negative; so is its mean over several λ. By Ville's inequality that ever reaches 1/risk with a probability of at
+    most `risk`. The logarithm is concave, so Σ log(1 + λ μ_i) ≤ n log(1 + λ μ) with the mean μ of the μ_i. Until 1/risk
+    is reached, μ is therefore above the solution of
+
+        mean over λ of exp(Σ log(1 + λ X_i) − n log(1 + λ μ)) = 1/risk,
+
+    whose left side falls with μ and is at most 1 where μ is the mean of the X_i. Without a solution the bound is 0.
+    """
+    counts, bets = np.arange(1, len(terms) + 1), _BETS[:, None]
+    grown = np.log1p(bets * terms).cumsum(axis=1)
+    low, high = np.zeros(len(terms)), terms.cumsum() / counts
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        wealth = np.logaddexp.reduce(grown - counts * np.log1p(bets * middle)) - math.log(len(_BETS))
+        low, high = np.where(wealth > -math.log(risk), (middle, high), (low, middle))
+    return low
+
+
+@dataclass(frozen=True, eq=False)
+class ConfidenceSequence:
+    """An interval after each decision; with the probability asked for, every one of them holds.
+
+    Attributes:
+        decisions: their ids, (n,).
+        lower: (n,), of the mean over the decisions so far.
+        upper: (n,).
+    """
+
+    decisions: npt.NDArray[np.int64]
+    lower: Numbers
+    upper: Numbers
+
+
 @dataclass(frozen=True, eq=False)
 class Judged:
     """The n decisions of a log that are used, what a model predicts for them, and how many were left out."""
@@ -138,6 +182,50 @@ class Judged:
         expected: Numbers = (shares * self.predicted).sum(axis=1)
         return expected + shares[chosen] / self.log.probabilities * (self.log.rewards - self.predicted[chosen])
 
+    def terms(self, gains: Numbers, losses: Numbers, low: float, high: float, depth: float) -> Numbers:
+        """X ≥ −depth, (n,), whose mean is that of Σ_a π(a | x) r(a) + ρ(a | x) (1 − r(a)), with rewards from 0 to 1.
+
+        π are `gains` and ρ `losses`, both (n, arms). For g(a, r) = π(a | x) r + ρ(a | x) (1 − r), the mean of
+        g(a, r)/p(a | x) is the one wanted. As in a doubly robust estimate, what the model predicts of it is replaced by
+        its exact mean (Waudby-Smith et al., "Anytime-valid off-policy inference for contextual bandits"), but only so
+        far as the bound allows, c(a) = min(g(a, q̂), depth p(a | x)):
+
+            X = (g(a, r) − c(a))/p(a | x) + Σ_b c(b).
+
+        Where the log could not choose what π or ρ do, the mean is too small.
+        """
+        log, chosen = self.log, (np.arange(len(self.log)), self.log.arms)
+        rewards, predicted = ((part - low) / (high - low) for part in (log.rewards, self.predicted.clip(low, high)))
+        told = np.minimum(gains * predicted + losses * (1 - predicted), depth * log.shares)
+        paid = gains[chosen] * rewards + losses[chosen] * (1 - rewards)
+        expected: Numbers = told.sum(axis=1)
+        return (paid - told[chosen]) / log.probabilities + expected
+
+    def sequence(
+        self, shares: Numbers, other: Numbers | None, level: float, reward_range: tuple[float, float]
+    ) -> ConfidenceSequence:
+        """Of the mean reward by `shares`, less that by `other`, from the `lower_bounds` of terms that are at least 0.
+
+        With rewards from 0 to 1, the mean of the terms with π = `shares` and ρ = `other` is the difference plus 1, and
+        that with π and ρ exchanged is 1 less the difference. With ρ = 0 they are the value and 1 less the value.
+        Terms whose mean is too small leave the bounds true.
+        """
+        check_level(level)
+        low, high = (float(end) for end in reward_range)
+        least, most = self.log.rewards.min(), self.log.rewards.max()
+        if not (-math.inf < low <= least <= most <= high < math.inf and low < high):
+            told = f"here {least:g} to {most:g}; got {reward_range!r}"
+            raise MatchError(f"reward_range must be (low, high) around all rewards, {told}")
+        # Without the probabilities of all arms, a prediction's mean is not known.
+        depth = _DEPTH if self.log.shares.any() else 0.0
+        rival, floor, origin = (np.zeros_like(shares), 0, low) if other is None else (other, -1, 0)
+        above, below = (
+            lower_bounds(self.terms(*pair, low, high, depth) + depth, (1 - level) / 2) - depth
+            for pair in ((shares, rival), (rival, shares))
+        )
+        lower, upper = (origin + (high - low) * np.clip(one, floor, 1) for one in (above + floor, 1 - below))
+        return ConfidenceSequence(self.log.ids, lower, upper)
+
 
 @dataclass(frozen=True)
 class Estimates:
@@ -171,6 +259,23 @@ class Estimates:
     doubts: tuple[str, ...]
     judged: Judged = field(repr=False, compare=False)
     shares: Numbers = field(repr=False, compare=False)
+
+    def sequence(self, level: float, *, reward_range: tuple[float, float]) -> ConfidenceSequence:
+        """Intervals that hold at any time: look after every decision, and stop when you like.
+
+        With a probability of at least `level`, all of them hold: also of an agent that learns, after few decisions, and
+        where the log could not choose what the policy does. The logged probabilities must be right, and all rewards
+        that can come lie in `reward_range`. Where contexts or rewards drift, each interval is for the mean over the
+        decisions so far. The derivation is at `lower_bounds` and `Judged.terms`.
+
+        >>> rng = np.random.default_rng(0)
+        >>> arms = rng.integers(2, size=400)
+        >>> log = Log.of(contexts=np.zeros((400, 1)), arms=arms, probabilities=np.full((400, 2), 0.5), rewards=arms)
+        >>> found = evaluate(log, lambda contexts: np.ones(len(contexts), int)).sequence(0.95, reward_range=(0, 1))
+        >>> bool(found.lower[-1] > 0.9 and (found.upper == 1).all())
+        True
+        """
+        return self.judged.sequence(self.shares, None, level, reward_range)
 
     def __str__(self) -> str:
         rows = {"as logged": self.logged, "IPS": self.ips, "self-normalised IPS": self.snips}
@@ -206,6 +311,7 @@ def evaluate(
     missing at random: whether one comes must depend neither on the arm nor on how large it is. Contexts are taken as
     independent draws, and rewards as not drifting. The intervals, which are normal, do not hold where an
     `OverlapWarning` comes: where the policy chooses what the log could not, or few decisions have most of the weight.
+    They are for one look at the end: `Estimates.sequence` is for many.
 
     Args:
         log: a path, or the result of `read_log` or `Log.of`.
