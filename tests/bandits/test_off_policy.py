@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bayesadam as ba
-from bayesadam.bandits import Agent, Estimate, Log, evaluate, make_agent, read_log, replay
+from bayesadam.bandits import Agent, Estimate, Log, compare, evaluate, make_agent, read_log, replay
 from bayesadam.bandits.off_policy import lower_bounds, mean, predicted_before, self_normalised
 from bayesadam.errors import MatchError, OverlapWarning, SettingError
 from floats import approx, assert_close, close
@@ -321,6 +321,43 @@ def test_sequences_follow_the_mean_so_far_where_rewards_drift():
     assert ((found.lower <= average) & (average <= found.upper)).all()
     assert found.lower[1499] > 0.8
     assert found.upper[2999] < 0.6
+
+
+# --- two policies ---------------------------------------------------------------------------------------------------
+
+
+def test_two_policies_are_compared_decision_by_decision():
+    log, _ = learning_log(1)
+    found = compare(log, contrary, lambda contexts: np.full((len(contexts), 3), 1 / 3), since=20)
+    one, other = (each.judged.doubly_robust(each.shares) for each in (found.first, found.second))
+    assert found.difference.value == approx(found.first.doubly_robust.value - found.second.doubly_robust.value)
+    assert found.difference.error == approx(np.std(one - other, ddof=1) / np.sqrt(280))
+    assert found.first.doubly_robust == evaluate(log, contrary, since=20).doubly_robust
+    text = str(found)
+    for part in ("first", "second", "difference", "95% interval"):
+        assert part in text
+    assert "not to be trusted" not in text
+    swapped = compare(log, lambda contexts: np.full((len(contexts), 3), 1 / 3), contrary, since=20)
+    back, there = (each.sequence(0.9, reward_range=(0, 1)) for each in (swapped, found))
+    assert_close(back.lower, -there.upper)
+    assert_close(back.upper, -there.lower)
+
+
+def test_a_policy_differs_from_itself_by_nothing():
+    rewards = np.random.default_rng(1).integers(2, size=2000).astype(float)
+    found = compare(uniform_log(2000, probabilities=np.full((2000, 3), 1 / 3), rewards=rewards), first, first)
+    assert (found.difference.value, found.difference.error) == (0, 0)
+    of_both, of_one = (one.sequence(0.95, reward_range=(0, 1)) for one in (found, found.first))
+    assert (of_both.lower < 0).all()
+    assert (of_both.upper > 0).all()
+    assert of_both.upper[-1] - of_both.lower[-1] < (of_one.upper[-1] - of_one.lower[-1]) / 2
+
+
+def test_doubts_of_either_policy_are_told():
+    with pytest.warns(OverlapWarning):
+        found = compare(uniform_log(60), first, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+    assert "not to be trusted: first: the effective sample size is" in str(found)
+    assert "second: " not in str(found)
 
 
 # --- agents that learn ----------------------------------------------------------------------------------------------

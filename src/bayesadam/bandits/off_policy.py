@@ -280,13 +280,44 @@ class Estimates:
     def __str__(self) -> str:
         rows = {"as logged": self.logged, "IPS": self.ips, "self-normalised IPS": self.snips}
         rows["doubly robust"] = self.doubly_robust
-        lines = [f"{'':20s}{'value':>10s}{'std. error':>12s}  {_LEVEL:.0%} interval"]
-        for name, found in rows.items():
-            low, high = found.interval(_LEVEL)
-            lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
+        lines = _table(rows)
         lines.append(f"{self.decisions} decisions; left out: {dict(self.left_out)}")
         lines.append(f"effective sample size {self.effective_size:.4g}; on impossible arms {self.impossible:.2%}")
         return "\n".join(lines + [f"not to be trusted: {doubt}" for doubt in self.doubts])
+
+
+def _table(rows: Mapping[str, Estimate]) -> list[str]:
+    lines = [f"{'':20s}{'value':>10s}{'std. error':>12s}  {_LEVEL:.0%} interval"]
+    for name, found in rows.items():
+        low, high = found.interval(_LEVEL)
+        lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two policies on one log; it prints as a table.
+
+    Attributes:
+        first: its estimates.
+        second: its estimates.
+        difference: the first's doubly robust value less the second's. Its standard error is that of the decisions'
+            differences: small where the policies agree.
+    """
+
+    first: Estimates
+    second: Estimates
+    difference: Estimate
+
+    def sequence(self, level: float, *, reward_range: tuple[float, float]) -> ConfidenceSequence:
+        """Of the difference, as `Estimates.sequence`: once 0 is outside, one policy is the better."""
+        return self.first.judged.sequence(self.first.shares, self.second.shares, level, reward_range)
+
+    def __str__(self) -> str:
+        both = {"first": self.first, "second": self.second}
+        rows = {name: one.doubly_robust for name, one in both.items()}
+        doubts = [f"not to be trusted: {name}: {doubt}" for name, one in both.items() for doubt in one.doubts]
+        return "\n".join([*_table(rows | {"difference": self.difference}), *doubts])
 
 
 def evaluate(
@@ -325,6 +356,29 @@ def evaluate(
             are, and the estimates are doubted. False for all arms that the log has.
     """
     return _estimates(Judged.of(log, since, until), policy, offered)
+
+
+def compare(
+    log: Log | str | os.PathLike[str],
+    first: Agent | Policy,
+    second: Agent | Policy,
+    *,
+    since: int | None = None,
+    until: int | None = None,
+    offered: bool = True,
+) -> Comparison:
+    """How much more the first of two policies would have earned; the arguments are those of `evaluate`.
+
+    >>> rng = np.random.default_rng(0)
+    >>> arms = rng.integers(2, size=400)
+    >>> log = Log.of(contexts=np.zeros((400, 1)), arms=arms, probabilities=np.full((400, 2), 0.5), rewards=arms)
+    >>> one, zero = (lambda contexts, arm=arm: np.full(len(contexts), arm) for arm in (1, 0))
+    >>> round(compare(log, one, zero).difference.value, 1)
+    1.0
+    """
+    judged = Judged.of(log, since, until)
+    one, other = (_estimates(judged, policy, offered) for policy in (first, second))
+    return Comparison(one, other, mean(judged.doubly_robust(one.shares - other.shares)))
 
 
 def _estimates(judged: Judged, policy: Agent | Policy, offered: bool) -> Estimates:
