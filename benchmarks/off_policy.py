@@ -1,6 +1,7 @@
 """Off-policy estimates against the truth: bias and coverage over many logs of an agent that learns.
 
     python benchmarks/off_policy.py [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
+    python benchmarks/off_policy.py --sequences 500 [--decisions 1000]
 
 The problem is scikit-learn's digits as a bandit: the context is an image, as its first 16 principal components, an arm
 is a digit, and the reward is 1 for the right one. Contexts are drawn with replacement, so that the truth is known: the
@@ -15,6 +16,11 @@ estimates say so.
 For each estimator: its bias, the mean error over logs, also in standard errors of that mean; its root mean squared
 error; how many of the 95 % intervals hold the truth; and the mean standard error told over the standard deviation of
 the errors.
+
+`--sequences` looks at that many logs after every 100 decisions instead, to stop at the first interval that does not
+hold the truth: the share of logs where that happens, with confidence sequences and with the normal intervals of the
+doubly robust estimate, at 95 %, and the mean width of both. The agent learns after every 50 decisions there, and
+chooses by `Agent.probabilities`. Besides the two policies it compares the first with a flatter softmax.
 """
 
 from __future__ import annotations
@@ -30,14 +36,19 @@ from typing import Any
 
 import numpy as np
 
-from bayesadam.bandits import Estimate, Estimates, evaluate, make_agent
+from bayesadam.bandits import Estimate, Estimates, Log, compare, evaluate, make_agent
+from bayesadam.bandits.off_policy import mean
 from bayesadam.errors import OverlapWarning
 from harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
 
 SEED = 0
-COMPONENTS, FITTED, SHARPNESS = 16, 300, 6.0
+COMPONENTS, FITTED = 16, 300
+# Of the softmax, by policy.
+SHARPNESS = {"classifier": 6.0, "one too high": 6.0, "flatter": 3.0}
 LOGGING = {"explores": {"epsilon": 0.1}, "posterior": {"epsilon": 0.0}}
 POLICIES = ("classifier", "one too high")
+COMPARED = "classifier − flatter"
+EVERY, LEARN = 100, 50
 ESTIMATORS = {"ips": "IPS", "snips": "self-normalised", "doubly_robust": "doubly robust"}
 LEVEL = 0.95
 
@@ -65,10 +76,10 @@ class Digits:
 
     def probabilities(self, contexts: np.ndarray, *, policy: str) -> np.ndarray:
         """Of the arms, (n, 10)."""
-        scores = SHARPNESS * _with_one(contexts) @ self.weights
+        scores = SHARPNESS[policy] * _with_one(contexts) @ self.weights
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
-        return shares if policy == "classifier" else np.roll(shares, 1, axis=1)
+        return np.roll(shares, 1, axis=1) if policy == "one too high" else shares
 
     def truth(self, policy: str) -> float:
         """The mean reward of a policy."""
@@ -95,6 +106,64 @@ def one_log(number: int, *, decisions: int, logging: str) -> dict[str, Any]:
             warnings.simplefilter("ignore", OverlapWarning)
             found = {policy: evaluate(path, partial(digits.probabilities, policy=policy)) for policy in POLICIES}
     return {policy: plain(estimates) for policy, estimates in found.items()}
+
+
+def watched_log(number: int, *, decisions: int, logging: str) -> dict[str, dict[str, Any]]:
+    """Whether the intervals at any look miss the truth, and their widths at each, by policy."""
+    digits, rng = Digits.load(), np.random.default_rng([SEED, 1, number])
+    rows = rng.integers(len(digits.labels), size=decisions)
+    agent = make_agent("linear", COMPONENTS, 10, seed=number, **LOGGING[logging])
+    contexts, arms, shares = digits.contexts[rows], np.zeros(decisions, int), np.zeros((decisions, 10))
+    for first in range(0, decisions, LEARN):
+        part = slice(first, first + LEARN)
+        shares[part] = agent.probabilities(contexts[part])
+        arms[part] = [rng.choice(10, p=each / each.sum()) for each in shares[part]]
+        agent.update(contexts[part], arms[part], arms[part] == digits.labels[rows[part]])
+    log = Log.of(contexts=contexts, arms=arms, probabilities=shares, rewards=arms == digits.labels[rows])
+    policies = {policy: partial(digits.probabilities, policy=policy) for policy in SHARPNESS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverlapWarning)
+        found = {policy: evaluate(log, policies[policy]) for policy in POLICIES}
+        both = compare(log, policies["classifier"], policies["flatter"])
+    terms = {policy: one.judged.doubly_robust(one.shares) for policy, one in found.items()}
+    terms[COMPARED] = both.first.judged.doubly_robust(both.first.shares - both.second.shares)
+    truths = {policy: digits.truth(policy) for policy in POLICIES}
+    truths[COMPARED] = digits.truth("classifier") - digits.truth("flatter")
+    results = {}
+    for name, one in {**found, COMPARED: both}.items():
+        sequence, looks = one.sequence(LEVEL, reward_range=(0, 1)), np.arange(EVERY, decisions + 1, EVERY)
+        anytime = np.stack([sequence.lower, sequence.upper], axis=1)[looks - 1]
+        fixed = np.array([mean(terms[name][:n]).interval(LEVEL) for n in looks])
+        results[name] = {
+            kind: {
+                "missed": bool(((truths[name] < ends[:, 0]) | (truths[name] > ends[:, 1])).any()),
+                "widths": (ends[:, 1] - ends[:, 0]).tolist(),
+            }
+            for kind, ends in (("sequence", anytime), ("normal", fixed))
+        }
+    return results
+
+
+def watched(logs: int, decisions: int, jobs: int) -> dict[str, Any]:
+    """Share of the logs with a miss at any look, and mean widths at some looks, by logging, policy and interval."""
+    results: dict[str, Any] = {}
+    looks = sorted({min(n, decisions) // EVERY for n in (200, 500, 1000, decisions)} - {0})
+    head = "".join(f"{f'width at {n * EVERY}':>15s}" for n in looks)
+    for logging in LOGGING:
+        calls = [partial(watched_log, number, decisions=decisions, logging=logging) for number in range(logs)]
+        found = list(parallel(calls, jobs=jobs))
+        print(f"\n{logging}, {logs} logs of {decisions} decisions\n{'':34s}{'ever missed':>12s}{head}")
+        for policy in found[0]:
+            for kind in ("sequence", "normal"):
+                own = [one[policy][kind] for one in found]
+                missed, widths = (
+                    np.mean([one["missed"] for one in own]),
+                    np.mean([one["widths"] for one in own], axis=0),
+                )
+                results[f"{logging}, {policy}, {kind}"] = {"missed": float(missed), "widths": widths.tolist()}
+                shown_widths = "".join(f"{widths[n - 1]:15.3f}" for n in looks)
+                print(f"{policy:22s}{kind:12s}{missed:12.3f}{shown_widths}", flush=True)
+    return results
 
 
 def plain(estimates: Estimates) -> dict[str, Any]:
@@ -142,9 +211,17 @@ def main() -> None:
     parser = arguments(__doc__, quick="12 logs of 150 decisions", jobs=2)
     parser.add_argument("--logs", type=int, default=200)
     parser.add_argument("--decisions", type=int, default=1000)
+    parser.add_argument("--sequences", type=int, default=0, help="look at this many logs after every 100 decisions")
     given = parser.parse_args()
     logs, decisions = (12, 150) if given.quick else (given.logs, given.decisions)
-    digits, results = Digits.load(), {}
+    if given.sequences:
+        results = watched(min(given.sequences, logs) if given.quick else given.sequences, decisions, given.jobs)
+        worst = max(row["missed"] for name, row in results.items() if name.endswith("sequence"))
+        print()
+        at_most("share of logs that a sequence ever misses", 1 - LEVEL, worst)
+        write_results(given.out, "off_policy_sequences", {**setting(), "decisions": decisions, "results": results})
+        return
+    digits, results = Digits.load(), dict[str, Any]()
     for logging, share in (("explores", 1), ("posterior", 4)):
         calls = [
             partial(one_log, number, decisions=decisions, logging=logging) for number in range(max(2, logs // share))

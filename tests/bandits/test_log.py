@@ -150,6 +150,9 @@ def test_the_arrays_are_what_happened(tmp_path):
     np.testing.assert_array_equal(found.allowed[4], [True, True, True, False])
     assert not found.allowed[12].any()
     np.testing.assert_array_equal(found.possible[:3], np.eye(3, 4, dtype=bool))
+    decided = np.isfinite(found.probabilities)
+    assert_close(found.shares.sum(axis=1), decided.astype(float))
+    assert_close(found.shares[decided, found.arms[decided]], found.probabilities[decided])
     assert (found.possible <= found.allowed).all()
     assert found.possible[np.arange(12), found.arms[:12]].all()
 
@@ -565,6 +568,16 @@ def test_logs_of_other_systems():
     assert not found.tried.any()
     assert Log.of(**GIVEN).n_arms == 2
     assert Log.of(**GIVEN, allowed=[[True, False, True], [True, True, True]]).n_arms == 3
+    assert not found.shares.any()
+
+
+def test_logs_of_other_systems_with_the_probabilities_of_all_arms():
+    every = np.array([[0.3, 0.7, 0.0], [0.5, 0.2, 0.3]])
+    found = Log.of(**{**GIVEN, "probabilities": every})
+    np.testing.assert_array_equal(found.shares, every)
+    np.testing.assert_array_equal(found.probabilities, [every[row, arm] for row, arm in enumerate(GIVEN["arms"])])
+    np.testing.assert_array_equal(found.possible, every > 0)
+    assert found.allowed.all()
 
 
 @pytest.mark.parametrize(
@@ -578,6 +591,13 @@ def test_logs_of_other_systems():
         ({"probabilities": [0.5]}, r"probabilities and rewards be \(2,\)"),
         ({"probabilities": [0.0, 1.0]}, "probabilities must be above 0 and at most 1, and those of row 0 are not"),
         ({"probabilities": [1.0, np.nan]}, "row 1"),
+        ({"probabilities": [[0.5, 0.5]]}, "contexts and allowed must have 2 rows"),
+        ({"probabilities": [[0.5, 0.5], [0.5, 0.4]]}, "must sum to 1 over the arms allowed, and those of row 1"),
+        ({"probabilities": [[0.5, 0.6, -0.1], [0.5, 0.5, 0.0]]}, "must be at least 0, .* and those of row 0 are not"),
+        (
+            {"probabilities": [[1.0, 1e-5], [0.5, 0.5]], "allowed": [[True, False], [True, True]]},
+            "0 where not allowed, and those of row 0 are not",
+        ),
         ({"rewards": [np.inf, 1.0]}, "rewards must be finite, or NaN where none came"),
         ({"contexts": [[0.0], [np.nan]]}, "contexts must be finite, and those of row 1 are not"),
         ({"n_arms": 1}, "arms must be among those allowed, and those of row 1 are not"),

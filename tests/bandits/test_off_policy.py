@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import bayesadam as ba
-from bayesadam.bandits import Agent, Estimate, Log, evaluate, make_agent, read_log, replay
-from bayesadam.bandits.off_policy import mean, predicted_before, self_normalised
-from bayesadam.errors import MatchError, OverlapWarning
+from bayesadam.bandits import Agent, Estimate, Log, compare, evaluate, make_agent, read_log, replay
+from bayesadam.bandits.off_policy import lower_bounds, mean, predicted_before, self_normalised
+from bayesadam.errors import MatchError, OverlapWarning, SettingError
 from floats import approx, assert_close, close
 
 # Two contexts, three arms, rewards of 0 and 1: everything can be enumerated.
@@ -145,6 +145,221 @@ def test_rows_that_are_not_judged_serve_the_model():
     np.testing.assert_array_equal(predicted_before(half), predicted_before(log))
 
 
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_judges_its_decisions_by_a_model_of_all_before_them():
+    log = drawn(90, 5)
+    whole, found = quietly(log, policy), quietly(log, policy, since=30, until=70)
+    assert (found.decisions, found.left_out["without a reward"]) == (40, 0)
+    np.testing.assert_array_equal(found.judged.log.ids, np.arange(30, 70))
+    np.testing.assert_array_equal(found.judged.predicted, predicted_before(log)[30:70])
+    weighted = whole.shares[range(90), log.arms] / log.probabilities * log.rewards
+    for one, terms in ((found.ips, weighted), (found.doubly_robust, whole.judged.doubly_robust(whole.shares))):
+        assert one.value == approx(terms[30:70].mean())
+        assert one.error == approx(terms[30:70].std(ddof=1) / np.sqrt(40))
+    parts = [quietly(log, policy, until=30), quietly(log, policy, since=30)]
+    assert [one.decisions for one in parts] == [30, 60]
+    assert whole.ips.value == approx((30 * parts[0].ips.value + 60 * parts[1].ips.value) / 90)
+
+
+def test_windows_of_an_agents_log_are_by_decision(tmp_path):
+    agent, rng = make_agent("linear", 1, 2, epsilon=0.5, initial_pulls=1), np.random.default_rng(0)
+    agent.log(tmp_path / "log.jsonl")
+    agent.update([0.0], 0, 0.0)
+    for row in rng.normal(size=(20, 1)):
+        agent.reward(agent.decide(row, draws=5).id, 1.0)
+        agent.update(row, 0, 0.0)
+
+    def window(**options: int) -> tuple[int, int, int]:
+        found = quietly(tmp_path / "log.jsonl", lambda contexts: np.full((len(contexts), 2), 0.5), **options)
+        return found.decisions, found.left_out["tried in turn"], found.left_out["without a probability"]
+
+    # Two decisions tried in turn; an update before all, and one after each.
+    assert window() == (18, 2, 21)
+    assert window(since=0) == (18, 2, 20)
+    assert window(since=5) == (15, 0, 15)
+    assert window(since=5, until=9) == (4, 0, 4)
+    assert window(until=9) == (7, 2, 10)
+
+
+@pytest.mark.parametrize("given", [-1, 2.0, "2026-01-01"])
+def test_windows_are_whole_numbers(given):
+    for name in ("since", "until"):
+        with pytest.raises(SettingError, match=f"{name} must be a whole number .* logs have no times"):
+            evaluate(drawn(50, 0), policy, **{name: given})
+
+
+def test_an_empty_window_says_so():
+    with pytest.raises(MatchError, match=r"the log has 0 decisions to use \(since=50, until=None\)"):
+        evaluate(drawn(50, 0), policy, since=50)
+
+
+# --- confidence sequences -------------------------------------------------------------------------------------------
+
+
+def test_bounds_are_where_the_bets_have_won_enough():
+    terms, risk, bets = np.random.default_rng(0).exponential(size=40), 0.05, 4.0 ** np.arange(-7, 2)
+    found = lower_bounds(terms, risk)
+
+    def wealth(n: int, value: float) -> float:
+        return float(np.mean([np.prod([(1 + bet * term) / (1 + bet * value) for term in terms[:n]]) for bet in bets]))
+
+    for n in range(1, 41):
+        if found[n - 1] == 0:
+            assert wealth(n, 0.0) < 1 / risk
+        else:
+            assert wealth(n, found[n - 1]) == approx(1 / risk, rel=1e-5)
+    assert 0 < found[-1] < terms.mean()
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("risk", [0.1, 0.3])
+def test_bounds_hold_over_every_path_of_terms_whose_means_change(risk):
+    # A term is 0 or large; how probable and how large depends on the one before.
+    missed = total = 0.0
+    for path in itertools.product((0, 1), repeat=9):
+        chance, terms, means, before = 1.0, [], [], 0
+        for won in path:
+            p, size = (0.3, 4.0) if before else (0.05, 40.0)
+            chance *= p if won else 1 - p
+            terms.append(size * won)
+            means.append(p * size)
+            before = won
+        average = np.cumsum(means) / np.arange(1, 10)
+        missed += chance * bool((lower_bounds(np.array(terms), risk) > average).any())
+        total += chance
+    assert total == approx(1)
+    assert 0 < missed <= risk
+
+
+@pytest.mark.parametrize("against", [0.0, 1 / 3], ids=["one", "two"])
+@pytest.mark.parametrize("full", [True, False], ids=["all arms", "chosen arm"])
+@pytest.mark.parametrize("depth", [0.5, 4.0])
+def test_terms_of_a_sequence_have_the_value_as_their_mean_over_every_log(depth, full, against):
+    # With a small depth many predictions are cut off.
+    found, least = np.zeros((2, 2)), np.inf
+    for first, one in outcomes(LOGGING):
+        after = LOGGING[::-1] if first[2] else np.roll(LOGGING, first[1], axis=1)
+        for second, other in outcomes(after):
+            rows, every = [first, second], np.stack([LOGGING[first[0]], after[second[0]]])
+            arms = [arm for _, arm, _ in rows]
+            log = Log.of(
+                contexts=[X[x] for x, _, _ in rows],
+                arms=arms,
+                probabilities=every if full else every[[0, 1], arms],
+                rewards=[float(reward) for _, _, reward in rows],
+                n_arms=3,
+            )
+            one_policy = quietly(log, policy)
+            pair = one_policy.shares, np.full((2, 3), against)
+            terms = np.array([one_policy.judged.terms(*ends, 0, 1, depth) for ends in (pair, pair[::-1])])
+            found, least = found + one * other * terms, min(least, terms.min())
+    rival = against * float(P_CONTEXT @ P_REWARD.sum(axis=1))
+    means = np.array([TRUTH - rival + 3 * against, rival - TRUTH + 1])
+    assert_close(found, np.stack([means, means], axis=1), atol=1e-12)
+    assert least >= -depth * full - 1e-12
+
+
+def test_a_later_look_extends_an_earlier_one():
+    log, _ = learning_log(3)
+    whole, early = (evaluate(log, contrary, until=until) for until in (None, 150))
+    found, before = (one.sequence(0.9, reward_range=(0, 1)) for one in (whole, early))
+    np.testing.assert_array_equal(found.decisions, log.ids)
+    assert_close(found.lower[:150], before.lower)
+    assert_close(found.upper[:150], before.upper)
+    assert ((found.lower >= 0) & (found.lower <= found.upper) & (found.upper <= 1)).all()
+    low, high = whole.doubly_robust.interval(0.9)
+    assert found.lower[-1] < low < high < found.upper[-1]
+
+
+def test_sequences_scale_with_the_rewards_and_their_range():
+    log = drawn(80, 2)
+    large = Log(**{**vars(log), "rewards": 10 * log.rewards})
+    one, ten = (quietly(each, policy).sequence(0.9, reward_range=(0, top)) for each, top in ((log, 1), (large, 10)))
+    assert_close(ten.lower, 10 * one.lower)
+    assert_close(ten.upper, 10 * one.upper)
+    lost = Log(**{**vars(log), "rewards": log.rewards - 5})
+    assert_close(quietly(lost, policy).sequence(0.9, reward_range=(-5, -4)).lower, one.lower - 5, atol=0.1)
+
+
+def test_sequences_of_rewards_outside_their_range_are_refused():
+    found = quietly(drawn(80, 2), policy)
+    for given in ((0, 0.5), (0.5, 1), (1, 0), (0, np.nan), (-np.inf, 1)):
+        with pytest.raises(
+            MatchError, match=r"reward_range must be \(low, high\) around all rewards, here 0 to 1; got"
+        ):
+            found.sequence(0.95, reward_range=given)
+    with pytest.raises(SettingError, match="level must lie between 0 and 1"):
+        found.sequence(95, reward_range=(0, 1))
+
+
+@pytest.mark.slow
+def test_sequences_hold_at_every_look_also_without_overlap():
+    never = np.array([[0.6, 0.0, 0.4], [0.5, 0.5, 0.0]])
+    for logging in (LOGGING, never):
+        missed = 0
+        for seed in range(100):
+            log = drawn(300, seed, logging)
+            every = Log(**{**vars(log), "shares": logging[(log.contexts[:, 0] < 0).astype(int)]})
+            found = quietly(every, policy).sequence(0.5, reward_range=(0, 1))
+            missed += bool(((found.lower > TRUTH) | (found.upper < TRUTH)).any())
+        assert missed <= 50
+        assert found.upper[-1] - found.lower[-1] < 0.6
+
+
+def test_sequences_follow_the_mean_so_far_where_rewards_drift():
+    rng = np.random.default_rng(0)
+    chances = np.where(np.arange(3000) < 1500, 0.9, 0.1)
+    arms = rng.integers(2, size=3000)
+    rewards = (rng.random(3000) < np.where(arms == 1, chances, 0.5)).astype(float)
+    log = Log.of(
+        contexts=np.zeros((3000, 1)), arms=arms, probabilities=np.full((3000, 2), 0.5), rewards=rewards, n_arms=2
+    )
+    found = evaluate(log, lambda contexts: np.ones(len(contexts), int)).sequence(0.95, reward_range=(0, 1))
+    average = chances.cumsum() / np.arange(1, 3001)
+    assert ((found.lower <= average) & (average <= found.upper)).all()
+    assert found.lower[1499] > 0.8
+    assert found.upper[2999] < 0.6
+
+
+# --- two policies ---------------------------------------------------------------------------------------------------
+
+
+def test_two_policies_are_compared_decision_by_decision():
+    log, _ = learning_log(1)
+    found = compare(log, contrary, lambda contexts: np.full((len(contexts), 3), 1 / 3), since=20)
+    one, other = (each.judged.doubly_robust(each.shares) for each in (found.first, found.second))
+    assert found.difference.value == approx(found.first.doubly_robust.value - found.second.doubly_robust.value)
+    assert found.difference.error == approx(np.std(one - other, ddof=1) / np.sqrt(280))
+    assert found.first.doubly_robust == evaluate(log, contrary, since=20).doubly_robust
+    text = str(found)
+    for part in ("first", "second", "difference", "95% interval"):
+        assert part in text
+    assert "not to be trusted" not in text
+    swapped = compare(log, lambda contexts: np.full((len(contexts), 3), 1 / 3), contrary, since=20)
+    back, there = (each.sequence(0.9, reward_range=(0, 1)) for each in (swapped, found))
+    assert_close(back.lower, -there.upper)
+    assert_close(back.upper, -there.lower)
+
+
+def test_a_policy_differs_from_itself_by_nothing():
+    rewards = np.random.default_rng(1).integers(2, size=2000).astype(float)
+    found = compare(uniform_log(2000, probabilities=np.full((2000, 3), 1 / 3), rewards=rewards), first, first)
+    assert (found.difference.value, found.difference.error) == (0, 0)
+    of_both, of_one = (one.sequence(0.95, reward_range=(0, 1)) for one in (found, found.first))
+    assert (of_both.lower < 0).all()
+    assert (of_both.upper > 0).all()
+    assert of_both.upper[-1] - of_both.lower[-1] < (of_one.upper[-1] - of_one.lower[-1]) / 2
+
+
+def test_doubts_of_either_policy_are_told():
+    with pytest.warns(OverlapWarning):
+        found = compare(uniform_log(60), first, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+    assert "not to be trusted: first: the effective sample size is" in str(found)
+    assert "second: " not in str(found)
+
+
 # --- agents that learn ----------------------------------------------------------------------------------------------
 
 
@@ -249,12 +464,20 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     assert found.impossible == 0
     assert_close(found.ips.value, found.logged.value)
     assert found.effective_size == approx(200)
+
+    def thirds(contexts: np.ndarray) -> np.ndarray:
+        return np.full((len(contexts), 3), 1 / 3)
+
     # A function that does not know of it puts probability where there was no choice.
     with pytest.warns(
         OverlapWarning, match=r"16\.7% of the policy's probability is on arms that the log could not choose"
     ):
-        blind = evaluate(log, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+        blind = evaluate(log, thirds, offered=False)
     assert blind.impossible == approx(1 / 6)
+    renormalised = evaluate(log, thirds)
+    assert (renormalised.impossible, renormalised.doubts) == (0, ())
+    assert_close(renormalised.shares, allowed / allowed.sum(axis=1, keepdims=True))
+    assert_close(renormalised.ips.value, found.ips.value)
     more, fewer, less = (make_agent("uniform", 2, n) for n in (5, 2, 3))
     assert_close(evaluate(log, more).ips.value, found.ips.value)
     less.remove_arm(2)
@@ -262,6 +485,10 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
         assert (
             evaluate(log, one).ips == evaluate(log, lambda contexts: np.tile([0.5, 0.5, 0.0], (len(contexts), 1))).ips
         )
+    assert_close(quietly(log, make_agent("uniform", 2, 3), offered=False).shares, 1 / 3)
+    with pytest.warns(OverlapWarning, match="in 100 decisions the policy chooses none of the arms that were on offer"):
+        stuck = evaluate(log, lambda contexts: np.full(len(contexts), 2))
+    assert stuck.impossible == approx(0.5)
 
 
 @pytest.mark.parametrize(

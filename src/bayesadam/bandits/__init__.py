@@ -4,7 +4,7 @@ from bayesadam.bandits.agent import Agent, Decision, make_agent, replay
 from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_settings
 from bayesadam.bandits.learner import AgentSettings
 from bayesadam.bandits.log import Log, read_log
-from bayesadam.bandits.off_policy import Estimate, Estimates, evaluate
+from bayesadam.bandits.off_policy import Comparison, ConfidenceSequence, Estimate, Estimates, compare, evaluate
 from bayesadam.bandits.prior import Prior, fit_prior
 from bayesadam.bandits.problems import (
     PROBLEMS,
@@ -25,6 +25,8 @@ __all__ = [
     "Agent",
     "AgentSettings",
     "BanditProblem",
+    "Comparison",
+    "ConfidenceSequence",
     "Decision",
     "Estimate",
     "Estimates",
@@ -34,6 +36,7 @@ __all__ = [
     "Simulation",
     "agent_settings",
     "classification_problem",
+    "compare",
     "evaluate",
     "fit_prior",
     "make_agent",

@@ -207,6 +207,7 @@ class Log:
         possible: those of them that had a probability above 0, (n, arms).
         tried: where an arm was tried in turn, whatever the context, (n,).
         ids: of the decisions, (n,); −1 for an `update`.
+        shares: the probabilities of all arms, (n, arms); all 0 in the rows of which only the chosen arm's is known.
         id: of an agent's log.
     """
 
@@ -218,6 +219,7 @@ class Log:
     possible: npt.NDArray[np.bool_]
     tried: npt.NDArray[np.bool_]
     ids: npt.NDArray[np.int64]
+    shares: npt.NDArray[np.float64]
     id: str | None = None
 
     @classmethod
@@ -238,27 +240,33 @@ class Log:
         (2, 2)
 
         Rewards are NaN where none came. All arms are `allowed` by default, as many as the largest of `arms` says.
+        `probabilities` are those of the arms chosen, (n,), or of all arms, (n, arms).
         """
-        chosen, given = np.asarray(arms), np.asarray(probabilities, np.float64)
+        chosen, told = np.asarray(arms), np.asarray(probabilities, np.float64)
         table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise MatchError(f"arms must be (n,) whole numbers, got {chosen.dtype} of shape {chosen.shape}")
-        n, rows = len(chosen), np.arange(len(chosen))
-        many = n_arms or int(chosen.max(initial=0)) + 1
+        n, rows, full = len(chosen), np.arange(len(chosen)), told.ndim == 2
+        many = n_arms or (told.shape[1] if full else int(chosen.max(initial=0)) + 1)
         mask = np.ones((n, many), bool) if allowed is None else np.asarray(allowed, bool)
-        shapes = table.shape[:1], mask.shape[:1], given.shape, paid.shape
-        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2:
+        shapes = table.shape[:1], mask.shape[:1], paid.shape, (n,) if full else told.shape
+        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2 or (full and told.shape != mask.shape):
             raise MatchError(f"contexts and allowed must have {n} rows, probabilities and rewards be ({n},)")
         known = (chosen >= 0) & (chosen < mask.shape[1])
+        safe, shares = np.where(known, chosen, 0), told if full else np.zeros(mask.shape)
+        given = told[rows, safe] if full else told
         for rule, holds in (
-            ("arms must be among those allowed", known & mask[rows, np.where(known, chosen, 0)]),
+            ("arms must be among those allowed", known & mask[rows, safe]),
             ("probabilities must be above 0 and at most 1", (given > 0) & (given <= 1)),
+            ("probabilities must sum to 1 over the arms allowed", np.abs((shares * mask).sum(axis=1) - full) < 1e-4),
+            ("probabilities must be at least 0, and 0 where not allowed", (shares * mask == abs(shares)).all(axis=1)),
             ("contexts must be finite", np.isfinite(table).all(axis=1)),
             ("rewards must be finite, or NaN where none came", ~np.isinf(paid)),
         ):
             if not holds.all():
                 raise MatchError(f"{rule}, and those of row {int(holds.argmin())} are not")
-        return cls(table, chosen.astype(np.int64), given, paid, mask, mask, np.zeros(n, bool), rows)
+        possible = shares > 0 if full else mask
+        return cls(table, chosen.astype(np.int64), given, paid, mask, possible, np.zeros(n, bool), rows, shares)
 
     def __len__(self) -> int:
         return len(self.arms)
@@ -297,5 +305,6 @@ def read_log(path: AnyPath) -> Log:
         possible=shares > 0,
         tried=np.array([row["tried"] for row in rows], bool),
         ids=np.array([row["decision"] for row in rows], np.int64),
+        shares=shares.clip(min=0),
         id=reader.id,
     )
