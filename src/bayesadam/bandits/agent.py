@@ -108,45 +108,45 @@ class Agent:
         """
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
-        chosen: list[int] = []
         with self._acting:
-            while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
+            chosen = self._in_turn(allowed, len(rows))
+            for arm in chosen:
                 self._standing.pulls[arm] += 1
-                chosen.append(arm)
             rest = rows[len(chosen) :]
             if len(rest):
-                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), allowed)
+                chosen += _largest(self._actor.scores(torch.from_numpy(rest).unsqueeze(0)), allowed)
         return chosen[0] if single else np.array(chosen)
 
     @torch.no_grad()
-    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Decision:
-        """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`.
+    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Any:
+        """As `act`: a `Decision`, or a list of k, each remembered until its reward comes with `reward(decision.id, …)`.
 
         The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
         among finitely many scores, and otherwise (count + 1)/(draws + 1) with the count of further draws from the
-        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error.
+        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error. The log
+        has all decisions of a batch, or none.
         """
         rows, single = self._contexts(context)
-        if not single:
-            raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
         allowed = self._arms(arms)
         count("draws", draws, "from the posterior")
         with self._acting:
-            number, actor, untried = self._standing.next_id, self._actor, self._untried(allowed)
-            if untried is not None:
-                arm, shares = untried, [float(one == untried) for one in allowed]
-            else:
-                mask, x = self._mask(allowed), rows.unsqueeze(0)
-                drawn = actor.drawn(x)
-                (arm,) = _largest(actor.explored(drawn), allowed)
+            number, chosen = self._standing.next_id, self._in_turn(allowed, len(rows))
+            tried = len(chosen)
+            shares = [[float(one == arm) for one in allowed] for arm in chosen]
+            if tried < len(rows):
+                x = torch.from_numpy(rows[tried:]).unsqueeze(0)
                 streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
-                found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
-                shares = found[0, 0, allowed].tolist()
-            share = shares[allowed.index(arm)]
-            event = {"event": "decision", "decision": number, "context": rows[0].numpy(), "arm": arm}
-            offer = {"probability": share, "arms": allowed, "probabilities": shares, "tried": untried is not None}
-            self._take(event | offer)
-        return Decision(number, arm, share)
+                found, probabilities = self._actor.decided(x, allowed, draws=draws, streams=streams)
+                chosen += found
+                shares += probabilities.tolist()
+            made, events = [], []
+            for at, (arm, own) in enumerate(zip(chosen, shares, strict=True)):
+                made.append(Decision(number + at, arm, own[allowed.index(arm)]))
+                event = {"event": "decision", "decision": number + at, "context": rows[at], "arm": arm}
+                offer = {"probability": made[at].probability, "arms": allowed, "probabilities": own}
+                events.append(event | offer | {"tried": at < tried})
+            self._take(*events)
+        return made[0] if single else made
 
     @torch.no_grad()
     def probabilities(
@@ -166,13 +166,18 @@ class Agent:
                 mask = mask & torch.from_numpy(allowed)
             if not mask.any(dim=1).all():
                 raise MatchError("a context has no allowed arm that is not removed")
-            found = self._actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
+            x = torch.from_numpy(rows).unsqueeze(0)
+            found = self._actor.choice_probabilities(x, mask, draws=draws, streams=streams)
         return found[0].numpy()
 
-    def _untried(self, allowed: Sequence[int]) -> int | None:
-        """The arm that was tried least, if less often than every arm is at first."""
-        least = min(allowed, key=self._standing.pulls.__getitem__)
-        return least if self._standing.pulls[least] < self.settings.initial_pulls else None
+    def _in_turn(self, allowed: Sequence[int], k: int) -> list[int]:
+        """The arms of the next decisions, at most k, that were tried less often than every arm is at first."""
+        pulls, chosen = [self._standing.pulls[arm] for arm in allowed], list[int]()
+        while len(chosen) < k and (least := min(pulls)) < self.settings.initial_pulls:
+            at = pulls.index(least)
+            pulls[at] += 1
+            chosen.append(allowed[at])
+        return chosen
 
     def _mask(self, allowed: Sequence[int]) -> Tensor:
         mask = torch.zeros(self.n_arms, dtype=torch.bool)
@@ -189,7 +194,7 @@ class Agent:
         with self._learning:
             if self._log is not None:
                 with self._acting:
-                    self._log.write(_updated(rows.numpy(), arms.tolist(), rewards))
+                    self._log.write(_updated(rows, arms.tolist(), rewards))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
@@ -285,11 +290,12 @@ class Agent:
             raise SettingError(f"arm {arm!r} cannot be {change}: one of {possible} can, but the last one stays")
         self._take({"event": "arm", "arm": int(arm), "change": change})
 
-    def _take(self, event: Event) -> None:
-        """Write an event, unless it is of a decision that is not in the log; then apply it."""
-        if self._log is not None and event.get("decision") not in self._unlogged:
-            self._log.write(event)
-        self._standing.take(event)
+    def _take(self, *events: Event) -> None:
+        """Write events, unless they are of a decision that is not in the log; then apply them."""
+        if self._log is not None and events[0].get("decision") not in self._unlogged:
+            self._log.write(*events)
+        for event in events:
+            self._standing.take(event)
 
     def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
@@ -401,11 +407,11 @@ class Agent:
             raise FileError(f"{path} is not a saved agent of this version: {error}") from error
         return agent
 
-    def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
+    def _contexts(self, context: Floats) -> tuple[npt.NDArray[np.float32], bool]:
         array, width = _numbers(context, "a context"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
             raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
-        return torch.from_numpy(array.reshape(-1, width)), array.ndim == 1
+        return array.reshape(-1, width), array.ndim == 1
 
     def _rewards(self, reward: Any, n: int) -> npt.NDArray[np.float32]:
         rewards = np.atleast_1d(_numbers(reward, "a reward"))
@@ -415,7 +421,9 @@ class Agent:
 
     def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
-        chosen = available if arms is None else list(arms) if isinstance(arms, Iterable) else []
+        if arms is None:
+            return available
+        chosen = list(arms) if isinstance(arms, Iterable) else []
         if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
             raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
         return sorted(set(chosen))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +22,9 @@ from bayesadam.errors import SettingError
 
 # Scores that are in memory at once when probabilities are counted.
 _ROWS_AT_ONCE = 1 << 14
+
+
+Sampler = Callable[[int, Streams], Tensor]
 
 
 class Check(NamedTuple):
@@ -117,7 +123,10 @@ class Buffer:
         self.count = rows.stop
         wide = rewards.double()
         powers = torch.stack([wide, wide.square()], dim=1)
-        self.sums.mul_(self.faded(arms.shape[1])).add_((self.weights(rows) * powers).sum(dim=2))
+        if not math.isinf(self.half_life):
+            self.sums.mul_(self.faded(arms.shape[1]))
+            powers.mul_(self.weights(rows))
+        self.sums.add_(powers.sum(dim=2))
         return rows
 
     def faded(self, count: int) -> float:
@@ -187,6 +196,12 @@ class Buffer:
         return wide
 
 
+def _parts(k: int, draws: int) -> Iterator[slice]:
+    """Rows whose draws are in memory at once."""
+    size = max(1, _ROWS_AT_ONCE // draws)
+    return (slice(first, first + size) for first in range(0, k, size))
+
+
 def with_constant(x: Tensor) -> Tensor:
     """The features with a constant 1 appended, float64."""
     return F.pad(x.double(), (0, 1), value=1.0)
@@ -218,7 +233,11 @@ class Learner(ABC):
 
     def drawn(self, contexts: Tensor) -> Tensor:
         """One draw of the scores for every row, (runs, k, arms), before any arm is drawn at random."""
-        return self._draws(contexts, 1, self._choice).squeeze(2)
+        return self.sampler(contexts)(1, self._choice).squeeze(2)
+
+    def sampler(self, contexts: Tensor) -> Sampler:
+        """n ↦ n independent draws of the scores for every row, (runs, k, n, arms), from given streams."""
+        return partial(self._draws, contexts)
 
     def explored(self, scores: Tensor) -> Tensor:
         """The scores, replaced by random numbers in a share ε of the rows."""
@@ -253,16 +272,38 @@ class Learner(ABC):
         random = allowed.double() / allowed.sum(dim=-1, keepdim=True)
         if isinstance(self, Uniform):
             return random
-        best, size = torch.zeros_like(random), max(1, _ROWS_AT_ONCE // draws)
-        for first in range(0, k, size):
-            part = slice(first, first + size)
+        best = torch.zeros_like(random)
+        for part in _parts(k, draws):
             scores = self._outcomes(contexts[:, part])
             if scores is None:
-                scores = self._draws(contexts[:, part], draws, streams)
+                scores = self.sampler(contexts[:, part])(draws, streams)
                 scores = scores if drawn is None else torch.cat([scores, drawn[:, part].unsqueeze(2)], dim=2)
             chosen = scores.masked_fill(~allowed[:, part].unsqueeze(2), -torch.inf).argmax(dim=3)
             best[:, part].scatter_add_(2, chosen, best.new_ones(()).expand(chosen.shape)).div_(scores.shape[2])
         return self.settings.epsilon * random + (1 - self.settings.epsilon) * best
+
+    def decided(
+        self, contexts: Tensor, allowed: Sequence[int], *, draws: int, streams: Streams
+    ) -> tuple[list[int], npt.NDArray[np.float64]]:
+        """The arms chosen for contexts of one run, k of them, and `choice_probabilities` of those allowed, (k, arms).
+
+        These are counted by numpy, whose calls cost less than torch's.
+        """
+        chosen, shares = list[int](), np.full((contexts.shape[1], len(allowed)), 1 / len(allowed))
+        for part in _parts(contexts.shape[1], draws):
+            x, sample = contexts[:, part], self.sampler(contexts[:, part])
+            drawn = sample(1, self._choice)
+            chosen += [allowed[at] for at in self.explored(drawn.squeeze(2))[0].numpy()[:, allowed].argmax(axis=1)]
+            if isinstance(self, Uniform):
+                continue
+            scores = self._outcomes(x)
+            scores = torch.cat([sample(draws, streams), drawn], dim=2) if scores is None else scores
+            best = scores[0].numpy()[..., allowed].argmax(axis=2)
+            best += len(allowed) * np.arange(len(best))[:, None]
+            counts = np.bincount(best.ravel(), minlength=len(best) * len(allowed)).reshape(len(best), -1)
+            shares[part] *= self.settings.epsilon
+            shares[part] += (1 - self.settings.epsilon) / best.shape[1] * counts
+        return chosen, shares
 
     def observe(self, rows: slice) -> None:  # noqa: B027
         """Take note of new rows of the buffer."""

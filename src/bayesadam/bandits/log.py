@@ -40,6 +40,25 @@ def shortest(values: Any) -> Any:
     return float(str(values)) if np.ndim(values) == 0 else [shortest(value) for value in values]
 
 
+_PLAIN = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shortest)
+
+
+def _line(event: Event) -> str:
+    """One line of JSON; the context, where there is one, comes last."""
+    if "context" not in event:
+        return _PLAIN.encode(event) + "\n"
+    rest = _PLAIN.encode({name: value for name, value in event.items() if name != "context"})
+    return f'{rest[:-1]},"context":[{_digits(event["context"])}]}}\n'
+
+
+def _digits(values: npt.NDArray[np.float32]) -> str:
+    """Numbers of a row with seven digits each where these are exact, otherwise with nine, which always are."""
+    wide = values.astype(np.float64)
+    unit = 10.0 ** (6 - np.floor(np.log10(np.abs(wide) + (wide == 0))))
+    few = np.array_equal((np.rint(wide * unit) / unit).astype(np.float32), values)
+    return ",".join(["%.7g" if few else "%.9g"] * len(wide)) % tuple(wide.tolist())
+
+
 class Standing:
     """The decisions that wait and the arms there are, after some events of an agent or of a log."""
 
@@ -165,21 +184,21 @@ class LogFile:
             self.close()
             raise
 
-    def write(self, event: Event) -> None:
-        """Append a line, whole or not at all."""
+    def write(self, *events: Event) -> None:
+        """Append their lines, by one write, whole or not at all."""
         if self._process != os.getpid():
             raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
-        line = json.dumps(event, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
+        lines = "".join(map(_line, events)).encode()
         try:
-            written = os.write(self._descriptor, line)
-            if written < len(line):
+            written = os.write(self._descriptor, lines)
+            if written < len(lines):
                 os.ftruncate(self._descriptor, self.end)
-                raise OSError(0, f"only {written} of {len(line)} bytes could be written")
+                raise OSError(0, f"only {written} of {len(lines)} bytes could be written")
             if self._sync:
                 os.fsync(self._descriptor)
         except OSError as error:
             raise FileError(f"cannot log to {self.path}: {error.strerror}; agent.log(None) goes on without") from error
-        self.end += len(line)
+        self.end += len(lines)
 
 
 def _lock(descriptor: int, path: Path) -> None:
