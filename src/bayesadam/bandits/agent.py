@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,16 @@ from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
 from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
 from bayesadam.engine.streams import Streams
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
 from bayesadam.gaussian.noise import stream_seed
 
 # Draws from the posterior over which a probability is counted, where it has no closed form.
 DRAWS = 200
-_FIRST_ROOM = 1024
+# Observations that a network can be trained on at first and at most; of more, a sample is kept.
+_FIRST_ROOM, _MOST_ROOM = 1024, 1 << 16
+# Observations that a newly trained learner takes note of at a time.
+_PIECE = 32
+Training = Literal["now", "background"]
 Floats = npt.ArrayLike
 
 
@@ -46,6 +51,7 @@ def make_agent(
     settings: str | AgentSettings = "tuned",
     prior: Prior | None = None,
     seed: int = 0,
+    training: Training = "now",
     **changes: Any,
 ) -> Agent:
     """An agent to put into your own system.
@@ -60,32 +66,53 @@ def make_agent(
         name: one of `AGENTS`.
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
+        training: `"now"`: `reward` and `update` return when a training that is due is done, and the same calls give the
+            same agent. `"background"`: a thread trains, so that no call waits for it, and decisions use its result once
+            it is there; when that is depends on the machine.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")
-    return Agent(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior)
+    if training not in get_args(Training):
+        raise SettingError(f"training must be one of {get_args(Training)}, got {training!r}")
+    own = agent_settings(name, settings, **changes)
+    return Agent(name, own, int(n_features), int(n_arms), seed, prior, training)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    `act` may be called from other threads while `update` trains, and does not wait for it: one learner trains, another
-    acts and takes over the first one's weights after each training. Where observations change the scores at once, the
-    second takes note of them in between.
+    All methods may be called from many threads. `act` and `decide` never wait for a training: one learner trains on
+    the observations so far, another acts. Then the first takes note of the observations that came meanwhile, and the
+    second takes over all that it has learnt.
+
+    Of more than 65,536 observations the networks are trained on a random sample, with `forget` on the newest. Sums
+    over the contexts, of which linear posteriors are made, have all of them.
     """
 
     def __init__(
-        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
+        self,
+        name: str,
+        settings: AgentSettings,
+        n_features: int,
+        n_arms: int,
+        seed: int,
+        prior: Prior | None = None,
+        training: Training = "now",
     ) -> None:
         self.name, self.settings, self.n_features, self.seed, self._prior = name, settings, n_features, seed, prior
+        self.training: Training = training
         self._standing = Standing(n_features, n_arms)
         self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
         self._trainer, self._actor = self._learner(), self._learner()
         self._since_training = 0
-        # `_learning` is held as long as a training takes, `_acting` while the actor or the observations are used.
+        # `_learning` is held while something is learnt, `_acting` while the actor or the observations are used.
         self._learning, self._acting = threading.RLock(), threading.RLock()
+        # The thread of a training in the background, whether one goes on, and what made one fail.
+        self._thread: threading.Thread | None = None
+        self._busy = False
+        self._failure: Exception | None = None
         self._log: LogFile | None = None
         # The id of the log that the agent has learnt, and up to which byte.
         self._known: tuple[str, int] | None = None
@@ -192,6 +219,7 @@ class Agent:
             raise SettingError(f"update needs {len(rows)} arms, each 0 to {self.n_arms - 1}; got {arm!r}")
         rewards = self._rewards(reward, len(rows))
         with self._learning:
+            self._tell()
             if self._log is not None:
                 with self._acting:
                     self._log.write(_updated(rows, arms.tolist(), rewards))
@@ -201,6 +229,7 @@ class Agent:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
         value = self._rewards(reward, 1)
         with self._learning:
+            self._tell()
             with self._acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
@@ -211,37 +240,107 @@ class Agent:
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
             self._learn([context], [arm], value)
 
-    def _learn(self, contexts: Any, chosen: Any, paid: Any) -> None:
-        """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
+    def _learn(self, contexts: Any, chosen: Any, paid: Any, *, now: bool = False) -> None:
+        """Add observations (k, features), (k,), (k,); every `train_every` of them, train if that is due."""
         rows, rewards = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, paid))
         arms = torch.from_numpy(np.asarray(chosen, np.int64))
         for first in range(0, len(rows), self.settings.train_every):
             part = slice(first, first + self.settings.train_every)
             more = len(rows[part])
             with self._acting:
-                room, end = self._buffer.contexts.shape[1], self._buffer.count + more
-                if end > room:
-                    self._rebuild(self._buffer.widened(max(2 * room, end)))
-                self._buffer.contexts[0, self._buffer.count : end] = rows[part]
+                self._make_room(more)
+                self._buffer.contexts[0, self._buffer.count : self._buffer.count + more] = rows[part]
                 new = self._buffer.add(arms[None, part], rewards[None, part])
-                at_once = self._actor.learns_at_once
-                (self._actor if at_once else self._trainer).observe(new)
+                if self._actor.learns_at_once:
+                    self._actor.observe(new)
+                elif not self._busy:
+                    self._trainer.observe(new)
             self._since_training += more
-            if self._since_training >= self.settings.train_every:
-                if at_once:
-                    self._trainer.load(self._actor.tensors())
-                self._trainer.train()
+            if self._since_training >= self.settings.train_every and not self._busy:
                 self._since_training = 0
-                with self._acting:
-                    self._actor.load(self._trainer.tensors())
+                if self._actor.due:
+                    self._begin_training(now or self.training == "now")
 
-    def _rebuild(self, buffer: Buffer) -> None:
-        """Make room for the buffer's observations, or for another arm; what was learnt stays."""
-        self._buffer = buffer
-        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
+    def _make_room(self, more: int) -> None:
+        """For so many observations; from `_MOST_ROOM` on only a sample stays, once no training uses them."""
+        buffer = self._buffer
+        if not self._busy and buffer.count + more > (buffer.settled + _FIRST_ROOM if buffer.settled else _MOST_ROOM):
+            self._thin()
+        end, room = buffer.count + more, buffer.contexts.shape[1]
+        if end > room:
+            self._buffer = buffer.widened(max(2 * room, end))
+            for learner in (self._actor,) if self._busy else (self._actor, self._trainer):
+                learner.use(self._buffer)
+
+    def _thin(self) -> None:
+        rows = self._buffer.kept(_MOST_ROOM // 2)
+        (self._actor if self._actor.learns_at_once else self._trainer).thin(rows)
+        self._buffer.thin(rows)
+
+    def _begin_training(self, now: bool) -> None:
+        with self._acting:
+            if self._buffer.settled:
+                # What came since is held whole: leave as much of it as of the rest.
+                self._thin()
+            self._trainer.use(self._buffer.until(self._buffer.count))
+            if self._actor.learns_at_once:
+                self._trainer.load(self._actor.tensors())
+            self._busy = True
+        if now:
+            self._train()
+        else:
+            self._thread = threading.Thread(target=self._train_in_background, name="bayesadam training")
+            self._thread.start()
+
+    def _train(self) -> None:
+        """Train, take note of the observations that came meanwhile, and let the actor take over."""
+        try:
+            self._trainer.train()
+            while self._buffer.count > self._trainer.buffer.count + _PIECE:
+                self._catch_up(self._trainer.buffer.count + _PIECE)
+            with self._acting:
+                self._catch_up(self._buffer.count)
+                self._actor.load(self._trainer.tensors())
+        finally:
+            with self._acting:
+                self._trainer.use(self._buffer)
+                self._busy = False
+
+    @torch.no_grad()
+    def _catch_up(self, count: int) -> None:
+        seen = self._trainer.buffer.count
+        with self._acting:
+            self._trainer.use(self._buffer.until(count))
+        if count > seen:
+            self._trainer.observe(slice(seen, count))
+
+    def _train_in_background(self) -> None:
+        try:
+            self._train()
+        except Exception as error:
+            with self._acting:
+                self._trainer.load(self._actor.tensors())
+                self._failure = error
+
+    def wait(self) -> None:
+        """Return when no training goes on in the background; a `TrainingError` if the last one failed."""
+        with self._learning:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            self._tell()
+
+    def _tell(self) -> None:
+        """Raise the reason for which a training in the background failed, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise TrainingError(
+                f"a training failed ({failure!r}): the agent goes on with what it had learnt before, and trains again "
+                "when that is due; repeat this call, which did nothing"
+            ) from failure
 
     def _moved(self, old: Learner) -> Learner:
-        """A learner for more arms or more room, with what the old one has learnt in the leading part of its tensors."""
+        """A learner for more arms, with what the old one has learnt in the leading part of its tensors."""
         new = self._learner()
         state = new.state()
         for name, tensor in old.state().items():
@@ -270,10 +369,22 @@ class Agent:
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
-        with self._learning, self._acting:
+        with self._alone():
             self._take({"event": "arm", "arm": self.n_arms, "change": "added"})
-            self._rebuild(self._buffer)
+            self._widen()
             return self.n_arms - 1
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nothing is chosen, learnt or trained meanwhile."""
+        with self._learning:
+            self.wait()
+            with self._acting:
+                yield
+
+    def _widen(self) -> None:
+        """Learners for one more arm; what was learnt stays."""
+        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
@@ -304,7 +415,7 @@ class Agent:
         learns what the log has and it does not. `path=None` ends logging. With `sync`, every line is on the disk before
         a call returns.
         """
-        with self._learning, self._acting:
+        with self._alone():
             if self._log is not None:
                 self._known = self._log.id, self._log.end
                 self._log.close()
@@ -343,16 +454,16 @@ class Agent:
                 continue
             if kind == "reward":
                 context, arm = standing.waiting[event["decision"]]
-                self._learn([context], [arm], [event["reward"]])
+                self._learn([context], [arm], [event["reward"]], now=True)
             elif kind == "update":
-                self._learn(event["contexts"], event["arms"], event["rewards"])
+                self._learn(event["contexts"], event["arms"], event["rewards"], now=True)
             standing.take(event)
             if kind == "arm" and event["change"] == "added":
-                self._rebuild(self._buffer)
+                self._widen()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
-        with self._learning, self._acting:
+        with self._alone():
             if self._log is not None:
                 self._known = self._log.id, self._log.end
             waiting, prior = self._standing.waiting, self._prior
@@ -374,6 +485,7 @@ class Agent:
                 "n_features": self.n_features,
                 "n_arms": self._standing.n_arms,
                 "seed": self.seed,
+                "training": self.training,
                 "room": self._buffer.contexts.shape[1],
                 "gone": sorted(self._standing.removed),
                 "pulls": self._standing.pulls,
@@ -391,8 +503,11 @@ class Agent:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
             about, known = header["prior"], header["log"]
             prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
-            agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
-            agent._rebuild(agent._buffer.widened(header["room"]))
+            own = header["n_features"], header["n_arms"], header["seed"], prior, header.get("training", "now")
+            agent = cls(header["agent"], settings, *own)
+            agent._buffer = agent._buffer.widened(header["room"])
+            for learner in (agent._actor, agent._trainer):
+                learner.use(agent._buffer)
             agent._buffer.restore(tensors)
             agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
             agent._trainer.restore(storage.under("trainer.", tensors))
@@ -450,7 +565,7 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
         except (KeyError, SettingError) as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
         agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
-    with agent._learning, agent._acting:
+    with agent._alone():
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
         for what, own in (("n_features", agent.n_features), ("n_arms", agent.n_arms)):

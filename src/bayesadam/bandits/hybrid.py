@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -110,6 +110,7 @@ class Hybrid(AdamLearner):
         self._ends = torch.tensor([torch.inf, -torch.inf]).to(self._share).repeat(runs, 1)
         self._due = torch.zeros(runs, dtype=torch.int64)
         self._memory |= {"share": self._share, "ends": self._ends, "due": self._due}
+        self._begin_dropped(width)
         for name, head in (("linear", self._linear), ("hidden", self._hidden)):
             self._memory |= {f"{name}.{part}": tensor for part, tensor in vars(head).items()}
         self._choice = self._stream("hybrid", seeds)
@@ -119,6 +120,13 @@ class Hybrid(AdamLearner):
         self._first_shape: Tensor | float = _SHAPE
         # Whether all arms have one component and one σ², as under a learnt prior whose arms are not exchangeable.
         self._joint = False
+
+    def _begin_dropped(self, width: int) -> None:
+        """Statistics, on the contexts' features, of the observations that the buffer no longer holds: none so far."""
+        self._dropped = Statistics.zeros(self.buffer.runs, self.n_arms, width, self.device)
+        self._dropped_at = torch.zeros((), dtype=torch.int64)
+        self._memory |= {f"dropped.{part}": tensor for part, tensor in vars(self._dropped).items()}
+        self._memory["dropped.at"] = self._dropped_at
 
     def start_from(self, prior: Prior) -> None:
         """Replace the head on the contexts by a learnt prior with its features."""
@@ -132,6 +140,7 @@ class Hybrid(AdamLearner):
         moments = (mean, found.covariance, found.shape.expand(self.n_arms), torch.zeros_like(mean[..., 0]))
         self._linear = LinearPosterior(*(part.repeat(self.buffer.runs, *[1] * part.dim()) for part in moments))
         self._memory |= {f"linear.{part}": tensor for part, tensor in vars(self._linear).items()}
+        self._begin_dropped(mean.shape[2])
 
     def _range(self) -> Tensor:
         """R in units of the targets, (runs, 1)."""
@@ -169,7 +178,7 @@ class Hybrid(AdamLearner):
         return found[:, None, None, None] * torch.eye(head.mean.shape[3]).to(found)
 
     def _fades(self) -> float:
-        return self.settings.settling / (self.settings.settling + self.buffer.count)
+        return self.settings.settling / (self.settings.settling + self.buffer.total)
 
     def _given(self, contexts: Tensor) -> Tensor:
         return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
@@ -221,8 +230,8 @@ class Hybrid(AdamLearner):
                 mean = mean + weight * (x @ head.mean.numpy()[0, :, 0].T)
                 std = std + weight * np.sqrt(noise * head.widths_of_one(x))
         shape = self._linear.shape
-        moments = [torch.from_numpy(of.astype(np.float32)[None, :, None]) for of in (mean, std)]
-        return lambda n, streams: torch.addcmul(*moments, streams.student(shape, len(mean), n))
+        center, width = (torch.from_numpy(of.astype(np.float32)[None, :, None]) for of in (mean, std))
+        return lambda n, streams: torch.addcmul(center, width, streams.student(shape, len(mean), n))
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         drawn = self._drawn(contexts.shape[1], n, streams)
@@ -245,12 +254,17 @@ class Hybrid(AdamLearner):
             self._hidden.scale.mul_(memory)
             self._hidden.shape.sub_(_SHAPE).mul_(memory).add_(_SHAPE)
 
+    @property
+    def due(self) -> bool:
+        """Whether the observations have grown by the factor `growth`."""
+        return self.buffer.total >= int(self._due[0])
+
     def train(self) -> None:
         """Where a training is due: train the network, refit both heads and their shares."""
-        if self.buffer.count < int(self._due[0]):
+        if not self.due:
             return
         more = max(self.settings.train_every, (self.settings.growth - 1) * self.buffer.effective_count)
-        self._due.fill_(self.buffer.count + int(more))
+        self._due.fill_(self.buffer.total + int(more))
         super().train()
         self._fit_linear()
         self._fit_hidden()
@@ -270,19 +284,52 @@ class Hybrid(AdamLearner):
 
     def _rows(self) -> Tensor:
         """Held-out observations are replaced by their neighbours."""
-        rows = super()._rows()
-        beside = torch.where(rows + 1 < self.buffer.count, rows + 1, rows - 1).clamp_(min=0)
-        return torch.where(rows % self.settings.hold_out == 0, beside, rows)
+        rows, held_out = super()._rows(), self._held_out()
+        others = (~held_out).nonzero().squeeze(1)
+        return torch.where(held_out[rows], others[rows * len(others) // self.buffer.count], rows) if len(others) else rows
+
+    def _held_out(self) -> Tensor:
+        """Whether each row of the buffer is held out from the network."""
+        return self.buffer.numbers[: self.buffer.count] % self.settings.hold_out == 0
+
+    def thin(self, rows: Tensor) -> None:
+        """Add the others to the statistics of what the buffer no longer holds."""
+        buffer, others = self.buffer, torch.ones(self.buffer.count, dtype=torch.bool)
+        others[rows] = False
+        self._dropped.fade(buffer.faded(buffer.total - int(self._dropped_at)))
+        self._dropped_at.fill_(buffer.total)
+        for part in others.nonzero().squeeze(1).split(_CHUNK):
+            contexts, arms, rewards = buffer.seen(part)
+            self._dropped.add(arms, self._given(contexts), rewards.double(), buffer.weights(part))
 
     def _statistics(self, head: LinearPosterior) -> Statistics:
-        """Of all observations, in units of the targets."""
+        """Of all observations, in units of the targets.
+
+        Those that the buffer no longer holds are known by their contexts' statistics; on the hidden layer, those that
+        it holds count as all of their arm.
+        """
         buffer, features = self.buffer, self._given if head is self._linear else self._last_hidden
         found = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[3], self.device)
         for first in range(0, buffer.count, _CHUNK):
             rows = slice(first, min(first + _CHUNK, buffer.count))
             contexts, arms, rewards = buffer.seen(rows)
             found.add(arms, features(contexts), rewards.double(), buffer.weights(rows))
+        if buffer.total > buffer.count:
+            faded = buffer.faded(buffer.total - int(self._dropped_at))
+            if head is self._linear:
+                for own, dropped in zip(vars(found).values(), vars(self._dropped).values(), strict=True):
+                    own.add_(dropped, alpha=faded)
+            else:
+                held = found.gram[..., -1, -1]
+                more = 1 + faded * self._dropped.gram[..., -1, -1] / held.clamp(min=1)
+                for own in vars(found).values():
+                    own.mul_(more.view(*more.shape, *[1] * (own.dim() - 2)))
         return found.standardised(self._shift.double(), self._scale.double())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """A file of an earlier release has dropped nothing."""
+        none = {name: torch.zeros_like(own) for name, own in self._memory.items() if name.startswith("dropped")}
+        super().load(none | dict(tensors))
 
     def _fit_linear(self) -> None:
         """Around a learnt prior, or else the mean reward of a random arm: agents that learn see better rewards."""
@@ -313,7 +360,7 @@ class Hybrid(AdamLearner):
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        rows = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
+        rows = self._held_out().nonzero().squeeze(1)[-_CHUNK:]
         contexts, arms, rewards = self.buffer.seen(rows)
         targets = (rewards.double() - self._shift) / self._scale
         average = (self._likely().unsqueeze(3) * self._linear.mean).sum(dim=2)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam._checks import is_number
@@ -421,6 +422,16 @@ class Bootstrap(AdamLearner):
         """Draw the members' weights of the new observations."""
         super().observe(rows)
         self._counts[:, rows] = 2 * self._bootstrap.rows(2, rows.stop - rows.start).to(torch.uint8)
+
+    def use(self, buffer: Buffer) -> None:
+        """Make room for the weights."""
+        super().use(buffer)
+        more = buffer.contexts.shape[1] - self._counts.shape[1]
+        self._counts = self._memory["counts"] = F.pad(self._counts, (0, max(0, more)))
+
+    def thin(self, rows: Tensor) -> None:
+        """Keep the weights of these rows."""
+        self._counts[:, : len(rows)] = self._counts[:, rows]
 
     def _importance(self, rows: Tensor) -> Tensor:
         return self._counts.gather(1, rows).float()
