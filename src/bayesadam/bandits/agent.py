@@ -28,8 +28,8 @@ from bayesadam.gaussian.noise import stream_seed
 DRAWS = 200
 # Observations that a network can be trained on at first and at most; of more, a sample is kept.
 _FIRST_ROOM, _MOST_ROOM = 1024, 1 << 16
-# Observations that a newly trained learner takes note of at a time.
-_PIECE = 32
+# Observations that a newly trained learner takes note of while no decision is made.
+_LAST = 8
 Training = Literal["now", "background"]
 Floats = npt.ArrayLike
 
@@ -296,10 +296,11 @@ class Agent:
         """Train, take note of the observations that came meanwhile, and let the actor take over."""
         try:
             self._trainer.train()
-            while self._buffer.count > self._trainer.buffer.count + _PIECE:
-                self._catch_up(self._trainer.buffer.count + _PIECE)
+            while self._buffer.count > self._trainer.buffer.count + _LAST:
+                self._catch_up()
             with self._acting:
-                self._catch_up(self._buffer.count)
+                while self._buffer.count > self._trainer.buffer.count:
+                    self._catch_up()
                 self._actor.load(self._trainer.tensors())
         finally:
             with self._acting:
@@ -307,12 +308,12 @@ class Agent:
                 self._busy = False
 
     @torch.no_grad()
-    def _catch_up(self, count: int) -> None:
-        seen = self._trainer.buffer.count
+    def _catch_up(self) -> None:
+        """Let the trainer take note of its next observation."""
+        at = self._trainer.buffer.count
         with self._acting:
-            self._trainer.use(self._buffer.until(count))
-        if count > seen:
-            self._trainer.observe(slice(seen, count))
+            self._trainer.use(self._buffer.until(at + 1))
+        self._trainer.observe(slice(at, at + 1))
 
     def _train_in_background(self) -> None:
         try:

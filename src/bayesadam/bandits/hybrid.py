@@ -283,14 +283,12 @@ class Hybrid(AdamLearner):
         return found.clamp(max=1).float()
 
     def _rows(self) -> Tensor:
-        """Held-out observations are replaced by their neighbours."""
-        rows, held_out = super()._rows(), self._held_out()
-        others = (~held_out).nonzero().squeeze(1)
-        return torch.where(held_out[rows], others[rows * len(others) // self.buffer.count], rows) if len(others) else rows
-
-    def _held_out(self) -> Tensor:
-        """Whether each row of the buffer is held out from the network."""
-        return self.buffer.numbers[: self.buffer.count] % self.settings.hold_out == 0
+        """Held-out observations are replaced by their neighbours; in a sample, these may be held out, too."""
+        rows = super()._rows()
+        for _ in range(4 if self.buffer.settled else 2):
+            held_out = self.buffer.numbers[rows] % self.settings.hold_out == 0
+            rows = torch.where(held_out, (rows - 1) % self.buffer.count, rows)
+        return rows
 
     def thin(self, rows: Tensor) -> None:
         """Add the others to the statistics of what the buffer no longer holds."""
@@ -298,7 +296,7 @@ class Hybrid(AdamLearner):
         others[rows] = False
         self._dropped.fade(buffer.faded(buffer.total - int(self._dropped_at)))
         self._dropped_at.fill_(buffer.total)
-        for part in others.nonzero().squeeze(1).split(_CHUNK):
+        for part in torch.split(others.nonzero().squeeze(1), _CHUNK):
             contexts, arms, rewards = buffer.seen(part)
             self._dropped.add(arms, self._given(contexts), rewards.double(), buffer.weights(part))
 
@@ -360,7 +358,8 @@ class Hybrid(AdamLearner):
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        rows = self._held_out().nonzero().squeeze(1)[-_CHUNK:]
+        rows, every = torch.arange(self.buffer.count, device=self.device), self.settings.hold_out
+        rows = (rows[self.buffer.numbers[rows] % every == 0] if self.buffer.settled else rows[::every])[-_CHUNK:]
         contexts, arms, rewards = self.buffer.seen(rows)
         targets = (rewards.double() - self._shift) / self._scale
         average = (self._likely().unsqueeze(3) * self._linear.mean).sum(dim=2)

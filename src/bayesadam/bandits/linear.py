@@ -163,8 +163,8 @@ class LinearPosterior:
         """`widths` of one run, (k, features) → (k, arms)."""
         covariance = self.covariance.numpy()[0]
         reach = covariance.reshape(-1, x.shape[1]) @ x.T
-        found = np.einsum("adk,kd->ka", reach.reshape(*covariance.shape[:2], -1), x)
-        return np.maximum(found, 0, out=found)
+        found: Floats = np.einsum("adk,kd->ka", reach.reshape(*covariance.shape[:2], -1), x)
+        return found.clip(min=0)
 
     def draws(self, x: Tensor, n: int, streams: Streams) -> Tensor:
         """β·x of every arm by the first component, n draws of (σ², β) for every row of x: (runs, k, n, arms).

@@ -79,11 +79,11 @@ class Streams:
             return self.normal(*lead, shape.shape[1]).mul_(scales)
         few = [np.flatnonzero(own < _FEW) for own in shape.numpy()]
         drawn = zip(self._numpy, shape.numpy(), few, strict=True)
-        scales = [(own[at] / source.standard_gamma(own[at], (*lead, len(at)))) ** 0.5 for source, own, at in drawn]
+        roots = [(own[at] / source.standard_gamma(own[at], (*lead, len(at)))) ** 0.5 for source, own, at in drawn]
         normal = self.normal(*lead, shape.shape[1])
-        for noise, own, at, scale in zip(normal.numpy(), shape.numpy(), few, scales, strict=True):
+        for noise, own, at, root in zip(normal.numpy(), shape.numpy(), few, roots, strict=True):
             factors = _expansion(2 * own.clip(min=_FEW), np.square(noise))
-            factors[..., at] = scale
+            factors[..., at] = root
             noise *= factors
         return normal
 
@@ -113,7 +113,7 @@ class Streams:
 def _expansion(degrees: npt.NDArray[np.float64], squares: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """t/ε as a polynomial in ε², from Fisher's expansion of the quantile of Student's t up to ν⁻³."""
     constant, *rest = (_FISHER @ degrees ** -np.arange(4.0)[:, None]).astype(np.float32)
-    found = rest.pop() * squares
+    found: npt.NDArray[np.float32] = rest.pop() * squares
     while rest:
         found += rest.pop()
         found *= squares
