@@ -170,8 +170,8 @@ class Agent:
             for at, (arm, own) in enumerate(zip(chosen, shares, strict=True)):
                 made.append(Decision(number + at, arm, own[allowed.index(arm)]))
                 event = {"event": "decision", "decision": number + at, "context": rows[at], "arm": arm}
-                offer = {"probability": made[at].probability, "arms": allowed, "probabilities": own}
-                events.append(event | offer | {"tried": at < tried})
+                event |= {"probability": made[at].probability, "arms": allowed, "probabilities": own}
+                events.append(event | {"tried": at < tried})
             self._take(*events)
         return made[0] if single else made
 
@@ -542,7 +542,7 @@ class Agent:
         chosen = list(arms) if isinstance(arms, Iterable) else []
         if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
             raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
-        return sorted(set(chosen))
+        return sorted({int(arm) for arm in chosen})
 
 
 def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
@@ -594,8 +594,10 @@ def _is_index(value: Any) -> bool:
 def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-    with np.errstate(over="ignore"):
-        narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
+    narrow = array.copy()
+    if array.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
     if not np.isfinite(narrow).all():
         raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
     return narrow

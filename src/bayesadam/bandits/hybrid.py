@@ -225,13 +225,12 @@ class Hybrid(AdamLearner):
         heads = (self._linear, self._given, 1 - share), (self._hidden, self._last_hidden, share)
         for (head, features, weight), first in zip(heads, self._first_noise[1], strict=True):
             if weight:
-                x = features(contexts).numpy()[0]
-                noise = (tempered * head.scale.numpy()[0, :, 0] + first) / head.shape.numpy()[0]
-                mean = mean + weight * (x @ head.mean.numpy()[0, :, 0].T)
+                x, (means, _, shape, scale) = features(contexts).numpy()[0], head.first
+                noise = (tempered * scale[:, 0] + first) / shape
+                mean = mean + weight * (x @ means[:, 0].T)
                 std = std + weight * np.sqrt(noise * head.widths_of_one(x))
-        shape = self._linear.shape
         center, width = (torch.from_numpy(of.astype(np.float32)[None, :, None]) for of in (mean, std))
-        return lambda n, streams: torch.addcmul(center, width, streams.student(shape, len(mean), n))
+        return lambda n, streams: torch.addcmul(center, width, streams.student(self._linear.shape, len(mean), n))
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         drawn = self._drawn(contexts.shape[1], n, streams)

@@ -336,21 +336,25 @@ class Learner(ABC):
 
         These are counted by numpy, whose calls cost less than torch's.
         """
-        chosen, shares = list[int](), np.full((contexts.shape[1], len(allowed)), 1 / len(allowed))
+        many, epsilon, chosen = len(allowed), self.settings.epsilon, list[int]()
+        shares = np.full((contexts.shape[1], many), 1 / many)
+        on_offer = slice(None) if many == self.n_arms else allowed
         for part in _parts(contexts.shape[1], draws):
             x, sample = contexts[:, part], self.sampler(contexts[:, part])
             drawn = sample(1, self._choice)
-            chosen += [allowed[at] for at in self.explored(drawn.squeeze(2))[0].numpy()[:, allowed].argmax(axis=1)]
+            chosen += self.explored(drawn.squeeze(2))[0].numpy()[:, on_offer].argmax(axis=1).tolist()
             if isinstance(self, Uniform):
                 continue
             scores = self._outcomes(x)
-            scores = torch.cat([sample(draws, streams), drawn], dim=2) if scores is None else scores
-            best = scores[0].numpy()[..., allowed].argmax(axis=2)
-            best += len(allowed) * np.arange(len(best))[:, None]
-            counts = np.bincount(best.ravel(), minlength=len(best) * len(allowed)).reshape(len(best), -1)
-            shares[part] *= self.settings.epsilon
-            shares[part] += (1 - self.settings.epsilon) / best.shape[1] * counts
-        return chosen, shares
+            more = [drawn] if scores is None else []
+            scores = sample(draws, streams) if scores is None else scores
+            counts = np.zeros((drawn.shape[1], many))
+            for these in (scores, *more):
+                best = these[0].numpy()[..., on_offer].argmax(axis=2)
+                best += many * np.arange(len(best))[:, None]
+                counts += np.bincount(best.ravel(), minlength=counts.size).reshape(counts.shape)
+            shares[part] = epsilon * shares[part] + (1 - epsilon) / (scores.shape[2] + len(more)) * counts
+        return [allowed[at] for at in chosen], shares
 
     def observe(self, rows: slice) -> None:  # noqa: B027
         """Take note of new rows of the buffer."""

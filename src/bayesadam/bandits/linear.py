@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -144,14 +145,15 @@ class LinearPosterior:
 
     def _update_one(self, arm: int, x: Floats, reward: float) -> None:
         """C ← C − g gᵀ/w, μ ← μ + e g/w, b ← b + ½ e²/w with g = C x and w = 1 + xᵀ g."""
-        mean, covariance, scale = (of.numpy()[0, arm] for of in (self.mean, self.covariance, self.scale))
+        means, covariances, shapes, scales = self.first
+        covariance, mean = covariances[arm], means[arm]
         reach = covariance @ x
-        whole = 1 + x @ reach
+        whole = 1 + float(x @ reach)
         errors = reward - mean @ x
-        covariance -= np.outer(reach / whole, reach)
-        mean += np.outer(errors / whole, reach)
-        scale += 0.5 / whole * errors * errors
-        self.shape.numpy()[0, arm] += 0.5
+        covariance -= np.multiply.outer(reach / whole, reach)
+        mean += np.multiply.outer(errors / whole, reach)
+        scales[arm] += 0.5 / whole * errors * errors
+        shapes[arm] += 0.5
 
     def widths(self, x: Tensor) -> Tensor:
         """xᵀ C x of every arm, (runs, k, arms)."""
@@ -159,9 +161,14 @@ class LinearPosterior:
         reach = (x @ self.covariance.reshape(runs, -1, width).mT).view(runs, k, -1, width)
         return (reach @ x.unsqueeze(3)).squeeze(3).clamp_(min=0)
 
+    @cached_property
+    def first(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """μ, C, a and b of the first run as arrays of numpy in the same memory."""
+        return self.mean.numpy()[0], self.covariance.numpy()[0], self.shape.numpy()[0], self.scale.numpy()[0]
+
     def widths_of_one(self, x: Floats) -> Floats:
         """`widths` of one run, (k, features) → (k, arms)."""
-        covariance = self.covariance.numpy()[0]
+        covariance = self.first[1]
         reach = covariance.reshape(-1, x.shape[1]) @ x.T
         found: Floats = np.einsum("adk,kd->ka", reach.reshape(*covariance.shape[:2], -1), x)
         return found.clip(min=0)

@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,26 @@ def shortest(values: Any) -> Any:
 _PLAIN = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shortest)
 
 
-def _line(event: Event) -> str:
-    """One line of JSON; the context, where there is one, comes last."""
-    if "context" not in event:
-        return _PLAIN.encode(event) + "\n"
-    rest = _PLAIN.encode({name: value for name, value in event.items() if name != "context"})
-    return f'{rest[:-1]},"context":[{_digits(event["context"])}]}}\n'
+def _lines(events: Sequence[Event]) -> str:
+    """A line of JSON for each; decisions, which are many, have one format, and those of a batch the same arms."""
+    if events[0]["event"] != "decision":
+        return "".join(f"{_PLAIN.encode(event)}\n" for event in events)
+    contexts, arms = _digits(np.stack([event["context"] for event in events])), _PLAIN.encode(events[0]["arms"])
+    return "".join(
+        f'{{"event":"decision","decision":{event["decision"]},"context":[{context}],"arm":{event["arm"]},'
+        f'"probability":{event["probability"]!r},"arms":{arms},"probabilities":{event["probabilities"]},'
+        f'"tried":{"true" if event["tried"] else "false"}}}\n'
+        for event, context in zip(events, contexts, strict=True)
+    )
 
 
-def _digits(values: npt.NDArray[np.float32]) -> str:
-    """Numbers of a row with seven digits each where these are exact, otherwise with nine, which always are."""
-    wide = values.astype(np.float64)
+def _digits(rows: npt.NDArray[np.float32]) -> list[str]:
+    """Numbers with seven digits each in the rows where these are exact, otherwise with nine, which always are."""
+    wide = rows.astype(np.float64)
     unit = 10.0 ** (6 - np.floor(np.log10(np.abs(wide) + (wide == 0))))
-    few = np.array_equal((np.rint(wide * unit) / unit).astype(np.float32), values)
-    return ",".join(["%.7g" if few else "%.9g"] * len(wide)) % tuple(wide.tolist())
+    few = ((np.rint(wide * unit) / unit).astype(np.float32) == rows).all(axis=1)
+    short, long = (",".join([digits] * rows.shape[1]) for digits in ("%.7g", "%.9g"))
+    return [(short if own else long) % tuple(row) for own, row in zip(few, wide.tolist(), strict=True)]
 
 
 class Standing:
@@ -188,7 +194,7 @@ class LogFile:
         """Append their lines, by one write, whole or not at all."""
         if self._process != os.getpid():
             raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
-        lines = "".join(map(_line, events)).encode()
+        lines = _lines(events).encode()
         try:
             written = os.write(self._descriptor, lines)
             if written < len(lines):

@@ -77,15 +77,16 @@ class Streams:
             wide = shape[(slice(None), *[None] * len(lead))].expand(-1, *lead, -1)
             scales = (wide / self.gamma(wide)).sqrt()
             return self.normal(*lead, shape.shape[1]).mul_(scales)
-        few = [np.flatnonzero(own < _FEW) for own in shape.numpy()]
-        drawn = zip(self._numpy, shape.numpy(), few, strict=True)
-        roots = [(own[at] / source.standard_gamma(own[at], (*lead, len(at)))) ** 0.5 for source, own, at in drawn]
-        normal = self.normal(*lead, shape.shape[1])
-        for noise, own, at, root in zip(normal.numpy(), shape.numpy(), few, roots, strict=True):
-            factors = _expansion(2 * own.clip(min=_FEW), np.square(noise))
-            factors[..., at] = root
-            noise *= factors
-        return normal
+        found = np.empty((len(self), *lead, shape.shape[1]), np.float32)
+        for source, own, out in zip(self._numpy, shape.numpy(), found, strict=True):
+            few = own < _FEW
+            own_few = own[few]
+            roots = (own_few / source.standard_gamma(own_few, (*lead, len(own_few)))) ** 0.5
+            source.standard_normal(out=out, dtype=np.float32)
+            factors = _expansion(2 * np.maximum(own, _FEW), out * out)
+            factors[..., few] = roots
+            out *= factors
+        return torch.from_numpy(found)
 
     def state(self) -> Tensor:
         """The state of every source, one row per seed, on the CPU."""
