@@ -140,10 +140,7 @@ def memory(agent: str, n: int, folder: Path) -> dict[str, Any]:
 def child(log: Path, saved: Path, agent: str, attempt: int) -> None:
     """Decide and reward until killed; every report is written after the call returned."""
     contexts, pays = rounds_of("dense", 20_000)
-    if saved.exists():
-        live = Agent.load(saved)
-    else:
-        live = make_agent(agent, 64, 5, training="background", train_every=20)
+    live = Agent.load(saved) if saved.exists() else make_agent(agent, 64, 5, training="background")
     live.log(log)
     order = np.random.default_rng(attempt).permutation(len(contexts))
     for number, at in enumerate(order):

@@ -107,6 +107,8 @@ class Agent:
         self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
         self._trainer, self._actor = self._learner(), self._learner()
         self._since_training = 0
+        # The draws by which probabilities are counted.
+        self._further = Streams([seed], "probability")
         # `_learning` is held while something is learnt, `_acting` while the actor or the observations are used.
         self._learning, self._acting = threading.RLock(), threading.RLock()
         # The thread of a training in the background, whether one goes on, and what made one fail.
@@ -162,8 +164,8 @@ class Agent:
             shares = [[float(one == arm) for one in allowed] for arm in chosen]
             if tried < len(rows):
                 x = torch.from_numpy(rows[tried:]).unsqueeze(0)
-                streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
-                found, probabilities = self._actor.decided(x, allowed, draws=draws, streams=streams)
+                self._further.begin(self.seed, "decision", number)
+                found, probabilities = self._actor.decided(x, allowed, draws=draws, streams=self._further)
                 chosen += found
                 shares += probabilities.tolist()
             made, events = [], []
@@ -242,14 +244,14 @@ class Agent:
 
     def _learn(self, contexts: Any, chosen: Any, paid: Any, *, now: bool = False) -> None:
         """Add observations (k, features), (k,), (k,); every `train_every` of them, train if that is due."""
-        rows, rewards = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, paid))
+        rows, rewards = np.asarray(contexts, np.float32), torch.from_numpy(np.asarray(paid, np.float32))
         arms = torch.from_numpy(np.asarray(chosen, np.int64))
         for first in range(0, len(rows), self.settings.train_every):
             part = slice(first, first + self.settings.train_every)
             more = len(rows[part])
             with self._acting:
                 self._make_room(more)
-                self._buffer.contexts[0, self._buffer.count : self._buffer.count + more] = rows[part]
+                self._buffer.contexts.numpy()[0, self._buffer.count : self._buffer.count + more] = rows[part]
                 new = self._buffer.add(arms[None, part], rewards[None, part])
                 if self._actor.learns_at_once:
                     self._actor.observe(new)

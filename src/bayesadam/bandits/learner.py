@@ -130,11 +130,11 @@ class Buffer:
         self.rewards[:, rows] = rewards
         self.count, self.total = rows.stop, self.total + arms.shape[1]
         wide = rewards.double()
-        powers = torch.stack([wide, wide.square()], dim=1)
+        powers = torch.stack([wide, wide.square()], dim=2)
         if not math.isinf(self.half_life):
             self.sums.mul_(self.faded(arms.shape[1]))
-            powers.mul_(self.weights(rows))
-        self.sums.add_(powers.sum(dim=2))
+            powers.mul_(self.weights(rows).unsqueeze(1))
+        self.sums.add_(powers.sum(dim=1))
         return rows
 
     def faded(self, count: int) -> float:
@@ -250,8 +250,12 @@ def _parts(k: int, draws: int) -> Iterator[slice]:
 
 
 def with_constant(x: Tensor) -> Tensor:
-    """The features with a constant 1 appended, float64."""
-    return F.pad(x.double(), (0, 1), value=1.0)
+    """The features with a constant 1 appended, float64; on a CPU by numpy, whose calls cost less."""
+    if x.device.type != "cpu":
+        return F.pad(x.double(), (0, 1), value=1.0)
+    found = np.ones((*x.shape[:-1], x.shape[-1] + 1))
+    found[..., :-1] = x.numpy()
+    return torch.from_numpy(found)
 
 
 class Learner(ABC):
@@ -336,25 +340,25 @@ class Learner(ABC):
 
         These are counted by numpy, whose calls cost less than torch's.
         """
-        many, epsilon, chosen = len(allowed), self.settings.epsilon, list[int]()
-        shares = np.full((contexts.shape[1], many), 1 / many)
+        many, epsilon, chosen, shares = len(allowed), self.settings.epsilon, list[int](), []
         on_offer = slice(None) if many == self.n_arms else allowed
         for part in _parts(contexts.shape[1], draws):
-            x, sample = contexts[:, part], self.sampler(contexts[:, part])
+            x = contexts[:, part]
+            sample = self.sampler(x)
             drawn = sample(1, self._choice)
-            chosen += self.explored(drawn.squeeze(2))[0].numpy()[:, on_offer].argmax(axis=1).tolist()
-            if isinstance(self, Uniform):
-                continue
+            own = drawn.numpy()[0, :, 0, :][:, on_offer].argmax(axis=1)
+            explored = self.explored(drawn.squeeze(2)).numpy()[0][:, on_offer].argmax(axis=1) if epsilon else own
+            chosen += explored.tolist()
             scores = self._outcomes(x)
-            more = [drawn] if scores is None else []
-            scores = sample(draws, streams) if scores is None else scores
-            counts = np.zeros((drawn.shape[1], many))
-            for these in (scores, *more):
-                best = these[0].numpy()[..., on_offer].argmax(axis=2)
-                best += many * np.arange(len(best))[:, None]
-                counts += np.bincount(best.ravel(), minlength=counts.size).reshape(counts.shape)
-            shares[part] = epsilon * shares[part] + (1 - epsilon) / (scores.shape[2] + len(more)) * counts
-        return [allowed[at] for at in chosen], shares
+            best = (sample(draws, streams) if scores is None else scores).numpy()[0][:, :, on_offer].argmax(axis=2)
+            first, at = many * np.arange(len(best)), best.shape[1]
+            counts = np.bincount((best + first[:, None]).ravel(), minlength=many * len(best))
+            if scores is None:
+                counts[first + own] += 1
+                at += 1
+            shares.append(counts.reshape(-1, many) / at)
+        found = np.full((len(chosen), many), 1 / many) if isinstance(self, Uniform) else np.concatenate(shares)
+        return [allowed[at] for at in chosen], epsilon / many + (1 - epsilon) * found if epsilon else found
 
     def observe(self, rows: slice) -> None:  # noqa: B027
         """Take note of new rows of the buffer."""

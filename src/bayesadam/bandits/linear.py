@@ -168,10 +168,10 @@ class LinearPosterior:
 
     def widths_of_one(self, x: Floats) -> Floats:
         """`widths` of one run, (k, features) → (k, arms)."""
-        covariance = self.first[1]
-        reach = covariance.reshape(-1, x.shape[1]) @ x.T
-        found: Floats = np.einsum("adk,kd->ka", reach.reshape(*covariance.shape[:2], -1), x)
-        return found.clip(min=0)
+        covariance, (k, width) = self.first[1], x.shape
+        reach = (x @ covariance.reshape(-1, width).T).reshape(k, -1, width)
+        found: Floats = np.maximum(np.matmul(reach, x[:, :, None])[:, :, 0], 0)
+        return found
 
     def draws(self, x: Tensor, n: int, streams: Streams) -> Tensor:
         """β·x of every arm by the first component, n draws of (σ², β) for every row of x: (runs, k, n, arms).

@@ -276,9 +276,7 @@ class AdamLearner(NetworkLearner):
             h = h @ weight.T
             h += bias
             np.maximum(h, 0, out=h)
-        found = np.ones((1, len(h), h.shape[1] + 1))
-        found[0, :, :-1] = h
-        return torch.from_numpy(found)
+        return with_constant(torch.from_numpy(h[None]))
 
     @cached_property
     def _first_layers(self) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:

@@ -1,5 +1,6 @@
 """Random numbers and mini-batches for a stack: each seed has its own source per purpose, whose state can be saved."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,14 +80,22 @@ class Streams:
             return self.normal(*lead, shape.shape[1]).mul_(scales)
         found = np.empty((len(self), *lead, shape.shape[1]), np.float32)
         for source, own, out in zip(self._numpy, shape.numpy(), found, strict=True):
-            few = own < _FEW
-            own_few = own[few]
-            roots = (own_few / source.standard_gamma(own_few, (*lead, len(own_few)))) ** 0.5
+            few = np.flatnonzero(own < _FEW)
+            if len(few):
+                roots = (own[few] / source.standard_gamma(own[few], (*lead, len(few)))) ** 0.5
             source.standard_normal(out=out, dtype=np.float32)
             factors = _expansion(2 * np.maximum(own, _FEW), out * out)
-            factors[..., few] = roots
+            if len(few):
+                factors[..., few] = roots
             out *= factors
         return torch.from_numpy(found)
+
+    def begin(self, *names: str | int) -> None:
+        """Begin the stream of these names, of the only source, a CPU's: at once, where a new source takes longer."""
+        digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=24).digest()
+        words = {"state": np.append(np.frombuffer(digest, np.uint64), np.uint64(1))}
+        own = {"bit_generator": "SFC64", "state": words, "has_uint32": 0, "uinteger": 0}
+        self._numpy[0].bit_generator.state = own
 
     def state(self) -> Tensor:
         """The state of every source, one row per seed, on the CPU."""
