@@ -289,12 +289,12 @@ class Agent:
                 self._trainer.load(self._actor.tensors())
             self._busy = True
         if now:
-            self._train()
+            self._train(now)
         else:
-            self._thread = threading.Thread(target=self._train_in_background, name="bayesadam training")
+            self._thread = threading.Thread(target=self._train, args=(now,), name="bayesadam training")
             self._thread.start()
 
-    def _train(self) -> None:
+    def _train(self, now: bool) -> None:
         """Train, take note of the observations that came meanwhile, and let the actor take over."""
         try:
             self._trainer.train()
@@ -304,6 +304,12 @@ class Agent:
                 while self._buffer.count > self._trainer.buffer.count:
                     self._catch_up()
                 self._actor.load(self._trainer.tensors())
+        except Exception as error:
+            if now:
+                raise
+            with self._acting:
+                self._trainer.load(self._actor.tensors())
+                self._failure = error
         finally:
             with self._acting:
                 self._trainer.use(self._buffer)
@@ -316,14 +322,6 @@ class Agent:
         with self._acting:
             self._trainer.use(self._buffer.until(at + 1))
         self._trainer.observe(slice(at, at + 1))
-
-    def _train_in_background(self) -> None:
-        try:
-            self._train()
-        except Exception as error:
-            with self._acting:
-                self._trainer.load(self._actor.tensors())
-                self._failure = error
 
     def wait(self) -> None:
         """Return when no training goes on in the background; a `TrainingError` if the last one failed."""
