@@ -247,6 +247,24 @@ def test_many_threads_decide_and_reward_while_trainings_go_on(tmp_path):
     assert float(agent._actor._linear.shape[0, :3].sum()) == approx(3 * 1.0 + 90)
 
 
+@pytest.mark.usefixtures("little_room")
+def test_more_observations_than_a_training_takes_note_of_wait_for_it(monkeypatch):
+    agent = new(training="background")
+    held = Held(agent, monkeypatch)
+    feeding = threading.Thread(target=agent.update, args=(ROWS[:600], ARMS[:600], PAID[:600]))
+    feeding.start()
+    assert held.begun.wait(PATIENCE)
+    feeding.join(0.2)
+    assert feeding.is_alive()
+    assert 0 <= agent.act(ROWS[0]) < 3
+    assert agent._buffer.count <= 2 * 64 + 5
+    held.go.set()
+    feeding.join(PATIENCE)
+    agent.wait()
+    assert agent._buffer.total == 600
+    assert float(agent._actor._linear.shape.sum()) == approx(3 * 1.0 + 300)
+
+
 def test_training_is_one_of_two():
     with pytest.raises(SettingError, match=r"training must be one of .*'now', 'background'.*, got 'later'"):
         new(training="later")

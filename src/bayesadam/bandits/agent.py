@@ -28,8 +28,8 @@ from bayesadam.gaussian.noise import stream_seed
 DRAWS = 200
 # Observations that a network can be trained on at first and at most; of more, a sample is kept.
 _FIRST_ROOM, _MOST_ROOM = 1024, 1 << 16
-# Observations that a newly trained learner takes note of while no decision is made.
-_LAST = 8
+# Observations that a newly trained learner takes note of while no decision is made, and at once where many wait.
+_LAST, _PIECE = 8, 64
 Training = Literal["now", "background"]
 Floats = npt.ArrayLike
 
@@ -249,6 +249,9 @@ class Agent:
         for first in range(0, len(rows), self.settings.train_every):
             part = slice(first, first + self.settings.train_every)
             more = len(rows[part])
+            if self._busy and self._thread is not None and self._buffer.count > 2 * _MOST_ROOM:
+                # More come than a training can take note of.
+                self._thread.join()
             with self._acting:
                 self._make_room(more)
                 self._buffer.contexts.numpy()[0, self._buffer.count : self._buffer.count + more] = rows[part]
@@ -298,11 +301,11 @@ class Agent:
         """Train, take note of the observations that came meanwhile, and let the actor take over."""
         try:
             self._trainer.train()
-            while self._buffer.count > self._trainer.buffer.count + _LAST:
-                self._catch_up()
+            while (waiting := self._buffer.count - self._trainer.buffer.count) > _LAST:
+                self._catch_up(1 if waiting < 4 * _PIECE else _PIECE)
             with self._acting:
                 while self._buffer.count > self._trainer.buffer.count:
-                    self._catch_up()
+                    self._catch_up(1)
                 self._actor.load(self._trainer.tensors())
         except Exception as error:
             if now:
@@ -316,12 +319,12 @@ class Agent:
                 self._busy = False
 
     @torch.no_grad()
-    def _catch_up(self) -> None:
-        """Let the trainer take note of its next observation."""
+    def _catch_up(self, n: int) -> None:
+        """Let the trainer take note of its next observations."""
         at = self._trainer.buffer.count
         with self._acting:
-            self._trainer.use(self._buffer.until(at + 1))
-        self._trainer.observe(slice(at, at + 1))
+            self._trainer.use(self._buffer.until(at + n))
+        self._trainer.observe(slice(at, at + n))
 
     def wait(self) -> None:
         """Return when no training goes on in the background; a `TrainingError` if the last one failed."""
