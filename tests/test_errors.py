@@ -24,6 +24,7 @@ ALSO = {
     "ImproperError": ValueError,
     "CalibrationError": ValueError,
     "DivergedError": ArithmeticError,
+    "TrainingError": RuntimeError,
     "FileError": OSError,
     "MissingFileError": FileNotFoundError,
     "DataError": (OSError, ValueError),

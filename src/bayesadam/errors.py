@@ -33,6 +33,10 @@ class DivergedError(BayesAdamError, ArithmeticError):
     """Training gave no finite loss."""
 
 
+class TrainingError(BayesAdamError, RuntimeError):
+    """A training in the background failed; the agent goes on with what it had learnt before."""
+
+
 class FileError(BayesAdamError, OSError):
     """A file cannot be read (truncated, of a newer format, not one of ours) or written."""
 

@@ -158,7 +158,7 @@ def test_others_are_left_to_the_network():
 def test_units_of_the_rewards_do_not_matter(scale, shift):
     ours = played(linear_problem(), 200, train_steps=20).buffer.arms
     theirs = played(linear_problem(scale, shift), 200, train_steps=20).buffer.arms
-    assert (ours == theirs).double().mean() > 0.95
+    assert (ours == theirs).double().mean() > 0.9
 
 
 @pytest.mark.slow

@@ -243,7 +243,6 @@ BAD = {
     "arms that are not whole": lambda a: a.act([1.0, 2.0, 3.0], arms=[1.0]),
     "removed arm": lambda a: a.remove_arm(8),
     "arms to restore": lambda a: a.restore_arm([1]),
-    "a batch to decide": lambda a: a.decide(contexts(2)),
 }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,16 @@ from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
 from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
 from bayesadam.engine.streams import Streams
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
 from bayesadam.gaussian.noise import stream_seed
 
 # Draws from the posterior over which a probability is counted, where it has no closed form.
 DRAWS = 200
-_FIRST_ROOM = 1024
+# Observations that a network can be trained on at first and at most; of more, a sample is kept.
+_FIRST_ROOM, _MOST_ROOM = 1024, 1 << 16
+# Observations that a newly trained learner takes note of while no decision is made, and at once where many wait.
+_LAST, _PIECE = 8, 64
+Training = Literal["now", "background"]
 Floats = npt.ArrayLike
 
 
@@ -46,6 +51,7 @@ def make_agent(
     settings: str | AgentSettings = "tuned",
     prior: Prior | None = None,
     seed: int = 0,
+    training: Training = "now",
     **changes: Any,
 ) -> Agent:
     """An agent to put into your own system.
@@ -60,32 +66,55 @@ def make_agent(
         name: one of `AGENTS`.
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
+        training: `"now"`: `reward` and `update` return when a training that is due is done, and the same calls give the
+            same agent. `"background"`: a thread trains, so that no call waits for it, and decisions use its result once
+            it is there; when that is depends on the machine.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")
-    return Agent(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior)
+    if training not in get_args(Training):
+        raise SettingError(f"training must be one of {get_args(Training)}, got {training!r}")
+    own = agent_settings(name, settings, **changes)
+    return Agent(name, own, int(n_features), int(n_arms), seed, prior, training)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    `act` may be called from other threads while `update` trains, and does not wait for it: one learner trains, another
-    acts and takes over the first one's weights after each training. Where observations change the scores at once, the
-    second takes note of them in between.
+    All methods may be called from many threads. `act` and `decide` never wait for a training: one learner trains on
+    the observations so far, another acts. Then the first takes note of the observations that came meanwhile, and the
+    second takes over all that it has learnt.
+
+    Of more than 65,536 observations the networks are trained on a random sample, with `forget` on the newest. Sums
+    over the contexts, of which linear posteriors are made, have all of them.
     """
 
     def __init__(
-        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
+        self,
+        name: str,
+        settings: AgentSettings,
+        n_features: int,
+        n_arms: int,
+        seed: int,
+        prior: Prior | None = None,
+        training: Training = "now",
     ) -> None:
         self.name, self.settings, self.n_features, self.seed, self._prior = name, settings, n_features, seed, prior
+        self.training: Training = training
         self._standing = Standing(n_features, n_arms)
         self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
         self._trainer, self._actor = self._learner(), self._learner()
         self._since_training = 0
-        # `_learning` is held as long as a training takes, `_acting` while the actor or the observations are used.
+        # The draws by which probabilities are counted.
+        self._further = Streams([seed], "probability")
+        # `_learning` is held while something is learnt, `_acting` while the actor or the observations are used.
         self._learning, self._acting = threading.RLock(), threading.RLock()
+        # The thread of a training in the background, whether one goes on, and what made one fail.
+        self._thread: threading.Thread | None = None
+        self._busy = False
+        self._failure: Exception | None = None
         self._log: LogFile | None = None
         # The id of the log that the agent has learnt, and up to which byte.
         self._known: tuple[str, int] | None = None
@@ -108,45 +137,45 @@ class Agent:
         """
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
-        chosen: list[int] = []
         with self._acting:
-            while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
+            chosen = self._in_turn(allowed, len(rows))
+            for arm in chosen:
                 self._standing.pulls[arm] += 1
-                chosen.append(arm)
             rest = rows[len(chosen) :]
             if len(rest):
-                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), allowed)
+                chosen += _largest(self._actor.scores(torch.from_numpy(rest).unsqueeze(0)), allowed)
         return chosen[0] if single else np.array(chosen)
 
     @torch.no_grad()
-    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Decision:
-        """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`.
+    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Any:
+        """As `act`: a `Decision`, or a list of k, each remembered until its reward comes with `reward(decision.id, …)`.
 
         The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
         among finitely many scores, and otherwise (count + 1)/(draws + 1) with the count of further draws from the
-        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error.
+        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error. The log
+        has all decisions of a batch, or none.
         """
         rows, single = self._contexts(context)
-        if not single:
-            raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
         allowed = self._arms(arms)
         count("draws", draws, "from the posterior")
         with self._acting:
-            number, actor, untried = self._standing.next_id, self._actor, self._untried(allowed)
-            if untried is not None:
-                arm, shares = untried, [float(one == untried) for one in allowed]
-            else:
-                mask, x = self._mask(allowed), rows.unsqueeze(0)
-                drawn = actor.drawn(x)
-                (arm,) = _largest(actor.explored(drawn), allowed)
-                streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
-                found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
-                shares = found[0, 0, allowed].tolist()
-            share = shares[allowed.index(arm)]
-            event = {"event": "decision", "decision": number, "context": rows[0].numpy(), "arm": arm}
-            offer = {"probability": share, "arms": allowed, "probabilities": shares, "tried": untried is not None}
-            self._take(event | offer)
-        return Decision(number, arm, share)
+            number, chosen = self._standing.next_id, self._in_turn(allowed, len(rows))
+            tried = len(chosen)
+            shares = [[float(one == arm) for one in allowed] for arm in chosen]
+            if tried < len(rows):
+                x = torch.from_numpy(rows[tried:]).unsqueeze(0)
+                self._further.begin(self.seed, "decision", number)
+                found, probabilities = self._actor.decided(x, allowed, draws=draws, streams=self._further)
+                chosen += found
+                shares += probabilities.tolist()
+            made, events = [], []
+            for at, (arm, own) in enumerate(zip(chosen, shares, strict=True)):
+                made.append(Decision(number + at, arm, own[allowed.index(arm)]))
+                event = {"event": "decision", "decision": number + at, "context": rows[at], "arm": arm}
+                event |= {"probability": made[at].probability, "arms": allowed, "probabilities": own}
+                events.append(event | {"tried": at < tried})
+            self._take(*events)
+        return made[0] if single else made
 
     @torch.no_grad()
     def probabilities(
@@ -166,13 +195,18 @@ class Agent:
                 mask = mask & torch.from_numpy(allowed)
             if not mask.any(dim=1).all():
                 raise MatchError("a context has no allowed arm that is not removed")
-            found = self._actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
+            x = torch.from_numpy(rows).unsqueeze(0)
+            found = self._actor.choice_probabilities(x, mask, draws=draws, streams=streams)
         return found[0].numpy()
 
-    def _untried(self, allowed: Sequence[int]) -> int | None:
-        """The arm that was tried least, if less often than every arm is at first."""
-        least = min(allowed, key=self._standing.pulls.__getitem__)
-        return least if self._standing.pulls[least] < self.settings.initial_pulls else None
+    def _in_turn(self, allowed: Sequence[int], k: int) -> list[int]:
+        """The arms of the next decisions, at most k, that were tried less often than every arm is at first."""
+        pulls, chosen = [self._standing.pulls[arm] for arm in allowed], list[int]()
+        while len(chosen) < k and (least := min(pulls)) < self.settings.initial_pulls:
+            at = pulls.index(least)
+            pulls[at] += 1
+            chosen.append(allowed[at])
+        return chosen
 
     def _mask(self, allowed: Sequence[int]) -> Tensor:
         mask = torch.zeros(self.n_arms, dtype=torch.bool)
@@ -187,15 +221,17 @@ class Agent:
             raise SettingError(f"update needs {len(rows)} arms, each 0 to {self.n_arms - 1}; got {arm!r}")
         rewards = self._rewards(reward, len(rows))
         with self._learning:
+            self._tell()
             if self._log is not None:
                 with self._acting:
-                    self._log.write(_updated(rows.numpy(), arms.tolist(), rewards))
+                    self._log.write(_updated(rows, arms.tolist(), rewards))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
         value = self._rewards(reward, 1)
         with self._learning:
+            self._tell()
             with self._acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
@@ -206,37 +242,109 @@ class Agent:
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
             self._learn([context], [arm], value)
 
-    def _learn(self, contexts: Any, chosen: Any, paid: Any) -> None:
-        """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
-        rows, rewards = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, paid))
+    def _learn(self, contexts: Any, chosen: Any, paid: Any, *, now: bool = False) -> None:
+        """Add observations (k, features), (k,), (k,); every `train_every` of them, train if that is due."""
+        rows, rewards = np.asarray(contexts, np.float32), torch.from_numpy(np.asarray(paid, np.float32))
         arms = torch.from_numpy(np.asarray(chosen, np.int64))
         for first in range(0, len(rows), self.settings.train_every):
             part = slice(first, first + self.settings.train_every)
             more = len(rows[part])
+            if self._busy and self._thread is not None and self._buffer.count > 2 * _MOST_ROOM:
+                # More come than a training can take note of.
+                self._thread.join()
             with self._acting:
-                room, end = self._buffer.contexts.shape[1], self._buffer.count + more
-                if end > room:
-                    self._rebuild(self._buffer.widened(max(2 * room, end)))
-                self._buffer.contexts[0, self._buffer.count : end] = rows[part]
+                self._make_room(more)
+                self._buffer.contexts.numpy()[0, self._buffer.count : self._buffer.count + more] = rows[part]
                 new = self._buffer.add(arms[None, part], rewards[None, part])
-                at_once = self._actor.learns_at_once
-                (self._actor if at_once else self._trainer).observe(new)
+                if self._actor.learns_at_once:
+                    self._actor.observe(new)
+                elif not self._busy:
+                    self._trainer.observe(new)
             self._since_training += more
-            if self._since_training >= self.settings.train_every:
-                if at_once:
-                    self._trainer.load(self._actor.tensors())
-                self._trainer.train()
+            if self._since_training >= self.settings.train_every and not self._busy:
                 self._since_training = 0
-                with self._acting:
-                    self._actor.load(self._trainer.tensors())
+                if self._actor.due:
+                    self._begin_training(now or self.training == "now")
 
-    def _rebuild(self, buffer: Buffer) -> None:
-        """Make room for the buffer's observations, or for another arm; what was learnt stays."""
-        self._buffer = buffer
-        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
+    def _make_room(self, more: int) -> None:
+        """For so many observations; from `_MOST_ROOM` on only a sample stays, once no training uses them."""
+        buffer = self._buffer
+        if not self._busy and buffer.count + more > (buffer.settled + _FIRST_ROOM if buffer.settled else _MOST_ROOM):
+            self._thin()
+        end, room = buffer.count + more, buffer.contexts.shape[1]
+        if end > room:
+            self._buffer = buffer.widened(max(2 * room, end))
+            for learner in (self._actor,) if self._busy else (self._actor, self._trainer):
+                learner.use(self._buffer)
+
+    def _thin(self) -> None:
+        rows = self._buffer.kept(_MOST_ROOM // 2)
+        (self._actor if self._actor.learns_at_once else self._trainer).thin(rows)
+        self._buffer.thin(rows)
+
+    def _begin_training(self, now: bool) -> None:
+        with self._acting:
+            if self._buffer.settled:
+                # What came since is held whole: leave as much of it as of the rest.
+                self._thin()
+            self._trainer.use(self._buffer.until(self._buffer.count))
+            if self._actor.learns_at_once:
+                self._trainer.load(self._actor.tensors())
+            self._busy = True
+        if now:
+            self._train(now)
+        else:
+            self._thread = threading.Thread(target=self._train, args=(now,), name="bayesadam training")
+            self._thread.start()
+
+    def _train(self, now: bool) -> None:
+        """Train, take note of the observations that came meanwhile, and let the actor take over."""
+        try:
+            self._trainer.train()
+            while (waiting := self._buffer.count - self._trainer.buffer.count) > _LAST:
+                self._catch_up(1 if waiting < 4 * _PIECE else _PIECE)
+            with self._acting:
+                while self._buffer.count > self._trainer.buffer.count:
+                    self._catch_up(1)
+                self._actor.load(self._trainer.tensors())
+        except Exception as error:
+            if now:
+                raise
+            with self._acting:
+                self._trainer.load(self._actor.tensors())
+                self._failure = error
+        finally:
+            with self._acting:
+                self._trainer.use(self._buffer)
+                self._busy = False
+
+    @torch.no_grad()
+    def _catch_up(self, n: int) -> None:
+        """Let the trainer take note of its next observations."""
+        at = self._trainer.buffer.count
+        with self._acting:
+            self._trainer.use(self._buffer.until(at + n))
+        self._trainer.observe(slice(at, at + n))
+
+    def wait(self) -> None:
+        """Return when no training goes on in the background; a `TrainingError` if the last one failed."""
+        with self._learning:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            self._tell()
+
+    def _tell(self) -> None:
+        """Raise the reason for which a training in the background failed, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise TrainingError(
+                f"a training failed ({failure!r}): the agent goes on with what it had learnt before, and trains again "
+                "when that is due; repeat this call, which did nothing"
+            ) from failure
 
     def _moved(self, old: Learner) -> Learner:
-        """A learner for more arms or more room, with what the old one has learnt in the leading part of its tensors."""
+        """A learner for more arms, with what the old one has learnt in the leading part of its tensors."""
         new = self._learner()
         state = new.state()
         for name, tensor in old.state().items():
@@ -265,10 +373,22 @@ class Agent:
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
-        with self._learning, self._acting:
+        with self._alone():
             self._take({"event": "arm", "arm": self.n_arms, "change": "added"})
-            self._rebuild(self._buffer)
+            self._widen()
             return self.n_arms - 1
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nothing is chosen, learnt or trained meanwhile."""
+        with self._learning:
+            self.wait()
+            with self._acting:
+                yield
+
+    def _widen(self) -> None:
+        """Learners for one more arm; what was learnt stays."""
+        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
@@ -285,11 +405,12 @@ class Agent:
             raise SettingError(f"arm {arm!r} cannot be {change}: one of {possible} can, but the last one stays")
         self._take({"event": "arm", "arm": int(arm), "change": change})
 
-    def _take(self, event: Event) -> None:
-        """Write an event, unless it is of a decision that is not in the log; then apply it."""
-        if self._log is not None and event.get("decision") not in self._unlogged:
-            self._log.write(event)
-        self._standing.take(event)
+    def _take(self, *events: Event) -> None:
+        """Write events, unless they are of a decision that is not in the log; then apply them."""
+        if self._log is not None and events[0].get("decision") not in self._unlogged:
+            self._log.write(*events)
+        for event in events:
+            self._standing.take(event)
 
     def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
@@ -298,7 +419,7 @@ class Agent:
         learns what the log has and it does not. `path=None` ends logging. With `sync`, every line is on the disk before
         a call returns.
         """
-        with self._learning, self._acting:
+        with self._alone():
             if self._log is not None:
                 self._known = self._log.id, self._log.end
                 self._log.close()
@@ -337,16 +458,16 @@ class Agent:
                 continue
             if kind == "reward":
                 context, arm = standing.waiting[event["decision"]]
-                self._learn([context], [arm], [event["reward"]])
+                self._learn([context], [arm], [event["reward"]], now=True)
             elif kind == "update":
-                self._learn(event["contexts"], event["arms"], event["rewards"])
+                self._learn(event["contexts"], event["arms"], event["rewards"], now=True)
             standing.take(event)
             if kind == "arm" and event["change"] == "added":
-                self._rebuild(self._buffer)
+                self._widen()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
-        with self._learning, self._acting:
+        with self._alone():
             if self._log is not None:
                 self._known = self._log.id, self._log.end
             waiting, prior = self._standing.waiting, self._prior
@@ -368,6 +489,7 @@ class Agent:
                 "n_features": self.n_features,
                 "n_arms": self._standing.n_arms,
                 "seed": self.seed,
+                "training": self.training,
                 "room": self._buffer.contexts.shape[1],
                 "gone": sorted(self._standing.removed),
                 "pulls": self._standing.pulls,
@@ -385,8 +507,11 @@ class Agent:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
             about, known = header["prior"], header["log"]
             prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
-            agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
-            agent._rebuild(agent._buffer.widened(header["room"]))
+            own = header["n_features"], header["n_arms"], header["seed"], prior, header.get("training", "now")
+            agent = cls(header["agent"], settings, *own)
+            agent._buffer = agent._buffer.widened(header["room"])
+            for learner in (agent._actor, agent._trainer):
+                learner.use(agent._buffer)
             agent._buffer.restore(tensors)
             agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
             agent._trainer.restore(storage.under("trainer.", tensors))
@@ -401,11 +526,11 @@ class Agent:
             raise FileError(f"{path} is not a saved agent of this version: {error}") from error
         return agent
 
-    def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
+    def _contexts(self, context: Floats) -> tuple[npt.NDArray[np.float32], bool]:
         array, width = _numbers(context, "a context"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
             raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
-        return torch.from_numpy(array.reshape(-1, width)), array.ndim == 1
+        return array.reshape(-1, width), array.ndim == 1
 
     def _rewards(self, reward: Any, n: int) -> npt.NDArray[np.float32]:
         rewards = np.atleast_1d(_numbers(reward, "a reward"))
@@ -415,10 +540,12 @@ class Agent:
 
     def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
-        chosen = available if arms is None else list(arms) if isinstance(arms, Iterable) else []
+        if arms is None:
+            return available
+        chosen = list(arms) if isinstance(arms, Iterable) else []
         if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
             raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
-        return sorted(set(chosen))
+        return sorted({int(arm) for arm in chosen})
 
 
 def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
@@ -442,7 +569,7 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
         except (KeyError, SettingError) as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
         agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
-    with agent._learning, agent._acting:
+    with agent._alone():
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
         for what, own in (("n_features", agent.n_features), ("n_arms", agent.n_arms)):
@@ -470,8 +597,10 @@ def _is_index(value: Any) -> bool:
 def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-    with np.errstate(over="ignore"):
-        narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
+    narrow = array.copy()
+    if array.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
     if not np.isfinite(narrow).all():
         raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
     return narrow

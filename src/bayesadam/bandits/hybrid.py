@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bayesadam._checks import is_number
-from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count, with_constant
+from bayesadam.bandits.learner import (
+    Buffer,
+    Check,
+    Count,
+    Entry,
+    Positive,
+    Probability,
+    Sampler,
+    is_count,
+    with_constant,
+)
 from bayesadam.bandits.linear import LinearPosterior, Statistics
 from bayesadam.bandits.networks import AdamLearner, GreedySettings, SomeWidths
 from bayesadam.bandits.prior import Prior
@@ -99,13 +110,23 @@ class Hybrid(AdamLearner):
         self._ends = torch.tensor([torch.inf, -torch.inf]).to(self._share).repeat(runs, 1)
         self._due = torch.zeros(runs, dtype=torch.int64)
         self._memory |= {"share": self._share, "ends": self._ends, "due": self._due}
+        self._begin_dropped(width)
         for name, head in (("linear", self._linear), ("hidden", self._hidden)):
             self._memory |= {f"{name}.{part}": tensor for part, tensor in vars(head).items()}
         self._choice = self._stream("hybrid", seeds)
         self._prior: Prior | None = None
+        # b₀ of both heads as `sampler` knows it, and the range and scale from which it follows.
+        self._first_noise: tuple[bytes, list[float]] = (b"", [])
         self._first_shape: Tensor | float = _SHAPE
         # Whether all arms have one component and one σ², as under a learnt prior whose arms are not exchangeable.
         self._joint = False
+
+    def _begin_dropped(self, width: int) -> None:
+        """Statistics, on the contexts' features, of the observations that the buffer no longer holds: none so far."""
+        self._dropped = Statistics.zeros(self.buffer.runs, self.n_arms, width, self.device)
+        self._dropped_at = torch.zeros((), dtype=torch.int64)
+        self._memory |= {f"dropped.{part}": tensor for part, tensor in vars(self._dropped).items()}
+        self._memory["dropped.at"] = self._dropped_at
 
     def start_from(self, prior: Prior) -> None:
         """Replace the head on the contexts by a learnt prior with its features."""
@@ -119,6 +140,7 @@ class Hybrid(AdamLearner):
         moments = (mean, found.covariance, found.shape.expand(self.n_arms), torch.zeros_like(mean[..., 0]))
         self._linear = LinearPosterior(*(part.repeat(self.buffer.runs, *[1] * part.dim()) for part in moments))
         self._memory |= {f"linear.{part}": tensor for part, tensor in vars(self._linear).items()}
+        self._begin_dropped(mean.shape[2])
 
     def _range(self) -> Tensor:
         """R in units of the targets, (runs, 1)."""
@@ -156,7 +178,7 @@ class Hybrid(AdamLearner):
         return found[:, None, None, None] * torch.eye(head.mean.shape[3]).to(found)
 
     def _fades(self) -> float:
-        return self.settings.settling / (self.settings.settling + self.buffer.count)
+        return self.settings.settling / (self.settings.settling + self.buffer.total)
 
     def _given(self, contexts: Tensor) -> Tensor:
         return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
@@ -190,12 +212,31 @@ class Hybrid(AdamLearner):
             mean, std = mean + weight * _of(means, drawn), std + weight * variance.sqrt()
         return mean, std
 
+    def sampler(self, contexts: Tensor) -> Sampler:
+        """As `_draws`; of one run with one component by numpy, whose calls cost less than torch's."""
+        if len(contexts) * self._linear.mean.shape[2] > 1 or self.device.type != "cpu":
+            return super().sampler(contexts)
+        key = self._ends.numpy().tobytes() + self._scale.numpy().tobytes()
+        if self._first_noise[0] != key:
+            self._first_noise = key, [float(self._noise(head)) for head in (self._linear, self._hidden)]
+        least, share = self.settings.exploration**2, self._share.item()
+        tempered = least + (1 - least) * self._fades()
+        mean = std = np.zeros(())
+        heads = (self._linear, self._given, 1 - share), (self._hidden, self._last_hidden, share)
+        for (head, features, weight), first in zip(heads, self._first_noise[1], strict=True):
+            if weight:
+                x, (means, _, shape, scale) = features(contexts).numpy()[0], head.first
+                noise = (tempered * scale[:, 0] + first) / shape
+                mean = mean + weight * (x @ means[:, 0].T)
+                std = std + weight * np.sqrt(noise * head.widths_of_one(x))
+        center, width = (torch.from_numpy(of.astype(np.float32)[None, :, None]) for of in (mean, std))
+        return lambda n, streams: torch.addcmul(center, width, streams.student(self._linear.shape, len(mean), n))
+
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         drawn = self._drawn(contexts.shape[1], n, streams)
         mean, std = self._predictive(contexts, drawn)
-        shapes = self._pooled(self._linear)[0].mT.unsqueeze(1).expand(drawn.shape)
-        scales = (shapes / streams.gamma(shapes)).sqrt()
-        return (mean + std * scales * streams.normal(*drawn.shape[1:])).float()
+        noise = streams.student(self._pooled(self._linear)[0].squeeze(2), *drawn.shape[1:3])
+        return (mean + std * noise).float()
 
     def observe(self, rows: slice) -> None:
         """Update both heads."""
@@ -212,12 +253,17 @@ class Hybrid(AdamLearner):
             self._hidden.scale.mul_(memory)
             self._hidden.shape.sub_(_SHAPE).mul_(memory).add_(_SHAPE)
 
+    @property
+    def due(self) -> bool:
+        """Whether the observations have grown by the factor `growth`."""
+        return self.buffer.total >= int(self._due[0])
+
     def train(self) -> None:
         """Where a training is due: train the network, refit both heads and their shares."""
-        if self.buffer.count < int(self._due[0]):
+        if not self.due:
             return
         more = max(self.settings.train_every, (self.settings.growth - 1) * self.buffer.effective_count)
-        self._due.fill_(self.buffer.count + int(more))
+        self._due.fill_(self.buffer.total + int(more))
         super().train()
         self._fit_linear()
         self._fit_hidden()
@@ -236,20 +282,51 @@ class Hybrid(AdamLearner):
         return found.clamp(max=1).float()
 
     def _rows(self) -> Tensor:
-        """Held-out observations are replaced by their neighbours."""
+        """Held-out observations are replaced by their neighbours; in a sample, these may be held out, too."""
         rows = super()._rows()
-        beside = torch.where(rows + 1 < self.buffer.count, rows + 1, rows - 1).clamp_(min=0)
-        return torch.where(rows % self.settings.hold_out == 0, beside, rows)
+        for _ in range(4 if self.buffer.settled else 2):
+            held_out = self.buffer.numbers[rows] % self.settings.hold_out == 0
+            rows = torch.where(held_out, (rows - 1) % self.buffer.count, rows)
+        return rows
+
+    def thin(self, rows: Tensor) -> None:
+        """Add the others to the statistics of what the buffer no longer holds."""
+        buffer, others = self.buffer, torch.ones(self.buffer.count, dtype=torch.bool)
+        others[rows] = False
+        self._dropped.fade(buffer.faded(buffer.total - int(self._dropped_at)))
+        self._dropped_at.fill_(buffer.total)
+        for part in torch.split(others.nonzero().squeeze(1), _CHUNK):
+            contexts, arms, rewards = buffer.seen(part)
+            self._dropped.add(arms, self._given(contexts), rewards.double(), buffer.weights(part))
 
     def _statistics(self, head: LinearPosterior) -> Statistics:
-        """Of all observations, in units of the targets."""
+        """Of all observations, in units of the targets.
+
+        Those that the buffer no longer holds are known by their contexts' statistics; on the hidden layer, those that
+        it holds count as all of their arm.
+        """
         buffer, features = self.buffer, self._given if head is self._linear else self._last_hidden
         found = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[3], self.device)
         for first in range(0, buffer.count, _CHUNK):
             rows = slice(first, min(first + _CHUNK, buffer.count))
             contexts, arms, rewards = buffer.seen(rows)
             found.add(arms, features(contexts), rewards.double(), buffer.weights(rows))
+        if buffer.total > buffer.count:
+            faded = buffer.faded(buffer.total - int(self._dropped_at))
+            if head is self._linear:
+                for own, dropped in zip(vars(found).values(), vars(self._dropped).values(), strict=True):
+                    own.add_(dropped, alpha=faded)
+            else:
+                held = found.gram[..., -1, -1]
+                more = 1 + faded * self._dropped.gram[..., -1, -1] / held.clamp(min=1)
+                for own in vars(found).values():
+                    own.mul_(more.view(*more.shape, *[1] * (own.dim() - 2)))
         return found.standardised(self._shift.double(), self._scale.double())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """A file of an earlier release has dropped nothing."""
+        none = {name: torch.zeros_like(own) for name, own in self._memory.items() if name.startswith("dropped")}
+        super().load(none | dict(tensors))
 
     def _fit_linear(self) -> None:
         """Around a learnt prior, or else the mean reward of a random arm: agents that learn see better rewards."""
@@ -280,7 +357,8 @@ class Hybrid(AdamLearner):
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        rows = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
+        rows, every = torch.arange(self.buffer.count, device=self.device), self.settings.hold_out
+        rows = (rows[self.buffer.numbers[rows] % every == 0] if self.buffer.settled else rows[::every])[-_CHUNK:]
         contexts, arms, rewards = self.buffer.seen(rows)
         targets = (rewards.double() - self._shift) / self._scale
         average = (self._likely().unsqueeze(3) * self._linear.mean).sum(dim=2)

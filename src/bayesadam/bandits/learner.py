@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +23,11 @@ from bayesadam.errors import SettingError
 
 # Scores that are in memory at once when probabilities are counted.
 _ROWS_AT_ONCE = 1 << 14
+# Odd numbers that mix the bits of an observation's number.
+_HASH = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+Sampler = Callable[[int, Streams], Tensor]
 
 
 class Check(NamedTuple):
@@ -98,15 +107,20 @@ class Buffer:
     The contexts are the caller's own: observation i is row i, so nothing is copied. The first `count` rows are seen.
     With a half-life h, an observation that i others have followed weighs w = 2^(−i/h), whatever their arms; otherwise
     1. `sums` are Σ w r and Σ w r² of every run, (runs, 2), float64.
+
+    A buffer that was thinned holds some of its `total` observations, in their order, and their `numbers`, (room,).
     """
 
     def __init__(self, contexts: Tensor, half_life: float | None = None) -> None:
         runs, room, _ = contexts.shape
         self.half_life = math.inf if half_life is None else half_life
-        self.contexts, self.runs, self.count = contexts, runs, 0
+        self.contexts, self.runs, self.count, self.total = contexts, runs, 0, 0
         self.arms = torch.zeros(runs, room, dtype=torch.int64, device=contexts.device)
         self.rewards = torch.zeros(runs, room, device=contexts.device)
         self.sums = torch.zeros(runs, 2, dtype=torch.float64, device=contexts.device)
+        self.numbers = torch.arange(room, device=contexts.device)
+        # One of 2^level observations is kept when it is thinned; the last time so many rows were.
+        self._level = self.settled = 0
         self._first_row = torch.arange(runs, device=contexts.device)[:, None] * room
 
     def add(self, arms: Tensor, rewards: Tensor) -> slice:
@@ -114,10 +128,13 @@ class Buffer:
         rows = slice(self.count, self.count + arms.shape[1])
         self.arms[:, rows] = arms
         self.rewards[:, rows] = rewards
-        self.count = rows.stop
+        self.count, self.total = rows.stop, self.total + arms.shape[1]
         wide = rewards.double()
-        powers = torch.stack([wide, wide.square()], dim=1)
-        self.sums.mul_(self.faded(arms.shape[1])).add_((self.weights(rows) * powers).sum(dim=2))
+        powers = torch.stack([wide, wide.square()], dim=2)
+        if not math.isinf(self.half_life):
+            self.sums.mul_(self.faded(arms.shape[1]))
+            powers.mul_(self.weights(rows).unsqueeze(1))
+        self.sums.add_(powers.sum(dim=1))
         return rows
 
     def faded(self, count: int) -> float:
@@ -126,16 +143,14 @@ class Buffer:
 
     def weights(self, rows: slice | Tensor) -> Tensor:
         """2^(−age/h) of observations, with the newest one's age 0, float64."""
-        if isinstance(rows, slice):
-            rows = torch.arange(rows.start, rows.stop, device=self.contexts.device)
-        return torch.exp2((rows - (self.count - 1)).double() / self.half_life)
+        return torch.exp2((self.numbers[rows] - (self.total - 1)).double() / self.half_life)
 
     @property
     def effective_count(self) -> float:
         """The sum of all weights, Σ_{i<n} 2^(−i/h) = (1 − 2^(−n/h))/(1 − 2^(−1/h))."""
         if math.isinf(self.half_life):
-            return self.count
-        return math.expm1(-math.log(2) * self.count / self.half_life) / math.expm1(-math.log(2) / self.half_life)
+            return self.total
+        return math.expm1(-math.log(2) * self.total / self.half_life) / math.expm1(-math.log(2) / self.half_life)
 
     def drawn(self, streams: Streams, *shape: int) -> Tensor:
         """Rows for mini-batches, (seeds, *shape), with replacement and with probabilities ∝ 2^(−age/h).
@@ -169,14 +184,55 @@ class Buffer:
 
     def state(self) -> dict[str, Tensor]:
         """All but the contexts."""
-        return {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
+        found = {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
+        if self.total > self.count:
+            thinned = torch.tensor([self.total, self._level, self.settled])
+            found |= {"numbers": self.numbers[: self.count], "thinned": thinned}
+        return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken, with the same contexts."""
-        self.count = state["arms"].shape[1]
+        self.count = self.total = state["arms"].shape[1]
         self.arms[:, : self.count].copy_(state["arms"])
         self.rewards[:, : self.count].copy_(state["rewards"])
         self.sums.copy_(state["sums"])
+        if "thinned" in state:
+            self.total, self._level, self.settled = state["thinned"].tolist()
+            self._renumber(state["numbers"])
+
+    def _renumber(self, numbers: Tensor) -> None:
+        """The numbers of the rows held, and of those to come."""
+        self.numbers = torch.cat([numbers, torch.arange(self.total, self.total + len(self.numbers) - len(numbers))])
+
+    def kept(self, most: int) -> Tensor:
+        """The rows, at most so many, that `thin` keeps: with a half-life the newest, otherwise a random sample.
+
+        An observation is in it if a hash of its number, uniform in [0, 1), is below 2^−level, whatever comes later.
+        """
+        if not math.isinf(self.half_life):
+            return torch.arange(max(0, self.count - most), self.count)
+        mixed = self.numbers[: self.count].numpy().astype(np.uint64)
+        for factor in _HASH:
+            mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(factor)
+        uniform = (mixed >> np.uint64(11)) * 2.0**-53
+        while (found := np.flatnonzero(uniform < 2.0**-self._level)).size > most:
+            self._level += 1
+        return torch.from_numpy(found)
+
+    def thin(self, rows: Tensor) -> None:
+        """Hold these rows only."""
+        moved = rows != torch.arange(len(rows))
+        first = int(moved.int().argmax()) if moved.any() else len(rows)
+        for tensor in (self.contexts, self.arms, self.rewards):
+            tensor[:, first : len(rows)] = tensor[:, rows[first:]]
+        self.count = self.settled = len(rows)
+        self._renumber(self.numbers[rows])
+
+    def until(self, count: int) -> Buffer:
+        """The first rows, in the same memory; what is added to this one later does not change it."""
+        found = copy.copy(self)
+        found.count, found.total, found.sums = count, self.total - (self.count - count), self.sums.clone()
+        return found
 
     def widened(self, room: int) -> Buffer:
         """The same observations in a buffer with more room."""
@@ -187,9 +243,19 @@ class Buffer:
         return wide
 
 
+def _parts(k: int, draws: int) -> Iterator[slice]:
+    """Rows whose draws are in memory at once."""
+    size = max(1, _ROWS_AT_ONCE // draws)
+    return (slice(first, first + size) for first in range(0, k, size))
+
+
 def with_constant(x: Tensor) -> Tensor:
-    """The features with a constant 1 appended, float64."""
-    return F.pad(x.double(), (0, 1), value=1.0)
+    """The features with a constant 1 appended, float64; on a CPU by numpy, whose calls cost less."""
+    if x.device.type != "cpu":
+        return F.pad(x.double(), (0, 1), value=1.0)
+    found = np.ones((*x.shape[:-1], x.shape[-1] + 1))
+    found[..., :-1] = x.numpy()
+    return torch.from_numpy(found)
 
 
 class Learner(ABC):
@@ -218,7 +284,11 @@ class Learner(ABC):
 
     def drawn(self, contexts: Tensor) -> Tensor:
         """One draw of the scores for every row, (runs, k, arms), before any arm is drawn at random."""
-        return self._draws(contexts, 1, self._choice).squeeze(2)
+        return self.sampler(contexts)(1, self._choice).squeeze(2)
+
+    def sampler(self, contexts: Tensor) -> Sampler:
+        """n ↦ n independent draws of the scores for every row, (runs, k, n, arms), from given streams."""
+        return partial(self._draws, contexts)
 
     def explored(self, scores: Tensor) -> Tensor:
         """The scores, replaced by random numbers in a share ε of the rows."""
@@ -253,19 +323,57 @@ class Learner(ABC):
         random = allowed.double() / allowed.sum(dim=-1, keepdim=True)
         if isinstance(self, Uniform):
             return random
-        best, size = torch.zeros_like(random), max(1, _ROWS_AT_ONCE // draws)
-        for first in range(0, k, size):
-            part = slice(first, first + size)
+        best = torch.zeros_like(random)
+        for part in _parts(k, draws):
             scores = self._outcomes(contexts[:, part])
             if scores is None:
-                scores = self._draws(contexts[:, part], draws, streams)
+                scores = self.sampler(contexts[:, part])(draws, streams)
                 scores = scores if drawn is None else torch.cat([scores, drawn[:, part].unsqueeze(2)], dim=2)
             chosen = scores.masked_fill(~allowed[:, part].unsqueeze(2), -torch.inf).argmax(dim=3)
             best[:, part].scatter_add_(2, chosen, best.new_ones(()).expand(chosen.shape)).div_(scores.shape[2])
         return self.settings.epsilon * random + (1 - self.settings.epsilon) * best
 
+    def decided(
+        self, contexts: Tensor, allowed: Sequence[int], *, draws: int, streams: Streams
+    ) -> tuple[list[int], npt.NDArray[np.float64]]:
+        """The arms chosen for contexts of one run, k of them, and `choice_probabilities` of those allowed, (k, arms).
+
+        These are counted by numpy, whose calls cost less than torch's.
+        """
+        many, epsilon, chosen, shares = len(allowed), self.settings.epsilon, list[int](), []
+        on_offer = slice(None) if many == self.n_arms else allowed
+        for part in _parts(contexts.shape[1], draws):
+            x = contexts[:, part]
+            sample = self.sampler(x)
+            drawn = sample(1, self._choice)
+            own = drawn.numpy()[0, :, 0, :][:, on_offer].argmax(axis=1)
+            explored = self.explored(drawn.squeeze(2)).numpy()[0][:, on_offer].argmax(axis=1) if epsilon else own
+            chosen += explored.tolist()
+            scores = self._outcomes(x)
+            best = (sample(draws, streams) if scores is None else scores).numpy()[0][:, :, on_offer].argmax(axis=2)
+            first, at = many * np.arange(len(best)), best.shape[1]
+            counts = np.bincount((best + first[:, None]).ravel(), minlength=many * len(best))
+            if scores is None:
+                counts[first + own] += 1
+                at += 1
+            shares.append(counts.reshape(-1, many) / at)
+        found = np.full((len(chosen), many), 1 / many) if isinstance(self, Uniform) else np.concatenate(shares)
+        return [allowed[at] for at in chosen], epsilon / many + (1 - epsilon) * found if epsilon else found
+
     def observe(self, rows: slice) -> None:  # noqa: B027
         """Take note of new rows of the buffer."""
+
+    def use(self, buffer: Buffer) -> None:
+        """Go on with a buffer that has the same rows, or more, and other room."""
+        self.buffer = buffer
+
+    def thin(self, rows: Tensor) -> None:  # noqa: B027
+        """Take note that the buffer is about to hold these rows only."""
+
+    @property
+    def due(self) -> bool:
+        """Whether `train` would do something."""
+        return True
 
     def train(self) -> None:  # noqa: B027
         """Learn from the buffer."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +18,7 @@ from bayesadam.engine.streams import Streams
 
 # Examples of one arm that are multiplied at once.
 _PIECE = 64
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +124,11 @@ class LinearPosterior:
         """Add k observations in place, with arms and rewards (runs, k) and features (runs, k, features).
 
         With X the rows of an arm, e = r − Xμ and 1 + X C Xᵀ = L Lᵀ: C ← C − GᵀG, μ ← μ + Gᵀz and b ← b + ½ |z|², where
-        G = L⁻¹ X C and z = L⁻¹ e.
+        G = L⁻¹ X C and z = L⁻¹ e. One observation of one run is of rank one, and numpy's: its calls cost less.
         """
+        if arms.numel() == 1 and x.device.type == "cpu":
+            self._update_one(int(arms), x.numpy()[0, 0], float(rewards))
+            return
         chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
         own = x.unsqueeze(1) * chosen.unsqueeze(3)
         errors = (rewards[:, None, :, None] - x.unsqueeze(1) @ self.mean.mT) * chosen.unsqueeze(3)
@@ -136,21 +143,44 @@ class LinearPosterior:
         self.shape.add_(0.5 * chosen.sum(dim=2))
         self.scale.add_(0.5 * z.square().sum(dim=2))
 
+    def _update_one(self, arm: int, x: Floats, reward: float) -> None:
+        """C ← C − g gᵀ/w, μ ← μ + e g/w, b ← b + ½ e²/w with g = C x and w = 1 + xᵀ g."""
+        means, covariances, shapes, scales = self.first
+        covariance, mean = covariances[arm], means[arm]
+        reach = covariance @ x
+        whole = 1 + float(x @ reach)
+        errors = reward - mean @ x
+        covariance -= np.multiply.outer(reach / whole, reach)
+        mean += np.multiply.outer(errors / whole, reach)
+        scales[arm] += 0.5 / whole * errors * errors
+        shapes[arm] += 0.5
+
     def widths(self, x: Tensor) -> Tensor:
         """xᵀ C x of every arm, (runs, k, arms)."""
         runs, k, width = x.shape
-        sides = self.covariance.transpose(1, 2).reshape(runs, width, -1)
-        return ((x @ sides).view(runs, k, -1, width) * x.unsqueeze(2)).sum(dim=3).clamp_(min=0)
+        reach = (x @ self.covariance.reshape(runs, -1, width).mT).view(runs, k, -1, width)
+        return (reach @ x.unsqueeze(3)).squeeze(3).clamp_(min=0)
+
+    @cached_property
+    def first(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """μ, C, a and b of the first run as arrays of numpy in the same memory."""
+        return self.mean.numpy()[0], self.covariance.numpy()[0], self.shape.numpy()[0], self.scale.numpy()[0]
+
+    def widths_of_one(self, x: Floats) -> Floats:
+        """`widths` of one run, (k, features) → (k, arms)."""
+        covariance, (k, width) = self.first[1], x.shape
+        reach = (x @ covariance.reshape(-1, width).T).reshape(k, -1, width)
+        found: Floats = np.maximum(np.matmul(reach, x[:, :, None])[:, :, 0], 0)
+        return found
 
     def draws(self, x: Tensor, n: int, streams: Streams) -> Tensor:
         """β·x of every arm by the first component, n draws of (σ², β) for every row of x: (runs, k, n, arms).
 
         One row depends on β only through β·x, which given σ² is N(μ·x, σ² xᵀ C x).
         """
-        means, widths = (x @ self.mean[:, :, 0].mT).unsqueeze(2), self.widths(x).unsqueeze(2)
-        shape, scale = (of[:, None, None].expand(-1, x.shape[1], n, -1) for of in (self.shape, self.scale[..., 0]))
-        std = (scale / streams.gamma(shape) * widths).sqrt()
-        return torch.addcmul(means, std, streams.normal(*std.shape[1:]).double())
+        std = ((self.scale[..., 0] / self.shape).unsqueeze(1) * self.widths(x)).sqrt()
+        noise = streams.student(self.shape, x.shape[1], n).double()
+        return torch.addcmul((x @ self.mean[:, :, 0].mT).unsqueeze(2), std.unsqueeze(2), noise)
 
     def left_out(self, mean: Tensor, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k).

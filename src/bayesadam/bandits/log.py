@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,31 @@ _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file
 def shortest(values: Any) -> Any:
     """Floats, nested as an array of float32 is, with no more digits than a float32 has."""
     return float(str(values)) if np.ndim(values) == 0 else [shortest(value) for value in values]
+
+
+_PLAIN = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shortest)
+
+
+def _lines(events: Sequence[Event]) -> str:
+    """A line of JSON for each; decisions, which are many, have one format, and those of a batch the same arms."""
+    if events[0]["event"] != "decision":
+        return "".join(f"{_PLAIN.encode(event)}\n" for event in events)
+    contexts, arms = _digits(np.stack([event["context"] for event in events])), _PLAIN.encode(events[0]["arms"])
+    return "".join(
+        f'{{"event":"decision","decision":{event["decision"]},"context":[{context}],"arm":{event["arm"]},'
+        f'"probability":{event["probability"]!r},"arms":{arms},"probabilities":{event["probabilities"]},'
+        f'"tried":{"true" if event["tried"] else "false"}}}\n'
+        for event, context in zip(events, contexts, strict=True)
+    )
+
+
+def _digits(rows: npt.NDArray[np.float32]) -> list[str]:
+    """Numbers with seven digits each in the rows where these are exact, otherwise with nine, which always are."""
+    wide = rows.astype(np.float64)
+    unit = 10.0 ** (6 - np.floor(np.log10(np.abs(wide) + (wide == 0))))
+    few = ((np.rint(wide * unit) / unit).astype(np.float32) == rows).all(axis=1)
+    short, long = (",".join([digits] * rows.shape[1]) for digits in ("%.7g", "%.9g"))
+    return [(short if own else long) % tuple(row) for own, row in zip(few, wide.tolist(), strict=True)]
 
 
 class Standing:
@@ -165,21 +190,21 @@ class LogFile:
             self.close()
             raise
 
-    def write(self, event: Event) -> None:
-        """Append a line, whole or not at all."""
+    def write(self, *events: Event) -> None:
+        """Append their lines, by one write, whole or not at all."""
         if self._process != os.getpid():
             raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
-        line = json.dumps(event, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
+        lines = _lines(events).encode()
         try:
-            written = os.write(self._descriptor, line)
-            if written < len(line):
+            written = os.write(self._descriptor, lines)
+            if written < len(lines):
                 os.ftruncate(self._descriptor, self.end)
-                raise OSError(0, f"only {written} of {len(line)} bytes could be written")
+                raise OSError(0, f"only {written} of {len(lines)} bytes could be written")
             if self._sync:
                 os.fsync(self._descriptor)
         except OSError as error:
             raise FileError(f"cannot log to {self.path}: {error.strerror}; agent.log(None) goes on without") from error
-        self.end += len(line)
+        self.end += len(lines)
 
 
 def _lock(descriptor: int, path: Path) -> None:

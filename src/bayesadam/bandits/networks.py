@@ -4,10 +4,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam._checks import is_number
@@ -265,8 +268,22 @@ class AdamLearner(NetworkLearner):
         return self._errors[:, :1] / self._errors[:, 1:]
 
     def _last_hidden(self, contexts: Tensor) -> Tensor:
-        """The last hidden layer with a constant 1 appended, float64."""
-        return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
+        """The last hidden layer with a constant 1 appended, float64; of one run by numpy, whose calls cost less."""
+        if len(contexts) > 1 or self.device.type != "cpu" or self.network.activation != "relu":
+            return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
+        h = contexts.numpy()[0]
+        for weight, bias in self._first_layers:
+            h = h @ weight.T
+            h += bias
+            np.maximum(h, 0, out=h)
+        return with_constant(torch.from_numpy(h[None]))
+
+    @cached_property
+    def _first_layers(self) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+        """The hidden layers of the first run's network, in the same memory."""
+        first = {name: tensor.numpy()[0] for name, tensor in self.params.items()}
+        numbers = range(len(self.network.hidden))
+        return [(first[f"layer{number}.weight"], first[f"layer{number}.bias"]) for number in numbers]
 
 
 class Greedy(AdamLearner):
@@ -421,6 +438,16 @@ class Bootstrap(AdamLearner):
         """Draw the members' weights of the new observations."""
         super().observe(rows)
         self._counts[:, rows] = 2 * self._bootstrap.rows(2, rows.stop - rows.start).to(torch.uint8)
+
+    def use(self, buffer: Buffer) -> None:
+        """Make room for the weights."""
+        super().use(buffer)
+        more = buffer.contexts.shape[1] - self._counts.shape[1]
+        self._counts = self._memory["counts"] = F.pad(self._counts, (0, max(0, more)))
+
+    def thin(self, rows: Tensor) -> None:
+        """Keep the weights of these rows."""
+        self._counts[:, : len(rows)] = self._counts[:, rows]
 
     def _importance(self, rows: Tensor) -> Tensor:
         return self._counts.gather(1, rows).float()

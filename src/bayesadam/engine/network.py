@@ -5,8 +5,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesadam._checks import count
@@ -101,6 +103,11 @@ def member(stacked: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: tensor[index] for name, tensor in stacked.items()}
 
 
+@cache
+def _activation(name: str) -> nn.Module:
+    return ACTIVATIONS[name]()
+
+
 def forward(
     network: Network,
     params: Mapping[str, Tensor],
@@ -116,7 +123,7 @@ def forward(
     to the two lists `seen`. `n_layers` stops earlier: the hidden layers alone are the features of the last.
     """
     h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
-    activation, last = ACTIVATIONS[network.activation](), len(network.hidden)
+    activation, last = _activation(network.activation), len(network.hidden)
     for number in range(last + 1 if n_layers is None else n_layers):
         z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
         if seen is not None:
@@ -130,6 +137,8 @@ def forward(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x Wᵀ + b for a stack: (s, b, in), (s, out, in), (s, out) → (s, b, out)."""
+    if len(weight) == 1:
+        return F.linear(x, weight[0], bias[0])
     return torch.baddbmm(bias.unsqueeze(1), x, transposed(weight))
 
 
