@@ -245,7 +245,7 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
         rewards=arms.astype(float),
         allowed=allowed,
     )
-    found = evaluate(log, make_agent("uniform", 2, 3, initial_pulls=0))
+    found = evaluate(log, make_agent("linear", 2, 3, initial_pulls=0, epsilon=1.0))
     assert found.impossible == 0
     assert_close(found.ips.value, found.logged.value)
     assert found.effective_size == approx(200)
@@ -255,7 +255,7 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     ):
         blind = evaluate(log, lambda contexts: np.full((len(contexts), 3), 1 / 3))
     assert blind.impossible == approx(1 / 6)
-    more, fewer, less = (make_agent("uniform", 2, n) for n in (5, 2, 3))
+    more, fewer, less = (make_agent("linear", 2, n, epsilon=1.0) for n in (5, 2, 3))
     assert_close(evaluate(log, more).ips.value, found.ips.value)
     less.remove_arm(2)
     for one in (fewer, less):
