@@ -83,11 +83,11 @@ class Hybrid(AdamLearner):
     held-out observations: where rewards are linear, or data are few, it is near 0. It is 0 as long as a learnt prior's
     errors are as small as on the problems that it was learnt from.
 
-    The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). The noise
-    σ² is that of all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each
+    The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). σ² is
+    the noise of all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each
     arm's f with one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h)) with V = (α² σ² + b₀/a) xᵀ C x.
-    α falls from 1 to `exploration` with the arm's own observations, as does b₀/a with the arm's own a: an arm that was
-    seldom chosen, or not in such contexts, stays doubtful however much is known of the others.
+    α falls from 1 to `exploration` with the arm's own observations, and b₀/a with the arm's own a: an arm that was
+    seldom chosen stays doubtful however much is known of the others.
 
     The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
