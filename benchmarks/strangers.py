@@ -275,7 +275,7 @@ def main() -> None:
     if parts > 1:
         print("the tables are of a part of the cells")
         return
-    name = "-".join(["strangers", options.half or "all", *map(str, horizons)])
+    name = "strangers" if options.half is None else "-".join(["strangers", options.half, *map(str, horizons)])
     replaced(options.out / f"{name}.md", lambda path: path.write_text("\n\n".join(told) + "\n", encoding="utf-8"))
     write_results(options.out, name, {**setting(), "figures": summary, "cells": cells})
 
