@@ -303,7 +303,18 @@ def _made_classes(**options: Any) -> BanditProblem:
 
 # --- all of them ----------------------------------------------------------------------------------------------------
 
-_KEEL = ("letter", "penbased", "texture", "satimage", "segment", "spambase", "magic", "ring", "phoneme", "vowel")
+_KEEL: tuple[str, ...] = (
+    "letter",
+    "penbased",
+    "texture",
+    "satimage",
+    "segment",
+    "spambase",
+    "magic",
+    "ring",
+    "phoneme",
+    "vowel",
+)
 _KEEL += ("movement_libras", "vehicle", "marketing", "contraceptive", "splice")
 MAKERS: dict[str, Callable[[], BanditProblem]] = {
     **{name: partial(_scikit_learn, name) for name in ("digits", "wine", "breast_cancer", "iris")},

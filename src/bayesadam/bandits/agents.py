@@ -44,14 +44,15 @@ PAPER_AGENTS = (*REGISTRY, *_PAPER)
 
 def entry(agent: str) -> Entry:
     """The agent of this name, one of `PAPER_AGENTS`."""
-    if agent not in PAPER_AGENTS:
-        raise SettingError(f"agent must be one of {', '.join(PAPER_AGENTS)}, got {agent!r}")
-    return {**REGISTRY, **_PAPER}[agent]
+    known = {**REGISTRY, **_PAPER}
+    if agent not in known:
+        raise SettingError(f"agent must be one of {', '.join(known)}, got {agent!r}")
+    return known[agent]
 
 
 def check_public(agent: str) -> None:
     """Raise an error for a name that is not among `AGENTS`."""
-    if agent in AGENTS:
+    if agent in REGISTRY:
         return
     where = f"{agent} is there to compare with: `simulate` and `bayesadam paper bandits --agents {agent}` play it. "
     raise SettingError(f"{where if agent in _PAPER else ''}agent must be one of {', '.join(AGENTS)}, got {agent!r}")
