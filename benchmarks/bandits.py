@@ -99,8 +99,9 @@ def scores(played: Sequence[Rounds], rewards: Sequence[float], rounds: int) -> F
 
 @dataclass(frozen=True, eq=False)
 class Game:
-    """What a rival was paid, round by round, and its decisions per second."""
+    """What a rival chose and was paid, round by round, and its decisions per second."""
 
+    arms: Numbers
     rewards: Numbers
     per_second: float
 
@@ -113,14 +114,14 @@ def play(chosen: BanditProblem, rounds: Rounds, played: Setting, seed: int, *, i
     rival = played.make(chosen, len(rounds.contexts), seed)
     pays = rounds.rewards.tolist()
     ready = None if inside else [rival.prepare(context) for context in rounds.contexts]
-    rewards = np.zeros(len(pays))
+    arms = np.zeros(len(pays), np.int64)
     began = time.process_time()
     for count, context in enumerate(rounds.contexts):
         shown = rival.prepare(context) if ready is None else ready[count]
-        arm = rival.act(shown)
-        rewards[count] = pays[count][arm]
+        arms[count] = arm = rival.act(shown)
         rival.learn(shown, arm, pays[count][arm])
-    return Game(rewards, len(pays) / (time.process_time() - began))
+    per_second = len(pays) / (time.process_time() - began)
+    return Game(arms, rounds.rewards[np.arange(len(arms)), arms].astype(np.float64), per_second)
 
 
 class Season:

@@ -34,14 +34,14 @@ from typing import Any
 
 import torch
 
-from bayesadam.bandits import AGENTS, AgentSettings, agent_settings, problem
+from bayesadam.bandits import PAPER_AGENTS, AgentSettings, agent_settings, problem
 from bayesadam.bandits.agents import entry
 from bayesadam.bandits.networks import NetworkSettings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.errors import SettingError
 from harness import Cell, arguments, mean_and_error, number, parallel, read_cell, setting, write_cell, write_results
 
-WITH_NETWORK = tuple(name for name in AGENTS if issubclass(entry(name).settings, NetworkSettings))
+WITH_NETWORK = tuple(name for name in PAPER_AGENTS if issubclass(entry(name).settings, NetworkSettings))
 SEARCHED = ("badam", "badam-map", "vadam", "bbb", "ivon")
 TABLES = ("mushroom", "financial", "jester", "statlog", "adult", "covertype")
 WHEELS = ("wheel:0.5", "wheel:0.95")

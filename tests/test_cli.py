@@ -22,7 +22,7 @@ import bayesadam as ba
 from bayesadam import __version__, cli
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
-from bayesadam.bandits import AGENTS, PROBLEMS
+from bayesadam.bandits import PAPER_AGENTS, PROBLEMS
 from bayesadam.commands import demo
 from bayesadam.commands.running import Run
 from bayesadam.data import fetching
@@ -166,7 +166,7 @@ CHOICES = [
 LISTS = [
     ("regression", "--methods", tuple(regression.TITLES)),
     ("pruning", "--methods", tuple(pruning.TITLES)),
-    ("bandits", "--agents", tuple(AGENTS)),
+    ("bandits", "--agents", PAPER_AGENTS),
     ("bandits", "--problems", tuple(PROBLEMS)),
 ]
 

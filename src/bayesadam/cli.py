@@ -412,7 +412,7 @@ _Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as eps
 @_of_the_paper("BanditSettings")
 def bandits(
     problems: Annotated[str | None, _Problems] = None,
-    agents: Annotated[str | None, _names_of("bayesadam.bandits:AGENTS", "Agents, by default the paper's")] = None,
+    agents: Annotated[str | None, _names_of("bayesadam.bandits:PAPER_AGENTS", "Agents, by default the paper's")] = None,
     runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, _Settings] = "tuned",

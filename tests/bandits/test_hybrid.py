@@ -204,12 +204,12 @@ def due(rounds: int) -> list[int]:
 
 @pytest.mark.slow
 def test_the_penalty_falls_with_the_data_and_with_the_noise():
-    learner = played(rings(), 800, settling=100.0)
+    learner = played(rings(), 800)
     noisy = reward_problem(rings().run(0).contexts, rng(6).normal(size=(2000, 3)), name="noise", standardise=False)
-    other = played(noisy, 800, settling=100.0)
+    other = played(noisy, 800)
     for one in (learner, other):
         one._prepare()
-        fades = 100 / (100 + one.buffer.count)
+        fades = 500 / (500 + one.buffer.count)
         assert float(one._l2) == approx(one.settings.l2 * fades * float(one.noise_variance()), rel=1e-5)
     assert float(learner.noise_variance()) < 0.7 * float(other.noise_variance())
     assert float(other.noise_variance()) == approx(1, abs=0.15)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesadam.bandits.agents import AGENTS, agent_settings, entry
+from bayesadam.bandits.agents import PAPER_AGENTS, agent_settings, entry
 from bayesadam.bandits.learner import Buffer, with_constant
 from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics
 from bayesadam.bandits.networks import (
@@ -457,7 +457,7 @@ def test_initial_weights_lie_in_the_range_asked_for():
 
 
 def test_settings_by_name():
-    for agent in AGENTS:
+    for agent in PAPER_AGENTS:
         paper, tuned = agent_settings(agent, "paper"), agent_settings(agent)
         if agent == "hybrid":
             assert paper == tuned
@@ -465,7 +465,7 @@ def test_settings_by_name():
             continue
         assert (paper.lr, paper.lr_decay, paper.init_range, paper.batch_size) == (0.1, 0.5, 0.3, 512)
         assert (paper.train_steps, paper.clip, paper.standardise) == (50, 5.0, False)
-    for agent in AGENTS:
+    for agent in PAPER_AGENTS:
         assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (20, 3)
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
@@ -476,7 +476,7 @@ def test_settings_by_name():
     assert agent_settings("linear").standardise
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", PAPER_AGENTS)
 def test_settings_survive_json_with_the_keys_of_other_agents(agent):
     own = agent_settings(agent)
     text = json.dumps({"kind": agent, "members": 3, "window": 7, **own.plain()})

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import bayesadam as ba
-from bayesadam.bandits import AGENTS, Agent, Decision, Prior, agent_settings, make_agent, read_log, replay
+from bayesadam.bandits import AGENTS, PAPER_AGENTS, Agent, Decision, Prior, agent_settings, make_agent, read_log, replay
 from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, MatchError, SettingError
 from floats import approx, assert_close
@@ -131,8 +131,14 @@ def test_it_learns(name):
     assert late > 0.6 * best
 
 
+@pytest.mark.parametrize("name", sorted({*PAPER_AGENTS} - {*AGENTS}))
+def test_an_agent_of_the_paper_says_where_it_is_played(name):
+    with pytest.raises(ba.BayesAdamError, match=rf"bayesadam paper bandits --agents {name}` play it.*hybrid, linear"):
+        make_agent(name, 3, 2)
+
+
 def test_every_arm_is_tried_at_first_and_a_batch_draws_for_each():
-    agent = make_agent("uniform", 3, 4, initial_pulls=2)
+    agent = make_agent("linear", 3, 4, initial_pulls=2, epsilon=1.0)
     first = agent.act(contexts(8))
     assert sorted(first.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(set(agent.act(np.tile(contexts(1), (50, 1))).tolist())) > 1
@@ -169,17 +175,17 @@ def test_waiting_decisions_survive_a_save(tmp_path):
 @pytest.mark.parametrize("name", ["badam", "bootstrap", "neural-linear", "ivon"])
 def test_more_room_changes_nothing(name, monkeypatch):
     rows = contexts(50)
-    roomy = make_agent(name, 3, 2, seed=5, **SMALL)
+    roomy = Agent(name, agent_settings(name, **SMALL), 3, 2, 5)
     expected = play(roomy, rows)
     monkeypatch.setattr("bayesadam.bandits.agent._FIRST_ROOM", 4)
-    tight = make_agent(name, 3, 2, seed=5, **SMALL)
+    tight = Agent(name, agent_settings(name, **SMALL), 3, 2, 5)
     assert play(tight, rows) == expected
     assert tight._buffer.contexts.shape[1] == 64
 
 
 @pytest.mark.parametrize("name", ["vadam", "ivon"])
 def test_a_new_arm_starts_as_uncertain_as_the_settings_say(name):
-    agent = make_agent(name, 3, 2, seed=2, **SMALL)
+    agent = Agent(name, agent_settings(name, **SMALL), 3, 2, 2)
     play(agent, contexts(40))
     agent.add_arm()
     variance = unflatten(agent._trainer.network, agent._trainer.gaussian().variance)["layer1.bias"][0]
@@ -188,7 +194,7 @@ def test_a_new_arm_starts_as_uncertain_as_the_settings_say(name):
 
 @pytest.mark.parametrize("name", ["greedy", "linear", "badam-map", "vadam"])
 def test_a_new_arm_leaves_what_is_known_of_the_others(name):
-    agent = make_agent(name, 3, 2, seed=2, **small(name))
+    agent = Agent(name, agent_settings(name, **small(name)), 3, 2, 2)
     play(agent, contexts(40))
     x = torch.randn(1, 4, 3)
     if name == "greedy":
@@ -203,7 +209,7 @@ def test_a_new_arm_leaves_what_is_known_of_the_others(name):
 
 
 def test_removed_arms_are_not_chosen_and_come_back():
-    agent = make_agent("uniform", 3, 3, initial_pulls=0)
+    agent = make_agent("linear", 3, 3, initial_pulls=0, epsilon=1.0)
     agent.remove_arm(1)
     assert 1 not in agent.act(contexts(60)).tolist()
     agent.update(contexts(1)[0], 1, 0.5)

@@ -25,7 +25,7 @@ ROWS = np.random.default_rng(0).normal(size=(200, 3))
 def new(name: str = "linear", n_arms: int = 3, **changes: object) -> Agent:
     known = agent_settings(name).names()
     own = {key: value for key, value in SMALL.items() if key in known}
-    return make_agent(name, 3, n_arms, seed=7, **{**own, **changes})
+    return Agent(name, agent_settings(name, **{**own, **changes}), 3, n_arms, 7)
 
 
 def play(agent: Agent, rows: np.ndarray) -> list[int]:

@@ -460,7 +460,7 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
         rewards=arms.astype(float),
         allowed=allowed,
     )
-    found = evaluate(log, make_agent("uniform", 2, 3, initial_pulls=0))
+    found = evaluate(log, make_agent("linear", 2, 3, initial_pulls=0, epsilon=1.0))
     assert found.impossible == 0
     assert_close(found.ips.value, found.logged.value)
     assert found.effective_size == approx(200)
@@ -478,7 +478,7 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     assert (renormalised.impossible, renormalised.doubts) == (0, ())
     assert_close(renormalised.shares, allowed / allowed.sum(axis=1, keepdims=True))
     assert_close(renormalised.ips.value, found.ips.value)
-    more, fewer, less = (make_agent("uniform", 2, n) for n in (5, 2, 3))
+    more, fewer, less = (make_agent("linear", 2, n, epsilon=1.0) for n in (5, 2, 3))
     assert_close(evaluate(log, more).ips.value, found.ips.value)
     less.remove_arm(2)
     for one in (fewer, less):

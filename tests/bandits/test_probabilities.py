@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from bayesadam.bandits import AGENTS, Agent, agent_settings, make_agent
+from bayesadam.bandits import PAPER_AGENTS, Agent, agent_settings, make_agent
 from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError, SettingError
@@ -22,7 +22,7 @@ HERE = np.array([0.5, -0.3, 0.2])
 def trained(name: str, n_arms: int = 3, rounds: int = 30, **changes: object) -> Agent:
     known = agent_settings(name).names()
     own = {key: value for key, value in SMALL.items() if key in known} | changes
-    agent = make_agent(name, 3, n_arms, seed=4, **{"initial_pulls": 0, **own})
+    agent = Agent(name, agent_settings(name, **{"initial_pulls": 0, **own}), 3, n_arms, 4)
     rows = np.random.default_rng(2).normal(size=(rounds, 3))
     agent.update(rows, np.arange(rounds) % n_arms, rows[np.arange(rounds), np.arange(rounds) % 3])
     return agent
@@ -88,7 +88,9 @@ def test_agents_with_finitely_many_scores_are_exact(epsilon):
 # --- against choices ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "epsilon"), [*((name, 0.0) for name in AGENTS), ("linear", 0.4), ("bootstrap", 0.4)])
+@pytest.mark.parametrize(
+    ("name", "epsilon"), [*((name, 0.0) for name in PAPER_AGENTS), ("linear", 0.4), ("bootstrap", 0.4)]
+)
 def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
     agent = trained(name, n_arms=4, epsilon=epsilon)
     n = 3000
@@ -155,7 +157,7 @@ def test_a_decision_has_the_share_of_its_arm_with_the_draw_that_chose_it():
         assert decision.arm == twin.act(HERE), number
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", PAPER_AGENTS)
 def test_probabilities_change_no_choice(name):
     plain, asked = trained(name, epsilon=0.1), trained(name, epsilon=0.1)
     rows = np.random.default_rng(5).normal(size=(8, 3))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from bayesadam._progress import Bar
 from bayesadam.bandits import (
-    AGENTS,
+    PAPER_AGENTS,
     agent_settings,
     classification_problem,
     reward_problem,
@@ -84,7 +84,7 @@ def test_epsilon_one_is_uniform():
 
 
 # With the tuned settings every agent plays below.
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", PAPER_AGENTS)
 def test_every_agent_plays_with_the_papers_settings(agent):
     found = simulate(blobs(), agent, runs=2, rounds=120, settings=small(agent, "paper"))
     assert np.isfinite(found.reward_ratio).all()
@@ -114,7 +114,7 @@ def test_agents_learn(agent):
 # --- random numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", PAPER_AGENTS)
 def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
     stack, alone = (
         Playing(blobs(), agent, runs=runs, rounds=70, settings=small(agent), device="cpu") for runs in (3, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._checks import count
-from bayesadam.bandits.agents import agent_settings, entry, make_learner
+from bayesadam.bandits.agents import agent_settings, check_public, entry, make_learner
 from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
 from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
@@ -71,6 +71,7 @@ def make_agent(
             it is there; when that is depends on the machine.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
+    check_public(name)
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")

@@ -13,17 +13,20 @@ from bayesadam.errors import SettingError
 
 REGISTRY: Mapping[str, Entry] = {
     "hybrid": HYBRID,
+    "linear": LINEAR,
+    "neural-linear": NEURAL_LINEAR,
+    "greedy": networks.GREEDY,
     "badam": networks.BADAM,
+}
+# Rows of the paper's table, and others to compare with.
+_PAPER: Mapping[str, Entry] = {
     "badam-map": networks.BADAM_MAP,
     "mc-dropout": networks.MC_DROPOUT,
     "bbb": networks.BBB,
     "vadam": networks.VADAM,
-    "greedy": networks.GREEDY,
     "uniform": UNIFORM,
     "epsilon-greedy": networks.EPSILON_GREEDY,
     "ivon": networks.IVON_AGENT,
-    "neural-linear": NEURAL_LINEAR,
-    "linear": LINEAR,
     "bootstrap": networks.BOOTSTRAP,
 }
 # The values that agents share, each as far as it has the setting. "paper" is the paper's appendix; what it leaves open
@@ -35,15 +38,24 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {
 }
 AGENTS = tuple(REGISTRY)
 SETTINGS = tuple(_SHARED)
-# Table 1 of the paper, in its order.
-PAPER_AGENTS = ("badam", "mc-dropout", "bbb", "vadam", "greedy", "uniform")
+# All that `bayesadam paper bandits` and `simulate` play.
+PAPER_AGENTS = (*REGISTRY, *_PAPER)
 
 
 def entry(agent: str) -> Entry:
-    """The agent of this name."""
-    if agent not in REGISTRY:
-        raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {agent!r}")
-    return REGISTRY[agent]
+    """The agent of this name, one of `PAPER_AGENTS`."""
+    known = {**REGISTRY, **_PAPER}
+    if agent not in known:
+        raise SettingError(f"agent must be one of {', '.join(known)}, got {agent!r}")
+    return known[agent]
+
+
+def check_public(agent: str) -> None:
+    """Raise an error for a name that is not among `AGENTS`."""
+    if agent in REGISTRY:
+        return
+    where = f"{agent} is there to compare with: `simulate` and `bayesadam paper bandits --agents {agent}` play it. "
+    raise SettingError(f"{where if agent in _PAPER else ''}agent must be one of {', '.join(AGENTS)}, got {agent!r}")
 
 
 def make_learner(

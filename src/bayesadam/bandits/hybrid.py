@@ -29,14 +29,17 @@ from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
-# is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1).
-_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 0.05
+# is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)³: trying everything is
+# cheap in few dimensions only.
+_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 6.0
 # The range seen is widened by this factor where `reward_range` is not given: more may come.
 _MORE = 2.0
 # Each observation forgets this share of the others' errors when the network's noise is estimated.
 _MEMORY = 0.9995
 # The share of the hidden layer is drawn towards 0 as if by this many observations.
 _CAUTION = 4.0
+# The penalty falls to a half over this many observations.
+_PENALISED = 500.0
 # A learnt prior holds unless the noise is larger than in all but this share of the earlier problems.
 _LEAST_PROBABLE = 0.01
 _CHUNK = 4096
@@ -60,14 +63,14 @@ class HybridSettings(GreedySettings):
     Attributes:
         reward_range: (low, high), where it is known; None for twice the range seen so far.
         exploration: α, the share of the posterior's standard deviation that acts in the end; it begins at 1.
-        settling: n₀: α² falls, and the penalty l2 with it, as n₀/(n₀ + n) does over n observations.
+        settling: n₀: α² of an arm falls as n₀/(n₀ + n) does over its own n observations.
         growth: the next training comes when the number of observations has grown by this factor.
         hold_out: one of so many observations is held out from the network, to weigh the heads by.
     """
 
     reward_range: Range = None
-    exploration: Probability = 0.3
-    settling: Positive = 500.0
+    exploration: Probability = 0.0
+    settling: Positive = 3.0
     growth: Factor = 1.3
     hold_out: Several = 10
     hidden: SomeWidths = (100, 100)
@@ -91,11 +94,13 @@ class Hybrid(AdamLearner):
     held-out observations: where rewards are linear, or data are few, it is near 0. It is 0 as long as a learnt prior's
     errors are as small as on the problems that it was learnt from.
 
-    The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). A
-    decision draws each arm's f with one normal number ε for both heads: f + ε √(a/g) ((1 − s) √(V_x) + s √(V_h)) with
-    g ~ Γ(a) and V = (α² (b − b₀) + b₀)/a · xᵀ C x; α falls from 1 to `exploration`. The heads hold b − b₀.
+    The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). σ² is
+    the noise of all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each
+    arm's f with one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h)) with V = (α² σ² + b₀/a) xᵀ C x.
+    α falls from 1 to `exploration` with the arm's own observations, and b₀/a with the arm's own a: an arm that was
+    seldom chosen stays doubtful however much is known of the others.
 
-    The network's penalty is λσ² n₀/(n₀ + n): as a prior's, it falls with the observations and with the noise.
+    The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
 
     learns_at_once = True
@@ -118,8 +123,8 @@ class Hybrid(AdamLearner):
         # b₀ of both heads as `sampler` knows it, and the range and scale from which it follows.
         self._first_noise: tuple[bytes, list[float]] = (b"", [])
         self._first_shape: Tensor | float = _SHAPE
-        # Whether all arms have one component and one σ², as under a learnt prior whose arms are not exchangeable.
-        self._joint = False
+        # Whether all arms have one component and one σ²; under a learnt prior with exchangeable arms each has its own.
+        self._joint = True
 
     def _begin_dropped(self, width: int) -> None:
         """Statistics, on the contexts' features, of the observations that the buffer no longer holds: none so far."""
@@ -155,14 +160,15 @@ class Hybrid(AdamLearner):
         """b₀, (runs, 1)."""
         if self._prior is not None and head is self._linear:
             return self._prior.scale / self._scale.double().square()
-        return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1)
+        return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1) ** 3
 
     def _pooled(self, head: LinearPosterior) -> tuple[Tensor, Tensor]:
         """a, (runs, arms, 1), and b − b₀, like the head's: of all arms together where these are joint."""
         shape, scale = head.shape.unsqueeze(2), head.scale
-        if not (self._joint and head is self._linear):
+        if head is self._linear and not self._joint:
             return shape, scale
-        pooled = self._first_shape + (shape - self._first_shape).sum(dim=1, keepdim=True)
+        first = self._first_shape if head is self._linear else _SHAPE
+        pooled = first + (shape - first).sum(dim=1, keepdim=True)
         return pooled.expand_as(shape), scale.sum(dim=1, keepdim=True).expand_as(scale)
 
     def _variance(self, head: LinearPosterior) -> Tensor:
@@ -176,9 +182,6 @@ class Hybrid(AdamLearner):
         function = (_FUNCTION * self._range().squeeze(1)).square()
         found = (self._variance(head).squeeze(1) * squares / function).clamp(1e-8, 1e8)
         return found[:, None, None, None] * torch.eye(head.mean.shape[3]).to(found)
-
-    def _fades(self) -> float:
-        return self.settings.settling / (self.settings.settling + self.buffer.total)
 
     def _given(self, contexts: Tensor) -> Tensor:
         return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
@@ -201,12 +204,13 @@ class Hybrid(AdamLearner):
     def _predictive(self, contexts: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of f given the drawn components, shaped like these, in units of the targets."""
         least, share = self.settings.exploration**2, self._share[..., None, None]
-        tempered = least + (1 - least) * self._fades()
+        counts = 2 * (self._linear.shape - self._first_shape).unsqueeze(2)
+        tempered = least + (1 - least) * self.settings.settling / (self.settings.settling + counts)
         mean = std = torch.zeros((), device=self.device)
         features = self._given(contexts), self._last_hidden(contexts)
         for head, x, weight in zip((self._linear, self._hidden), features, (1 - share, share), strict=True):
             shape, scale = self._pooled(head)
-            noise = (tempered * scale + self._noise(head).unsqueeze(2)) / shape
+            noise = tempered * scale / shape + self._noise(head).unsqueeze(2) / head.shape.unsqueeze(2)
             means = (x.unsqueeze(1) @ head.mean.mT).transpose(1, 2)
             variance = _of(noise.unsqueeze(1).expand_as(means), drawn) * head.widths(x).unsqueeze(2)
             mean, std = mean + weight * _of(means, drawn), std + weight * variance.sqrt()
@@ -219,24 +223,27 @@ class Hybrid(AdamLearner):
         key = self._ends.numpy().tobytes() + self._scale.numpy().tobytes()
         if self._first_noise[0] != key:
             self._first_noise = key, [float(self._noise(head)) for head in (self._linear, self._hidden)]
-        least, share = self.settings.exploration**2, self._share.item()
-        tempered = least + (1 - least) * self._fades()
+        least, share, first_shape = self.settings.exploration**2, self._share.item(), float(self._first_shape)
+        counts = 2 * (self._linear.first[2] - first_shape)
+        tempered = least + (1 - least) * self.settings.settling / (self.settings.settling + counts)
         mean = std = np.zeros(())
-        heads = (self._linear, self._given, 1 - share), (self._hidden, self._last_hidden, share)
-        for (head, features, weight), first in zip(heads, self._first_noise[1], strict=True):
+        heads = (
+            (self._linear, self._given, 1 - share, first_shape, self._joint),
+            (self._hidden, self._last_hidden, share, _SHAPE, True),
+        )
+        for (head, features, weight, a, joint), b in zip(heads, self._first_noise[1], strict=True):
             if weight:
                 x, (means, _, shape, scale) = features(contexts).numpy()[0], head.first
-                noise = (tempered * scale[:, 0] + first) / shape
+                pooled = scale.sum() / (a + (shape - a).sum()) if joint else scale[:, 0] / shape
                 mean = mean + weight * (x @ means[:, 0].T)
-                std = std + weight * np.sqrt(noise * head.widths_of_one(x))
+                std = std + weight * np.sqrt((tempered * pooled + b / shape) * head.widths_of_one(x))
         center, width = (torch.from_numpy(of.astype(np.float32)[None, :, None]) for of in (mean, std))
-        return lambda n, streams: torch.addcmul(center, width, streams.student(self._linear.shape, len(mean), n))
+        return lambda n, streams: torch.addcmul(center, width, streams.normal(len(mean), n, self.n_arms))
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         drawn = self._drawn(contexts.shape[1], n, streams)
         mean, std = self._predictive(contexts, drawn)
-        noise = streams.student(self._pooled(self._linear)[0].squeeze(2), *drawn.shape[1:3])
-        return (mean + std * noise).float()
+        return (mean + std * streams.normal(*drawn.shape[1:])).float()
 
     def observe(self, rows: slice) -> None:
         """Update both heads."""
@@ -274,7 +281,8 @@ class Hybrid(AdamLearner):
         super()._prepare()
         # Squared errors are in the units of the previous training.
         self._hidden.scale.mul_((before / self._scale).square().unsqueeze(2))
-        torch.mul(self.noise_variance(), self.settings.l2 * self._fades(), out=self._l2)
+        faded = _PENALISED / (_PENALISED + self.buffer.total)
+        torch.mul(self.noise_variance(), self.settings.l2 * faded, out=self._l2)
 
     def noise_variance(self) -> Tensor:
         """Of the targets, at most theirs, (runs, 1)."""

@@ -178,9 +178,10 @@ class LinearPosterior:
 
         One row depends on β only through β·x, which given σ² is N(μ·x, σ² xᵀ C x).
         """
-        std = ((self.scale[..., 0] / self.shape).unsqueeze(1) * self.widths(x)).sqrt()
-        noise = streams.student(self.shape, x.shape[1], n).double()
-        return torch.addcmul((x @ self.mean[:, :, 0].mT).unsqueeze(2), std.unsqueeze(2), noise)
+        means, widths = (x @ self.mean[:, :, 0].mT).unsqueeze(2), self.widths(x).unsqueeze(2)
+        shape, scale = (of[:, None, None].expand(-1, x.shape[1], n, -1) for of in (self.shape, self.scale[..., 0]))
+        std = (scale / streams.gamma(shape) * widths).sqrt()
+        return torch.addcmul(means, std, streams.normal(*std.shape[1:]).double())
 
     def left_out(self, mean: Tensor, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k).

@@ -69,7 +69,7 @@ def simulate(
 
     Args:
         problem: a name (see `problem`), or a problem.
-        agent: one of `AGENTS`.
+        agent: one of `AGENTS`, or of `PAPER_AGENTS`, which has more to compare with.
         rounds: of each run; None for as many as the problem says.
         device: None for a GPU where there is one.
         settings: `"tuned"`, `"paper"` or your own.

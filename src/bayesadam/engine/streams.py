@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,10 +13,6 @@ from bayesadam.gaussian.noise import stream_seed
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256
 _LONG_EPOCH = 20
-# From this a on, Student's t of 2a degrees of freedom is drawn without gammas.
-_FEW = 20.0
-# t/ε = Σ c_ij ε^2i ν^−j.
-_FISHER = np.array([[384, 96, 12, -15], [0, 96, 64, 17], [0, 0, 20, 19], [0, 0, 0, 3]]) / 384
 
 
 class Streams:
@@ -67,29 +62,6 @@ class Streams:
         pairs_ = zip(shape.double().numpy(), self._numpy, strict=True)
         return torch.from_numpy(np.stack([source.standard_gamma(part) for part, source in pairs_]))
 
-    def student(self, shape: Tensor, *lead: int) -> Tensor:
-        """√(a/g) ε with ε ~ N(0, 1) and g ~ Γ(a), Student's t of 2a degrees of freedom: (seeds, *lead, n), float32.
-
-        The `shape` is a, (seeds, n). On a CPU no gammas are drawn where a ≥ 20: t is ε's quantile by Fisher's expansion
-        in 1/2a, whose error is below 2e-4 up to four standard deviations.
-        """
-        shape = shape.double()
-        if self.generators:
-            wide = shape[(slice(None), *[None] * len(lead))].expand(-1, *lead, -1)
-            scales = (wide / self.gamma(wide)).sqrt()
-            return self.normal(*lead, shape.shape[1]).mul_(scales)
-        found = np.empty((len(self), *lead, shape.shape[1]), np.float32)
-        for source, own, out in zip(self._numpy, shape.numpy(), found, strict=True):
-            few = np.flatnonzero(own < _FEW)
-            if len(few):
-                roots = (own[few] / source.standard_gamma(own[few], (*lead, len(few)))) ** 0.5
-            source.standard_normal(out=out, dtype=np.float32)
-            factors = _expansion(2 * np.maximum(own, _FEW), out * out)
-            if len(few):
-                factors[..., few] = roots
-            out *= factors
-        return torch.from_numpy(found)
-
     def begin(self, *names: str | int) -> None:
         """Begin the stream of these names, of the only source, a CPU's: at once, where a new source takes longer."""
         digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=24).digest()
@@ -118,17 +90,6 @@ class Streams:
             own: dict[str, Any] = {"state": {"state": words[:4].view(np.uint64)}}
             own |= {"has_uint32": int(words[4]), "uinteger": int(words[5])}
             source.bit_generator.state = {"bit_generator": "SFC64", **own}
-
-
-def _expansion(degrees: npt.NDArray[np.float64], squares: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """t/ε as a polynomial in ε², from Fisher's expansion of the quantile of Student's t up to ν⁻³."""
-    constant, *rest = (_FISHER @ degrees ** -np.arange(4.0)[:, None]).astype(np.float32)
-    found: npt.NDArray[np.float32] = rest.pop() * squares
-    while rest:
-        found += rest.pop()
-        found *= squares
-    found += constant
-    return found
 
 
 def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:

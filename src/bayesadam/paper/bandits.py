@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bayesadam.bandits import PAPER_AGENTS, AgentSettings, agent_settings
+from bayesadam.bandits import AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, run_parts
@@ -56,7 +56,7 @@ class BanditSettings:
     """
 
     problems: tuple[str, ...] = _COLUMNS[:6]
-    agents: tuple[str, ...] = PAPER_AGENTS
+    agents: tuple[str, ...] = tuple(PAPER)
     runs: int = 10
     rounds: int | None = None
     settings: str = "tuned"

@@ -1,0 +1,289 @@
+"""Our default agent beside others on problems that no agent was tuned on: ranks, shares near the best, worst cases.
+
+    BAYESADAM_DATA=... python benchmarks/strangers.py [--quick] [--half choosing] [--problems ...]
+        [--agents default linear ...] [--horizons 500 2000] [--runs 20] [--seed 0] [--jobs 1] [--part 1/1] [--out ...]
+
+Settings are chosen on one half of the problems and reported on the other; which is which was drawn once, see
+`strangers_problems.py`. A problem whose package or file is absent is left out, with the reason.
+
+An agent is "default", a name of ours with changed settings, as in "hybrid,exploration=0.1", or a rival with one of
+its settings, as in "Vowpal Wabbit: --squarecb -l 0.5, costs negated"; its first setting where none is named. "rivals"
+stands for all settings that are screened. Rivals are told the range of the rewards, ours are not.
+
+A score is what the chosen arms are expected to pay, less the worst arms', over the best arms', less the worst arms'.
+Where rewards are 1 and 0 it is the share of right choices. It does not change with the unit of rewards, nor with their
+zero. One run of the longest horizon gives the scores at all of them, as no agent knows the horizon.
+
+Stopped, it resumes: each problem and agent is a file in out/bench/strangers, the costly ones first. Several processes
+share the work by `--jobs`, or by `--part 1/2` and `--part 2/2`; who then asks for all of it prints the tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import bandit_rivals
+from bandits import play
+from bayesadam.bandits import BanditProblem, Rounds, agent_settings
+from bayesadam.bandits.problems import Numbers
+from bayesadam.bandits.simulation import Playing
+from bayesadam.gaussian.noise import stream_seed
+from harness import Cell, arguments, one_core, parallel, read_cell, replaced, setting, write_cell, write_results
+from strangers_problems import HALVES, PROBLEMS, Absent, half, reward_range, stranger
+
+DEFAULT, LINEAR = "default", "linear"
+OURS = (DEFAULT, LINEAR, "neural-linear", "greedy")
+NEAR = 0.98
+# Rivals' settings of which the best on the choosing half is reported; the first of each is its default.
+SCREENED = {
+    "Vowpal Wabbit": (
+        "--epsilon 0.05 -l 0.5, costs negated",
+        "--epsilon 0.02 -l 0.5, costs shifted",
+        "--epsilon 0.02 -l 0.05, costs shifted",
+        "--squarecb -l 0.5, costs shifted",
+        "--squarecb --gamma_scale 1000 -l 0.5, costs shifted",
+        "--squarecb --gamma_scale 1000 -l 0.05, costs shifted",
+        "--regcbopt --mellowness 0.001 -l 0.5, costs shifted",
+        "--bag 5 -l 0.5, costs shifted",
+        "--cover 5 --psi 0.01 --nounif -l 0.5, costs shifted",
+    ),
+    "mabwiser LinUCB": tuple(f"alpha {alpha}, l2_lambda 1" for alpha in ("1", "0.3", "0.1", "0.03")),
+    "mabwiser LinTS": tuple(f"alpha {alpha}, l2_lambda 1" for alpha in ("1", "0.3", "0.1", "0.03")),
+    "calvera NeuralUCB": ("defaults",),
+    "calvera NeuralTS": ("defaults",),
+}
+# Rivals that take minutes for each run of a wider problem, or of more rounds.
+MOST_FEATURES = {"mabwiser LinTS": 100, "mabwiser LinUCB": 200, "calvera NeuralUCB": 100, "calvera NeuralTS": 100}
+
+
+# --- agents ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cell: which agent plays which problem, how long, how often."""
+
+    problem: str
+    agent: str
+    horizons: tuple[int, ...]
+    runs: int
+    seed: int
+
+    @property
+    def rival(self) -> str | None:
+        """The name of the rival, where it is one."""
+        name = self.agent.partition(":")[0]
+        return name if name in bandit_rivals.RIVALS else None
+
+    def about(self) -> Cell:
+        """What its result depends on."""
+        about = {"problem": self.problem, "agent": self.agent, "runs": self.runs, "seed": self.seed}
+        about |= {"horizons": list(self.horizons)}
+        return about if self.rival else about | {"own": agent_settings(*named(self.agent)).plain()}
+
+    def path(self, out: Path) -> Path:
+        """Its file."""
+        agent = "".join(c if c.isalnum() or c in ".=-" else "_" for c in self.agent)
+        return out / "strangers" / f"{self.problem}-{agent}-{self.horizons[-1]}x{self.runs}.json"
+
+
+def named(text: str) -> tuple[str, object]:
+    """The name of one of our agents and its settings."""
+    name, *changes = text.split(",")
+    name = "hybrid" if name == DEFAULT else name
+    pairs = [change.partition("=") for change in changes]
+    return name, agent_settings(name, **{key: literal_eval(value) for key, _, value in pairs})
+
+
+def our_arms(job: Job, chosen: BanditProblem, rounds: int) -> Numbers:
+    """The arms that an agent of ours chooses, (runs, rounds)."""
+    name, own = named(job.agent)
+    playing = Playing(chosen, name, runs=job.runs, rounds=rounds, seed=job.seed, device="cpu", settings=own)  # type: ignore[arg-type]
+    while playing.done < rounds:
+        playing.advance()
+    return playing.buffer.arms.numpy()
+
+
+def rival_arms(job: Job, rival: str, chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int]) -> Numbers:
+    """The arms that a rival chooses, (runs, rounds)."""
+    bandit_rivals.RANGES[chosen.name] = reward_range(chosen.name)
+    entrant = bandit_rivals.RIVALS[rival]
+    asked = job.agent.partition(":")[2].strip() or entrant.settings[0].name
+    tried = next(one for one in entrant.settings if one.name == asked)
+    return np.stack([play(chosen, one, tried, seed).arms for one, seed in zip(played, seeds, strict=True)])
+
+
+def scores(played: Rounds, arms: Numbers, horizon: int) -> float:
+    """Of one run, see above."""
+    expected = played.expected[:horizon].astype(np.float64)
+    worst, best = expected.min(axis=1).sum(), expected.max(axis=1).sum()
+    return float((expected[np.arange(horizon), arms[:horizon]].sum() - worst) / (best - worst))
+
+
+def result(job: Job) -> Cell:
+    """The scores of every run at every horizon, by the horizon; or why there are none."""
+    if job.rival is not None:
+        try:
+            bandit_rivals.RIVALS[job.rival].load()
+        except ImportError as error:
+            return {"skipped": f"{job.rival} cannot be imported ({error})"}
+    chosen = stranger(job.problem)
+    rounds = job.horizons[-1]
+    if job.rival is not None and chosen.n_features > MOST_FEATURES.get(job.rival, chosen.n_features):
+        return {"skipped": f"{job.rival} is too slow for {chosen.n_features} features"}
+    seeds = [stream_seed(job.seed, "run", run) for run in range(job.runs)]
+    played = [chosen.run(seed, rounds) for seed in seeds]
+    if job.rival is None:
+        arms = our_arms(job, chosen, rounds)
+    else:
+        try:
+            arms = rival_arms(job, job.rival, chosen, played, seeds)
+        except bandit_rivals.Diverged as error:
+            return {"skipped": str(error)}
+    found = {str(h): [scores(one, own, h) for one, own in zip(played, arms, strict=True)] for h in job.horizons}
+    return {"scores": found}
+
+
+def finished(job: Job, out: Path) -> Cell:
+    """A cell, measured where it is not there yet."""
+    found = read_cell(job.path(out), job.about())
+    if found is None:
+        one_core()
+        began = time.process_time()
+        found = {"settings": job.about(), **result(job)}
+        found["seconds"] = time.process_time() - began
+        write_cell(job.path(out), found)
+        told = found.get("skipped") or ", ".join(f"{statistics.fmean(of):.3f}" for of in found["scores"].values())
+        print(f"{job.problem}, {job.agent}: {told} ({found['seconds']:.0f} s)", flush=True)
+    return found
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+Means = Mapping[str, Mapping[str, float]]
+
+
+def ranks(row: Mapping[str, float]) -> dict[str, float]:
+    """The rank of each agent on a problem, 1 for the highest score; equal ones share the mean of theirs."""
+    values = list(row.values())
+    return {
+        agent: sum(other > value for other in values) + (sum(other == value for other in values) + 1) / 2
+        for agent, value in row.items()
+    }
+
+
+def figures(means: Means, agents: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of every agent over the problems it played."""
+    found = {}
+    for agent in agents:
+        rows = [row for row in means.values() if agent in row]
+        if not rows:
+            continue
+        over = {name: row[agent] / row[LINEAR] for name, row in means.items() if agent in row and LINEAR in row}
+        found[agent] = {
+            "problems": len(rows),
+            "rank": statistics.fmean(ranks(row)[agent] for row in rows),
+            "near": statistics.fmean(row[agent] >= NEAR * max(row.values()) for row in rows),
+            "of_best": statistics.fmean(row[agent] / max(row.values()) for row in rows),
+            "worst": min(over.values(), default=float("nan")),
+            "worst_on": min(over, key=over.__getitem__, default="–"),  # type: ignore[dict-item]
+        }
+    return found
+
+
+def table(title: str, found: Mapping[str, Mapping[str, float]]) -> str:
+    """The figures in Markdown, the best rank first."""
+    heads = [title, "mean rank", "within 2 % of the best", "mean of best's", "worst over linear's", "on", "problems"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for agent, row in sorted(found.items(), key=lambda item: item[1]["rank"]):
+        cells = [f"{row['rank']:.2f}", f"{100 * row['near']:.0f} %", f"{row['of_best']:.3f}", f"{row['worst']:.3f}"]
+        lines.append(f"| {agent} | {' | '.join(cells)} | {row['worst_on']} | {row['problems']} |")
+    return "\n".join(lines)
+
+
+def problem_table(horizon: int, means: Means, agents: Sequence[str]) -> str:
+    """The mean scores in Markdown."""
+    lines = [f"| {horizon:,d} rounds | {' | '.join(agents)} |", "|---" * (len(agents) + 1) + "|"]
+    for name, row in means.items():
+        lines.append(f"| {name} | {' | '.join(f'{row[who]:.3f}' if who in row else '–' for who in agents)} |")
+    return "\n".join(lines)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def jobs_of(names: Sequence[str], agents: Sequence[str], horizons: Sequence[int], runs: int, seed: int) -> list[Job]:
+    """Every agent on every problem that is there, for the horizons that it offers; the costly ones first."""
+    found, costs = [], {}
+    for name in names:
+        try:
+            chosen = stranger(name)
+        except Absent as error:
+            print(f"{name} is left out: {error}")
+            continue
+        offered = tuple(sorted(h for h in horizons if h <= chosen.rounds))
+        for agent in agents if offered else ():
+            job = Job(name, agent, offered, runs, seed)
+            found.append(job)
+            costs[job] = offered[-1] * (chosen.n_features**2 * chosen.n_arms + (agent != LINEAR) * 10**5)
+    return sorted(found, key=lambda job: -costs[job])
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="two runs of 100 rounds, three problems, default and linear", jobs=1)
+    parser.add_argument("--half", choices=HALVES, help="both without this")
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, metavar="PROBLEM", help=", ".join(PROBLEMS))
+    parser.add_argument("--agents", nargs="+", default=list(OURS), metavar="AGENT")
+    parser.add_argument("--horizons", nargs="+", type=int, default=[500, 2000])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="the runs' seeds come from it")
+    parser.add_argument("--part", default="1/1", help="i/n: every nth cell from the ith on")
+    options = parser.parse_args()
+    agents, names, horizons, runs = options.agents, options.problems or PROBLEMS, sorted(options.horizons), options.runs
+    if options.quick:
+        agents, names, horizons, runs = [DEFAULT, LINEAR], ["iris", "clicks", "linear-26"], [50, 100], 2
+    agents = [one for agent in agents for one in (screened() if agent == "rivals" else [agent])]
+    names = [name for name in names if options.half in (None, half(name))]
+    jobs = jobs_of(names, agents, horizons, runs, options.seed)
+    part, parts = map(int, options.part.split("/"))
+    mine = jobs[part - 1 :: parts]
+    calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]
+    cells = list(parallel(calls, jobs=options.jobs)) if options.jobs > 1 else [call() for call in calls]
+    told, summary = [], {}
+    for horizon in horizons:
+        means: dict[str, dict[str, float]] = {}
+        for job, cell in zip(mine, cells, strict=True):
+            if horizon in job.horizons and "scores" in cell:
+                mean = statistics.fmean(cell["scores"][str(horizon)])
+                means.setdefault(job.problem, {})[job.agent] = round(mean, 9)
+        means = {name: means[name] for name in names if name in means}
+        summary[horizon] = figures(means, agents)
+        told += [problem_table(horizon, means, agents), table(f"{horizon:,d} rounds", summary[horizon])]
+    told.append(
+        f"Means of {runs} runs, seed {options.seed}, {sum(cell['seconds'] for cell in cells) / 60:.1f} CPU minutes."
+    )
+    print("\n\n".join(told))
+    if parts > 1:
+        print("the tables are of a part of the cells")
+        return
+    name = "strangers" if options.half is None else "-".join(["strangers", options.half, *map(str, horizons)])
+    replaced(options.out / f"{name}.md", lambda path: path.write_text("\n\n".join(told) + "\n", encoding="utf-8"))
+    write_results(options.out, name, {**setting(), "figures": summary, "cells": cells})
+
+
+def screened() -> list[str]:
+    """All settings of rivals that are screened."""
+    return [f"{rival}: {name}" for rival, names in SCREENED.items() for name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
