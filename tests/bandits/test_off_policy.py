@@ -485,7 +485,7 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
         assert (
             evaluate(log, one).ips == evaluate(log, lambda contexts: np.tile([0.5, 0.5, 0.0], (len(contexts), 1))).ips
         )
-    assert_close(quietly(log, make_agent("uniform", 2, 3), offered=False).shares, 1 / 3)
+    assert_close(quietly(log, make_agent("linear", 2, 3, epsilon=1.0), offered=False).shares, 1 / 3)
     with pytest.warns(OverlapWarning, match="in 100 decisions the policy chooses none of the arms that were on offer"):
         stuck = evaluate(log, lambda contexts: np.full(len(contexts), 2))
     assert stuck.impossible == approx(0.5)
