@@ -1,4 +1,4 @@
-"""Covariances between inputs and drawn functions against a whole Jacobian in float64; gradients by finite differences."""
+"""Covariances between inputs, and drawn functions, against a whole Jacobian; gradients against finite differences."""
 
 from __future__ import annotations
 

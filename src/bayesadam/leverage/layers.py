@@ -148,7 +148,7 @@ def observed(
     inputs, call = plain(inputs, graph=True), Call(gaussian.model, forward)
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask, chosen=chosen)
-    recorded = torch.set_grad_enabled(has_graph(inputs))
-    with recorded, evaluating(gaussian.model, differentiable=False), taps as seen:
+    recorded = torch.enable_grad() if has_graph(inputs) else torch.no_grad()
+    with evaluating(gaussian.model, differentiable=False), recorded, taps as seen:
         outputs = call(gaussian.mean, inputs)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen

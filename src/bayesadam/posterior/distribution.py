@@ -352,6 +352,8 @@ def grown(component: Component, growth: Tensor) -> Component:
     )
 
 
+# What it caches must serve gradients too.
+@torch.inference_mode(False)
 def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     """f of the mean network, and its leverage; relative to the batch itself where there is no other reference."""
     leverage = member.leverage or member.state_leverage
