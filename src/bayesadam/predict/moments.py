@@ -500,6 +500,15 @@ def _between(task: _Task, inputs: Any, basis: Basis) -> tuple[Tensor, Tensor, Te
         return total, blocks.diagonal(dim1=2, dim2=3), blocks
 
 
+def white_rows(gaussian: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """f(x; μ), (b, c), and rows φ, (b, c, ·), with φ φᵀ = J Σ Jᵀ; both with gradients where the inputs have them."""
+    call, params = Call(gaussian.model), parameters_at_mean(gaussian)
+    own = [gaussian.coordinate_variance.__getitem__], None, False, DEFAULT_BUDGET, gaussian.structure.bases
+    with torch.set_grad_enabled(has_graph(inputs)):
+        rows = _white_rows(_Task(call, params, *own, [gaussian.directions]), call, params, {}, inputs)
+        return call.flat(params, inputs), torch.cat(rows[0], dim=2)
+
+
 def _white_rows(task: _Task, call: Call, mine: Any, others: Any, inputs: Any) -> list[list[Tensor]]:
     """For each Σ parts (b, c, ·) of rows φ with φ φᵀ = J Σ Jᵀ, of some parameters."""
     found = jacobians(call, mine, others, inputs)
