@@ -79,7 +79,7 @@ class BadamModel(Model, FantasizeMixin):  # type: ignore[misc]
 
         Args:
             settings: `hidden`, `activation`, `n_ensemble`, `steps`, `lr`, `rounds` and `seed`, as of
-                `bayesadam.botorch.surrogate.fit_mixture`; `start`, a `BadamModel` whose networks to begin with.
+                `bayesadam.botorch.surrogate.Ensemble.fit`; `start`, a `BadamModel` whose networks to begin with.
         """
         start = settings.pop("start", None)
         return cls(

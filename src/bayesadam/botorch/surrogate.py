@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,101 +12,155 @@ from torch import Tensor
 
 from bayesadam._checks import count
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import Network, flatten, initial, unflatten
-from bayesadam.engine.network import member as own_part
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.errors import MatchError
-from bayesadam.gaussian.low_rank import low_rank_of
-from bayesadam.gaussian.settings import Settings
-from bayesadam.posterior import Mixture, Posterior
-from bayesadam.predict.call import Call
-from bayesadam.predict.moments import jacobians, white_rows
+from bayesadam.posterior import Mixture
+from bayesadam.predict.call import has_graph
+from bayesadam.predict.moments import white_rows
 
 # Below this share of the largest eigenvalue a covariance is rounding.
 _JITTER = 1e-10
 # The noise as a share of the signal, from which evidence chooses.
-_RATIOS = torch.logspace(-7, 1, 33, dtype=torch.float64)
+_RATIOS = torch.logspace(-6, 1, 29, dtype=torch.float64)
+# Layer inputs a, (s, n, in), and D = ∂f/∂z, (s, n, m, out), of every layer.
+_Layers = list[tuple[Tensor, Tensor]]
 
 
-def fit_mixture(
-    x: Tensor,
-    y: Tensor,
-    *,
-    hidden: Sequence[int] = (64, 64),
-    activation: str = "tanh",
-    n_ensemble: int = 4,
-    steps: int = 600,
-    lr: float = 1e-2,
-    rounds: int = 2,
-    seed: int = 0,
-    start: Sequence[Mapping[str, Tensor]] | None = None,
-) -> Mixture:
-    """Networks trained as one stack on all rows, each with the exact Gauss-Newton posterior of its linearisation.
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """Networks of one shape, trained on all of a few rows, each with the exact posterior of its linearisation.
 
-    x (n, d) and y (n, m) are standardised. Every round trains at the penalty δ σ²/N of the round before, and then takes
-    δ and σ² where the evidence of the linearised network is largest: with y' = y − f + J θ,
+    With the prior N(0, 1/δ) over weights and y' = y − f + J θ, the targets of the linearised network,
 
-        y' ~ N(0, J Jᵀ/δ + σ²),    q(θ) = N(θ, (Jᵀ J/σ² + δ)⁻¹).
+        y' ~ N(0, K/δ + σ²),    K = J Jᵀ = Σ_l (a_l · a_l' + 1) (D_l · D_l'),
 
-    Args:
-        start: weights by name to begin with, of each network; None draws them.
+    over layers with inputs a and D = ∂f/∂z, and no Jacobian is formed. δ and σ² are where this evidence is largest. The
+    prediction is the Gaussian process of prior mean f − J θ and covariance K/δ given the rows.
+
+    Attributes:
+        params: stacked weights by name, (s, *shape), in float64.
+        x, y: standardised inputs (n, d) and outcomes (n, m).
+        prior, noise: δ and σ² of each network, (s,).
     """
-    count("n_ensemble", n_ensemble, "networks")
-    network = Network(x.shape[1], tuple(hidden), y.shape[1], activation)
-    x, y = x.double(), y.double()
-    seeds = [seed * 1000 + number for number in range(n_ensemble)]
-    if start is None:
-        weights = flatten(initial(network, seeds))
-    else:
-        weights = flatten({name: torch.stack([one[name] for one in start]).float() for name in network.shapes()})
-    few, many = x.float().expand(n_ensemble, *x.shape), y.float()
 
-    def batch(_: Tensor) -> tuple[Tensor, Slope]:
-        return few, lambda f: (f - many) / len(x)
+    network: Network
+    params: dict[str, Tensor]
+    x: Tensor
+    y: Tensor
+    prior: Tensor
+    noise: Tensor
 
-    noise, prior = torch.full((n_ensemble,), 1e-2), torch.full((n_ensemble,), 1.0)
-    for _ in range(rounds):
-        stack = Stack(network, Adam(), seeds, batch, n_data=len(x), weights=weights.clone())
-        stack.penalty = (noise * prior / len(x))[:, None]
-        train(stack, [torch.zeros(steps, n_ensemble, 1, dtype=torch.long)], cosine(lr, steps))
-        weights = stack.weights
-        members = []
-        for number in range(n_ensemble):
-            params = {name: t.double() for name, t in own_part(unflatten(network, weights), number).items()}
-            members.append(_posterior(network, params, x, y))
-        noise = torch.tensor([float(q.noise_variance.mean()) for q in members])
-        prior = torch.tensor([float(next(iter(q.prior_precision.values()))) for q in members])
-    return Mixture(members)
+    @classmethod
+    def fit(
+        cls,
+        x: Tensor,
+        y: Tensor,
+        *,
+        hidden: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        n_ensemble: int = 4,
+        steps: int = 400,
+        lr: float = 1e-2,
+        rounds: int = 2,
+        seed: int = 0,
+        start: Ensemble | None = None,
+    ) -> Ensemble:
+        """Train the networks as one stack; x (n, d) and y (n, m) are standardised.
+
+        Every round trains at the penalty δ σ²/n of the round before it.
+
+        Args:
+            start: networks to begin with, and their δ and σ².
+        """
+        count("n_ensemble", n_ensemble, "networks")
+        network = Network(x.shape[1], tuple(hidden), y.shape[1], activation)
+        seeds = [seed * 1000 + number for number in range(n_ensemble)]
+        if start is None:
+            weights = flatten(initial(network, seeds))
+            found = cls(
+                network, unflatten(network, weights), x, y, torch.ones(n_ensemble), torch.full((n_ensemble,), 1e-2)
+            )
+        else:
+            found = replace(start, x=x, y=y)
+        few, targets = x.float().expand(len(found.prior), *x.shape), y.float()
+
+        def batch(_: Tensor) -> tuple[Tensor, Slope]:
+            return few, lambda f: (f - targets) / len(targets)
+
+        for _ in range(rounds):
+            weights = flatten(found.params).float()
+            stack = Stack(found.network, Adam(), seeds[: len(weights)], batch, n_data=len(x), weights=weights)
+            stack.penalty = (found.noise * found.prior / len(x)).float()[:, None]
+            train(stack, [torch.zeros(steps, len(weights), 1, dtype=torch.long)], cosine(lr, steps))
+            found = replace(found, params={name: t.double() for name, t in stack.params.items()}).at_evidence()
+        return found
+
+    def at_evidence(self) -> Ensemble:
+        """With δ and σ² at the largest log N(y'; 0, K/δ + σ²): over ratios σ² δ, 1/δ being y'ᵀ (K + σ² δ)⁻¹ y'/n."""
+        prior_mean, layers = self.layers(self.x)
+        targets = (self.y - prior_mean).flatten(1)
+        values, vectors = torch.linalg.eigh(kernel(layers, layers))
+        scale = values.mean(dim=1).clamp(min=1e-12)
+        squares = (vectors.mT @ targets.unsqueeze(-1)).squeeze(-1).square()
+        spectra = values.clamp(min=0)[:, None] / scale[:, None, None] + _RATIOS[:, None]
+        size = (squares[:, None] / spectra).mean(dim=2).clamp(min=1e-12)
+        scores = -0.5 * (squares.shape[1] * size.log() + spectra.log().sum(dim=2))
+        best = scores.argmax(dim=1, keepdim=True)
+        size = size.gather(1, best).squeeze(1)
+        return replace(self, prior=scale / size, noise=size * _RATIOS[best.squeeze(1)])
+
+    def layers(self, x: Tensor) -> tuple[Tensor, _Layers]:
+        """f − J θ, (s, n, m), and the factors of the kernel at x, (n, d); J θ = Σ_l D_l · z_l."""
+        graph = has_graph(x)
+        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+        with torch.enable_grad():
+            at = x if graph else x.detach().requires_grad_()
+            f = forward(self.network, self.params, at, seen=seen)
+            each = [
+                torch.autograd.grad(f[..., c].sum(), seen[1], create_graph=graph, retain_graph=True)
+                for c in range(f.shape[-1])
+            ]
+            slopes = [torch.stack(of_layer, dim=2) for of_layer in zip(*each, strict=True)]
+        keep = (lambda t: t) if graph else torch.Tensor.detach
+        pairs = [(keep(a), keep(d)) for a, d in zip(seen[0], slopes, strict=True)]
+        own = [(d * keep(z).unsqueeze(2)).sum(dim=3) for (_, d), z in zip(pairs, seen[1], strict=True)]
+        return keep(f) - torch.stack(own).sum(dim=0), pairs
+
+    @cached_property
+    def _learnt(self) -> tuple[_Layers, Tensor, Tensor]:
+        """The factors of the rows, the Cholesky factor of K + σ² δ, and (K + σ² δ)⁻¹ y'."""
+        prior_mean, layers = self.layers(self.x)
+        whole = kernel(layers, layers)
+        ratio = self.noise * self.prior + _JITTER * whole.diagonal(dim1=1, dim2=2).mean(dim=1)
+        root = torch.linalg.cholesky(whole + torch.diag_embed(ratio[:, None].expand(whole.shape[:2])))
+        return layers, root, torch.cholesky_solve((self.y - prior_mean).flatten(1).unsqueeze(-1), root)
+
+    def joint(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """E[f], (s, ..., q, m), and Cov[f], (s, ..., q m, q m), of every network at x, (..., q, d)."""
+        batch, q, m = x.shape[:-2], x.shape[-2], self.y.shape[1]
+        prior_mean, layers = self.layers(x.reshape(-1, x.shape[-1]))
+        known, root, solved = self._learnt
+        cross = kernel(known, layers)
+        mean = prior_mean + (cross.mT @ solved).view(prior_mean.shape)
+        explained = torch.linalg.solve_triangular(root, cross, upper=False)
+        s, n = explained.shape[:2]
+        explained = explained.view(s, n, *batch, q * m).movedim(1, -2)
+        blocks = [tuple(t.unflatten(1, (*batch, q)) for t in pair) for pair in layers]
+        covariance = kernel(blocks, blocks) - explained.mT @ explained
+        return mean.view(s, *batch, q, m), covariance / self.prior.view(-1, *[1] * (covariance.dim() - 1))
 
 
-def _posterior(network: Network, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Posterior:
-    model = network.build(params).double()
-    for name, tensor in model.named_parameters():
-        tensor.data = params[name]
-    with torch.no_grad():
-        f = model(x)
-    rows = jacobians(Call(model), params, {}, x)
-    flat = torch.cat([j.flatten(2) for j in rows.values()], dim=2).flatten(0, 1)
-    theta = torch.cat([p.flatten() for p in params.values()])
-    target = (y - f).flatten() + flat @ theta
-    delta, noise = evidence(flat @ flat.T, target)
-    structure = low_rank_of({name: j.flatten(0, 1) for name, j in rows.items()})
-    settings = Settings(len(flat), dict.fromkeys(params, delta), 1.0, 1, scale=1 / noise)
-    sigma = torch.full((y.shape[1],), noise, dtype=torch.float64)
-    return Posterior(params, structure, settings, model=model, likelihood="regression", noise_variance=sigma)
-
-
-def evidence(kernel: Tensor, target: Tensor) -> tuple[float, float]:
-    """δ and σ² at the largest log N(y'; 0, K/δ + σ²): over ratios σ² δ, 1/δ being y'ᵀ (K + σ² δ)⁻¹ y'/n at each."""
-    values, vectors = torch.linalg.eigh(kernel)
-    scale = float(values.mean().clamp(min=1e-12))
-    squares, values = (vectors.T @ target).square(), values.clamp(min=0) / scale
-    spectra = values + _RATIOS[:, None]
-    size = (squares / spectra).mean(dim=1)
-    scores = -0.5 * (len(target) * size.log() + spectra.log().sum(dim=1))
-    best = int(scores.argmax())
-    return scale / float(size[best]), float(size[best] * _RATIOS[best])
+def kernel(left: Any, right: Any) -> Tensor:
+    """Σ_l (a · a' + 1) (D · D'), (..., n m, k m), of the factors of layers at n and at k inputs."""
+    total: Any = 0
+    for (a, d), (b, e) in zip(left, right, strict=True):
+        inputs, slopes = a @ b.mT + 1, d.flatten(-3, -2) @ e.flatten(-3, -2).mT
+        m = d.shape[-2]
+        total = total + slopes * inputs.repeat_interleave(m, dim=-2).repeat_interleave(m, dim=-1)
+    found: Tensor = total
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +171,13 @@ class Process:
     for this process: it is what the networks' linearisation would learn, without training them again.
 
     Attributes:
-        mixture: networks over standardised inputs and outcomes.
+        networks: over standardised inputs and outcomes; a mixture of posteriors of a regression serves too.
         inputs: centre and scale of the inputs, (2, d).
         outcomes: centre and scale of the outcomes, (2, m).
         observed: standardised inputs, (..., k, d), outcomes and their noise, (..., k, m), since the networks' training.
     """
 
-    mixture: Mixture
+    networks: Ensemble | Mixture
     inputs: Tensor
     outcomes: Tensor
     observed: tuple[Tensor, Tensor, Tensor] | None = None
@@ -131,25 +186,26 @@ class Process:
     def fit(cls, X: Tensor, Y: Tensor, *, start: Process | None = None, **settings: Any) -> Process:
         """Of inputs (n, d) and outcomes (n, m); `start` begins with another one's networks, and trains less.
 
-        See `fit_mixture` for the settings.
+        See `Ensemble.fit` for the settings.
         """
         if X.dim() != 2 or Y.dim() != 2 or len(X) != len(Y) or not len(X):
             raise MatchError(f"X has shape {tuple(X.shape)} and Y {tuple(Y.shape)}: they must be (n, d) and (n, m)")
         X, Y = X.detach().double(), Y.detach().double()
-        inputs = _standard(X) if start is None else start.inputs
-        outcomes = _standard(Y)
-        weights = None
-        if start is not None:
-            weights = [member.mode for member in start.mixture]
-            settings = {"rounds": 1, "steps": 200, **settings}
-        mixture = fit_mixture((X - inputs[0]) / inputs[1], (Y - outcomes[0]) / outcomes[1], start=weights, **settings)
-        return cls(mixture, inputs, outcomes)
+        inputs, outcomes, before = _standard(X), _standard(Y), None
+        if start is not None and isinstance(start.networks, Ensemble):
+            inputs, before = start.inputs, start.networks
+            settings = {"rounds": 1, "steps": 100, **settings}
+        x, y = (X - inputs[0]) / inputs[1], (Y - outcomes[0]) / outcomes[1]
+        return cls(Ensemble.fit(x, y, start=before, **settings), inputs, outcomes)
 
     @property
     def noise(self) -> Tensor:
         """σ² of the outcomes, (m,)."""
-        each = [torch.as_tensor(member.noise_variance).double() for member in self.mixture]
-        return torch.stack(each).mean(dim=0).expand(self.outcomes.shape[1]) * self.outcomes[1].square()
+        if isinstance(self.networks, Ensemble):
+            noise = self.networks.noise.mean()
+        else:
+            noise = torch.stack([torch.as_tensor(q.noise_variance).double() for q in self.networks]).mean(dim=0)
+        return noise.expand(self.outcomes.shape[1]) * self.outcomes[1].square()
 
     def moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """E[f], (..., q, m), and Cov[f], (..., q m, q m), of inputs (..., q, d); a point's outputs are neighbours."""
@@ -178,16 +234,20 @@ class Process:
         return replace(self, observed=(new[0], new[1], new[2]))
 
     def _joint(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Standardised moments."""
-        batch, q = x.shape[:-2], x.shape[-2]
-        means, covariances = [], []
-        for member in self.mixture:
-            mean, rows = white_rows(member, x.reshape(-1, x.shape[-1]))
-            rows = rows.reshape(*batch, q * mean.shape[1], -1)
-            means.append(mean.view(*batch, q, -1))
-            covariances.append(rows @ rows.mT)
-        shares = torch.tensor(self.mixture.weights, dtype=torch.float64).view(-1, *[1] * x.dim())
-        each, total = torch.stack(means), torch.stack(covariances)
+        """Standardised moments, matched to those of the mixture."""
+        if isinstance(self.networks, Ensemble):
+            each, total = self.networks.joint(x)
+            shares = torch.full((len(each),), 1 / len(each), dtype=torch.float64)
+        else:
+            batch, q, means, covariances = x.shape[:-2], x.shape[-2], [], []
+            for member in self.networks:
+                mean, rows = white_rows(member, x.reshape(-1, x.shape[-1]).to(next(iter(member.draw_types().values()))))
+                rows = rows.double().reshape(*batch, q * mean.shape[1], -1)
+                means.append(mean.double().view(*batch, q, -1))
+                covariances.append(rows @ rows.mT)
+            each, total = torch.stack(means), torch.stack(covariances)
+            shares = torch.tensor(self.networks.weights, dtype=torch.float64)
+        shares = shares.view(-1, *[1] * x.dim())
         mean = (shares * each).sum(dim=0)
         away = (each - mean).flatten(-2)
         return mean, (shares * (total + away[..., :, None] * away[..., None, :])).sum(dim=0)
