@@ -324,6 +324,7 @@ def report(cells: dict[tuple[str, str], list[Cell]], problems: list[str], method
 def main() -> None:
     parser = arguments(__doc__, quick="14 evaluations of Branin and the images, one seed")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--evaluations", type=int, default=EVALUATIONS)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
@@ -332,7 +333,7 @@ def main() -> None:
     options: argparse.Namespace = parser.parse_args()
     one_core()
     warnings.filterwarnings("ignore")
-    evaluations = EVALUATIONS
+    evaluations = options.evaluations
     if options.quick:
         options.seeds, options.problems, evaluations = 1, ["noisy branin", "images"], 14
     part, parts = map(int, options.part.split("/"))

@@ -150,6 +150,12 @@ class BadamModel(Model, FantasizeMixin):  # type: ignore[misc]
         found.process = self.process.observe(self.transform_inputs(X), Y, noise)
         return found
 
+    def _set_transformed_inputs(self) -> None:
+        """Nothing: the evaluations are kept as they came, and transformed where they are used."""
+
+    def _revert_to_original_inputs(self) -> None:
+        """Nothing, for the same reason."""
+
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outcomes."""
         return _Some(self, idcs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesadam._checks import count
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
+from bayesadam.engine.network import Network, flatten, forward, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.errors import MatchError
@@ -22,8 +22,8 @@ from bayesadam.predict.moments import white_rows
 
 # Below this share of the largest eigenvalue a covariance is rounding.
 _JITTER = 1e-10
-# The noise as a share of the signal, from which evidence chooses.
-_RATIOS = torch.logspace(-6, 1, 29, dtype=torch.float64)
+# The least noise, as a share of the prior variance.
+_LEAST = 1e-5
 # Layer inputs a, (s, n, in), and D = ∂f/∂z, (s, n, m, out), of every layer.
 _Layers = list[tuple[Tensor, Tensor]]
 
@@ -37,12 +37,14 @@ class Ensemble:
         y' ~ N(0, K/δ + σ²),    K = J Jᵀ = Σ_l (a_l · a_l' + 1) (D_l · D_l'),
 
     over layers with inputs a and D = ∂f/∂z, and no Jacobian is formed. δ and σ² are where this evidence is largest. The
-    prediction is the Gaussian process of prior mean f − J θ and covariance K/δ given the rows.
+    prediction is the Gaussian process of prior mean f − J θ and covariance K/δ given the rows. How much each input
+    counts, r, multiplies the inputs, and is found by ascending the same evidence, as the lengths of a kernel are.
 
     Attributes:
         params: stacked weights by name, (s, *shape), in float64.
         x, y: standardised inputs (n, d) and outcomes (n, m).
         prior, noise: δ and σ² of each network, (s,).
+        relevance: log r of each network's inputs, (s, 1, d).
     """
 
     network: Network
@@ -51,6 +53,7 @@ class Ensemble:
     y: Tensor
     prior: Tensor
     noise: Tensor
+    relevance: Tensor
 
     @classmethod
     def fit(
@@ -59,11 +62,12 @@ class Ensemble:
         y: Tensor,
         *,
         hidden: Sequence[int] = (64, 64),
-        activation: str = "tanh",
+        activation: str = "relu",
         n_ensemble: int = 4,
         steps: int = 400,
         lr: float = 1e-2,
-        rounds: int = 2,
+        rounds: int = 1,
+        ascents: int = 40,
         seed: int = 0,
         start: Ensemble | None = None,
     ) -> Ensemble:
@@ -78,41 +82,53 @@ class Ensemble:
         network = Network(x.shape[1], tuple(hidden), y.shape[1], activation)
         seeds = [seed * 1000 + number for number in range(n_ensemble)]
         if start is None:
-            weights = flatten(initial(network, seeds))
-            found = cls(
-                network, unflatten(network, weights), x, y, torch.ones(n_ensemble), torch.full((n_ensemble,), 1e-2)
-            )
+            ones = torch.ones(n_ensemble, dtype=torch.float64)
+            params = {name: t.double() for name, t in initial(network, seeds).items()}
+            relevance = torch.zeros(n_ensemble, 1, x.shape[1], dtype=torch.float64)
+            found = cls(network, params, x, y, ones, 1e-2 * ones, relevance).at_evidence(ascents)
         else:
-            found = replace(start, x=x, y=y)
-        few, targets = x.float().expand(len(found.prior), *x.shape), y.float()
-
-        def batch(_: Tensor) -> tuple[Tensor, Slope]:
-            return few, lambda f: (f - targets) / len(targets)
-
+            found = replace(start, x=x, y=y).at_evidence(ascents)
         for _ in range(rounds):
-            weights = flatten(found.params).float()
-            stack = Stack(found.network, Adam(), seeds[: len(weights)], batch, n_data=len(x), weights=weights)
-            stack.penalty = (found.noise * found.prior / len(x)).float()[:, None]
-            train(stack, [torch.zeros(steps, len(weights), 1, dtype=torch.long)], cosine(lr, steps))
-            found = replace(found, params={name: t.double() for name, t in stack.params.items()}).at_evidence()
+            found = found._trained(steps, lr, seeds).at_evidence(ascents)
         return found
 
-    def at_evidence(self) -> Ensemble:
-        """With δ and σ² at the largest log N(y'; 0, K/δ + σ²): over ratios σ² δ, 1/δ being y'ᵀ (K + σ² δ)⁻¹ y'/n."""
-        prior_mean, layers = self.layers(self.x)
-        targets = (self.y - prior_mean).flatten(1)
-        values, vectors = torch.linalg.eigh(kernel(layers, layers))
-        scale = values.mean(dim=1).clamp(min=1e-12)
-        squares = (vectors.mT @ targets.unsqueeze(-1)).squeeze(-1).square()
-        spectra = values.clamp(min=0)[:, None] / scale[:, None, None] + _RATIOS[:, None]
-        size = (squares[:, None] / spectra).mean(dim=2).clamp(min=1e-12)
-        scores = -0.5 * (squares.shape[1] * size.log() + spectra.log().sum(dim=2))
-        best = scores.argmax(dim=1, keepdim=True)
-        size = size.gather(1, best).squeeze(1)
-        return replace(self, prior=scale / size, noise=size * _RATIOS[best.squeeze(1)])
+    def _trained(self, steps: int, lr: float, seeds: Sequence[int]) -> Ensemble:
+        inputs, targets = (self.x * self.relevance.exp()).float(), self.y.float()
+
+        def batch(_: Tensor) -> tuple[Tensor, Slope]:
+            return inputs, lambda f: (f - targets) / len(targets)
+
+        weights = flatten(self.params).float()
+        stack = Stack(self.network, Adam(), seeds[: len(weights)], batch, n_data=len(targets), weights=weights)
+        stack.penalty = (self.noise * self.prior / len(targets)).float()[:, None]
+        train(stack, [torch.zeros(steps, len(weights), 1, dtype=torch.long)], cosine(lr, steps))
+        return replace(self, params={name: t.double() for name, t in stack.params.items()})
+
+    def at_evidence(self, ascents: int) -> Ensemble:
+        """With r, σ² and δ after some steps up log N(y'; 0, K/δ + σ²) − ½ |log r|², 1/δ being y'ᵀ (K + σ² δ)⁻¹ y'/n."""
+        relevance = self.relevance.clone().requires_grad_()
+        ratio = (self.noise * self.prior).log().clone().requires_grad_()
+        optimizer = torch.optim.Adam([relevance, ratio], lr=0.1)
+        for step in range(ascents + 1):
+            with torch.set_grad_enabled(step < ascents):
+                prior_mean, layers = replace(self, relevance=relevance).layers(self.x)
+                targets = (self.y - prior_mean).flatten(1).unsqueeze(-1)
+                whole = kernel(layers, layers)
+                floor = ratio.exp() + _LEAST * whole.diagonal(dim1=1, dim2=2).mean(dim=1)
+                root = torch.linalg.cholesky(whole + torch.diag_embed(floor[:, None].expand(whole.shape[:2])))
+                white = torch.linalg.solve_triangular(root, targets, upper=False)
+                size = white.square().mean(dim=(1, 2)).clamp(min=1e-12)
+                log_det = 2 * root.diagonal(dim1=1, dim2=2).log().sum(dim=1)
+                loss = (targets.shape[1] * size.log() + log_det).sum() / 2 + relevance.square().sum() / 2
+            if step < ascents:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return replace(self, prior=1 / size, noise=floor.detach() * size, relevance=relevance.detach())
 
     def layers(self, x: Tensor) -> tuple[Tensor, _Layers]:
         """f − J θ, (s, n, m), and the factors of the kernel at x, (n, d); J θ = Σ_l D_l · z_l."""
+        x = x * self.relevance.exp()
         graph = has_graph(x)
         seen: tuple[list[Tensor], list[Tensor]] = ([], [])
         with torch.enable_grad():
@@ -133,7 +149,7 @@ class Ensemble:
         """The factors of the rows, the Cholesky factor of K + σ² δ, and (K + σ² δ)⁻¹ y'."""
         prior_mean, layers = self.layers(self.x)
         whole = kernel(layers, layers)
-        ratio = self.noise * self.prior + _JITTER * whole.diagonal(dim1=1, dim2=2).mean(dim=1)
+        ratio = self.noise * self.prior
         root = torch.linalg.cholesky(whole + torch.diag_embed(ratio[:, None].expand(whole.shape[:2])))
         return layers, root, torch.cholesky_solve((self.y - prior_mean).flatten(1).unsqueeze(-1), root)
 
@@ -194,7 +210,7 @@ class Process:
         inputs, outcomes, before = _standard(X), _standard(Y), None
         if start is not None and isinstance(start.networks, Ensemble):
             inputs, before = start.inputs, start.networks
-            settings = {"rounds": 1, "steps": 100, **settings}
+            settings = {"steps": 100, "ascents": 5, **settings}
         x, y = (X - inputs[0]) / inputs[1], (Y - outcomes[0]) / outcomes[1]
         return cls(Ensemble.fit(x, y, start=before, **settings), inputs, outcomes)
 
