@@ -16,22 +16,23 @@ from floats import assert_close
 
 pytest.importorskip("botorch", reason="needs botorch: make botorch-test")
 
-from botorch.acquisition import (  # noqa: E402
+from botorch.acquisition import (
     LogExpectedImprovement,
     qKnowledgeGradient,
     qLogExpectedImprovement,
     qLogNoisyExpectedImprovement,
 )
-from botorch.acquisition.multi_objective import qLogExpectedHypervolumeImprovement  # noqa: E402
-from botorch.acquisition.objective import LinearMCObjective, ScalarizedPosteriorTransform  # noqa: E402
-from botorch.models.model import ModelList  # noqa: E402
-from botorch.models.transforms import Normalize, Standardize  # noqa: E402
-from botorch.optim import optimize_acqf  # noqa: E402
-from botorch.sampling import SobolQMCNormalSampler  # noqa: E402
-from botorch.utils.multi_objective.box_decompositions import NondominatedPartitioning  # noqa: E402
-from botorch.utils.testing import BotorchTestCase, get_random_data  # noqa: E402
+from botorch.acquisition.multi_objective import qLogExpectedHypervolumeImprovement
+from botorch.acquisition.objective import LinearMCObjective, ScalarizedPosteriorTransform
+from botorch.models.model import ModelList
+from botorch.models.transforms import Normalize, Standardize
+from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
+from botorch.utils.multi_objective.box_decompositions import NondominatedPartitioning
+from botorch.utils.testing import BotorchTestCase, get_random_data
 
-from bayesadam.botorch import BadamModel  # noqa: E402
+from bayesadam.botorch import BadamModel
+from bayesadam.botorch.surrogate import kernel
 
 QUICK = {"hidden": (8,), "n_ensemble": 2, "steps": 30, "ascents": 3, "activation": "tanh"}
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
@@ -191,8 +192,6 @@ def test_the_kernel_without_a_jacobian_is_that_with_one():
         ]
         j = torch.stack(rows)
         theta = torch.cat([p.flatten() for p in own.values()])
-        from bayesadam.botorch.surrogate import kernel
-
         assert_close(kernel(layers, layers)[number], j @ j.T, rtol=1e-6)
         assert_close(mean[number].flatten(), (model(scaled).flatten() - j @ theta).detach(), rtol=1e-6)
 
@@ -205,13 +204,13 @@ class TestAsBotorchTestsModels(BotorchTestCase):
             how = {"device": self.device, "dtype": dtype}
             x, y = get_random_data(batch_shape=torch.Size(), m=m, d=2, n=10, **how)
             model = BadamModel.fit(x, y, **QUICK)
-            self.assertEqual(model.num_outputs, m)
-            self.assertEqual(model.batch_shape, torch.Size())
+            assert model.num_outputs == m
+            assert model.batch_shape == torch.Size()
             at = torch.rand(2, 3, 2, **how)
             found = model.posterior(at)
-            self.assertEqual(found.mean.shape, torch.Size([2, 3, m]))
-            self.assertEqual(found.variance.shape, torch.Size([2, 3, m]))
-            self.assertEqual(found.mean.dtype, dtype)
+            assert found.mean.shape == torch.Size([2, 3, m])
+            assert found.variance.shape == torch.Size([2, 3, m])
+            assert found.mean.dtype == dtype
             conditioned = model.condition_on_observations(torch.rand(2, 4, 2, **how), torch.rand(2, 4, m, **how))
-            self.assertEqual(conditioned.posterior(at).mean.shape, torch.Size([2, 3, m]))
-            self.assertTrue(bool((conditioned.posterior(at).variance <= found.variance + 1e-4).all()))
+            assert conditioned.posterior(at).mean.shape == torch.Size([2, 3, m])
+            assert bool((conditioned.posterior(at).variance <= found.variance + 0.0001).all())

@@ -140,9 +140,9 @@ class BadamModel(Model, FantasizeMixin):  # type: ignore[misc]
         if retrain:
             if self.train_inputs is None or self.train_targets is None or Y.dim() != 2:
                 raise MatchError("retrain=True needs the model's own train_X and train_Y, and Y of shape (k, m)")
-            both = torch.cat([self.train_inputs[0], X]), torch.cat([self.train_targets, Y])
-            kept = {name: getattr(self, name, None) for name in ("outcome_transform", "input_transform")}
-            return type(self).fit(*both, start=self, **kept, **self.settings)
+            every, outcomes = torch.cat([self.train_inputs[0], X]), torch.cat([self.train_targets, Y])
+            kept: Any = {name: getattr(self, name, None) for name in ("outcome_transform", "input_transform")}
+            return type(self).fit(every, outcomes, start=self, **{**self.settings, **kept})
         found = copy.copy(self)
         found._modules = dict(self._modules)
         if hasattr(self, "outcome_transform"):

@@ -163,7 +163,7 @@ class Ensemble:
         explained = torch.linalg.solve_triangular(root, cross, upper=False)
         s, n = explained.shape[:2]
         explained = explained.view(s, n, *batch, q * m).movedim(1, -2)
-        blocks = [tuple(t.unflatten(1, (*batch, q)) for t in pair) for pair in layers]
+        blocks = [tuple(t.reshape(s, *batch, q, *t.shape[2:]) for t in pair) for pair in layers]
         covariance = kernel(blocks, blocks) - explained.mT @ explained
         return mean.view(s, *batch, q, m), covariance / self.prior.view(-1, *[1] * (covariance.dim() - 1))
 
@@ -242,7 +242,7 @@ class Process:
         new = [x, y, own.expand(y.shape)]
         if self.observed is not None:
             old = list(self.observed)
-            batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (*old, *new)))
+            batch: Any = torch.broadcast_shapes(*(t.shape[:-2] for t in (*old, *new)))  # type: ignore[no-untyped-call]
             new = [
                 torch.cat([a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])], dim=-2)
                 for a, b in zip(old, new, strict=True)
@@ -270,7 +270,7 @@ class Process:
 
     def _conditioned(self, x: Tensor, seen: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Given what was observed: the usual conditional Gaussian."""
-        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        batch: Any = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
         points = [t.expand(*batch, *t.shape[-2:]) for t in (seen, x)]
         mean, covariance = self._joint(torch.cat(points, dim=-2))
         k, m = seen.shape[-2] * y.shape[-1], y.shape[-1]
@@ -280,7 +280,7 @@ class Process:
         root = torch.linalg.cholesky(inner)
         solved = torch.cholesky_solve(cross, root)
         residual = (y - mean[..., : seen.shape[-2], :]).flatten(-2).unsqueeze(-1)
-        moved = (solved.mT @ residual).squeeze(-1).unflatten(-1, (x.shape[-2], m))
+        moved = (solved.mT @ residual).reshape(*batch, x.shape[-2], m)
         return mean[..., seen.shape[-2] :, :] + moved, covariance[..., k:, k:] - cross.mT @ solved
 
 
