@@ -27,6 +27,7 @@ def learn(rows: Tensor) -> ba.Posterior:
 
 
 def accuracy(posterior: ba.Posterior) -> float:
+    """Of the network on the test images."""
     guess = posterior.model(images[test]).argmax(dim=1)
     return float((guess == labels[test]).float().mean())
 

@@ -23,6 +23,7 @@ def branin(x: Tensor) -> Tensor:
 
 
 def measured(x: Tensor) -> Tensor:
+    """With noise of standard deviation 2."""
     return (branin(x) + 2 * torch.randn(len(x)))[:, None]
 
 

@@ -22,6 +22,8 @@ from bayesadam.predict.moments import white_rows
 
 # Below this share of the largest eigenvalue a covariance is rounding.
 _JITTER = 1e-10
+# E[log σ²] of the prior of the noise of standardised outcomes, of variance 1, which keeps a few rows from being all noise.
+_USUAL_NOISE = -4.0
 # The least noise, as a share of the prior variance.
 _LEAST = 1e-5
 # Layer inputs a, (s, n, in), and D = ∂f/∂z, (s, n, m, out), of every layer.
@@ -62,7 +64,7 @@ class Ensemble:
         y: Tensor,
         *,
         hidden: Sequence[int] = (64, 64),
-        activation: str = "relu",
+        activation: str = "tanh",
         n_ensemble: int = 4,
         steps: int = 400,
         lr: float = 1e-2,
@@ -105,7 +107,10 @@ class Ensemble:
         return replace(self, params={name: t.double() for name, t in stack.params.items()})
 
     def at_evidence(self, ascents: int) -> Ensemble:
-        """With r, σ² and δ after some steps up log N(y'; 0, K/δ + σ²) − ½ |log r|², 1/δ being y'ᵀ (K + σ² δ)⁻¹ y'/n."""
+        """With r, σ² and δ after some steps up log N(y'; 0, K/δ + σ²) − ½ |log r|² − ½ (log σ² + 4)².
+
+        1/δ is y'ᵀ (K + σ² δ)⁻¹ y'/n throughout.
+        """
         relevance = self.relevance.clone().requires_grad_()
         ratio = (self.noise * self.prior).log().clone().requires_grad_()
         optimizer = torch.optim.Adam([relevance, ratio], lr=0.1)
@@ -120,6 +125,7 @@ class Ensemble:
                 size = white.square().mean(dim=(1, 2)).clamp(min=1e-12)
                 log_det = 2 * root.diagonal(dim1=1, dim2=2).log().sum(dim=1)
                 loss = (targets.shape[1] * size.log() + log_det).sum() / 2 + relevance.square().sum() / 2
+                loss = loss + ((floor * size).log() - _USUAL_NOISE).square().sum() / 2
             if step < ascents:
                 optimizer.zero_grad()
                 loss.backward()
