@@ -22,7 +22,7 @@ from bayesadam.predict.moments import white_rows
 
 # Below this share of the largest eigenvalue a covariance is rounding.
 _JITTER = 1e-10
-# E[log σ²] of the prior of the noise of standardised outcomes, of variance 1, which keeps a few rows from being all noise.
+# E[log σ²] of the prior of the noise of standardised outcomes: it keeps a few rows from being all noise.
 _USUAL_NOISE = -4.0
 # The least noise, as a share of the prior variance.
 _LEAST = 1e-5
@@ -32,15 +32,16 @@ _Layers = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Ensemble:
-    """Networks of one shape, trained on all of a few rows, each with the exact posterior of its linearisation.
+    """Networks of one shape, trained on all of a few rows, each with the Gaussian process of its tangent kernel.
 
-    With the prior N(0, 1/δ) over weights and y' = y − f + J θ, the targets of the linearised network,
+    The linearised network is a linear model in the rows J of its Jacobian. Here these have length 1, so that a priori
+    no place is more uncertain than another, and with the prior N(0, 1/δ) over its coefficients
 
-        y' ~ N(0, K/δ + σ²),    K = J Jᵀ = Σ_l (a_l · a_l' + 1) (D_l · D_l'),
+        y ~ N(0, K/δ + σ²),    K = J Jᵀ / (|J| |J'|),    J Jᵀ = Σ_l (a_l · a_l' + 1) (D_l · D_l'),
 
-    over layers with inputs a and D = ∂f/∂z, and no Jacobian is formed. δ and σ² are where this evidence is largest. The
-    prediction is the Gaussian process of prior mean f − J θ and covariance K/δ given the rows. How much each input
-    counts, r, multiplies the inputs, and is found by ascending the same evidence, as the lengths of a kernel are.
+    over layers with inputs a and D = ∂f/∂z; no Jacobian is formed. Plain rows are longest in the corners of a box,
+    where an acquisition function would then stay. Training chooses the rows. δ, σ² and how much each input counts, r,
+    which multiplies the inputs, ascend this evidence.
 
     Attributes:
         params: stacked weights by name, (s, *shape), in float64.
@@ -107,17 +108,17 @@ class Ensemble:
         return replace(self, params={name: t.double() for name, t in stack.params.items()})
 
     def at_evidence(self, ascents: int) -> Ensemble:
-        """With r, σ² and δ after some steps up log N(y'; 0, K/δ + σ²) − ½ |log r|² − ½ (log σ² + 4)².
+        """With r, σ² and δ after some steps up log N(y; 0, K/δ + σ²) − ½ |log r|² − ½ (log σ² + 4)².
 
-        1/δ is y'ᵀ (K + σ² δ)⁻¹ y'/n throughout.
+        1/δ is yᵀ (K + σ² δ)⁻¹ y/n throughout.
         """
         relevance = self.relevance.clone().requires_grad_()
         ratio = (self.noise * self.prior).log().clone().requires_grad_()
         optimizer = torch.optim.Adam([relevance, ratio], lr=0.1)
         for step in range(ascents + 1):
             with torch.set_grad_enabled(step < ascents):
-                prior_mean, layers = replace(self, relevance=relevance).layers(self.x)
-                targets = (self.y - prior_mean).flatten(1).unsqueeze(-1)
+                layers = replace(self, relevance=relevance).layers(self.x)
+                targets = self.y.flatten().view(1, -1, 1).expand(len(relevance), -1, -1)
                 whole = kernel(layers, layers)
                 floor = ratio.exp() + _LEAST * whole.diagonal(dim1=1, dim2=2).mean(dim=1)
                 root = torch.linalg.cholesky(whole + torch.diag_embed(floor[:, None].expand(whole.shape[:2])))
@@ -132,8 +133,8 @@ class Ensemble:
                 optimizer.step()
         return replace(self, prior=1 / size, noise=floor.detach() * size, relevance=relevance.detach())
 
-    def layers(self, x: Tensor) -> tuple[Tensor, _Layers]:
-        """f − J θ, (s, n, m), and the factors of the kernel at x, (n, d); J θ = Σ_l D_l · z_l."""
+    def layers(self, x: Tensor) -> _Layers:
+        """The factors of the kernel at x, (n, d), D being divided by the length of the rows of the Jacobian."""
         x = x * self.relevance.exp()
         graph = has_graph(x)
         seen: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -147,25 +148,26 @@ class Ensemble:
             slopes = [torch.stack(of_layer, dim=2) for of_layer in zip(*each, strict=True)]
         keep = (lambda t: t) if graph else torch.Tensor.detach
         pairs = [(keep(a), keep(d)) for a, d in zip(seen[0], slopes, strict=True)]
-        own = [(d * keep(z).unsqueeze(2)).sum(dim=3) for (_, d), z in zip(pairs, seen[1], strict=True)]
-        return keep(f) - torch.stack(own).sum(dim=0), pairs
+        squares = [(a.square().sum(dim=2, keepdim=True) + 1) * d.square().sum(dim=3) for a, d in pairs]
+        length = torch.stack(squares).sum(dim=0).clamp(min=1e-30).sqrt()
+        return [(a, d / length.unsqueeze(-1)) for a, d in pairs]
 
     @cached_property
     def _learnt(self) -> tuple[_Layers, Tensor, Tensor]:
         """The factors of the rows, the Cholesky factor of K + σ² δ, and (K + σ² δ)⁻¹ y'."""
-        prior_mean, layers = self.layers(self.x)
+        layers = self.layers(self.x)
         whole = kernel(layers, layers)
         ratio = self.noise * self.prior
         root = torch.linalg.cholesky(whole + torch.diag_embed(ratio[:, None].expand(whole.shape[:2])))
-        return layers, root, torch.cholesky_solve((self.y - prior_mean).flatten(1).unsqueeze(-1), root)
+        return layers, root, torch.cholesky_solve(self.y.flatten().view(1, -1, 1).expand(len(root), -1, -1), root)
 
     def joint(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """E[f], (s, ..., q, m), and Cov[f], (s, ..., q m, q m), of every network at x, (..., q, d)."""
         batch, q, m = x.shape[:-2], x.shape[-2], self.y.shape[1]
-        prior_mean, layers = self.layers(x.reshape(-1, x.shape[-1]))
+        layers = self.layers(x.reshape(-1, x.shape[-1]))
         known, root, solved = self._learnt
         cross = kernel(known, layers)
-        mean = prior_mean + (cross.mT @ solved).view(prior_mean.shape)
+        mean = cross.mT @ solved
         explained = torch.linalg.solve_triangular(root, cross, upper=False)
         s, n = explained.shape[:2]
         explained = explained.view(s, n, *batch, q * m).movedim(1, -2)
