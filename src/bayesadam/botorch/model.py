@@ -6,12 +6,9 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from botorch.models.model import FantasizeMixin, Model
-from botorch.posteriors.gpytorch import GPyTorchPosterior
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator import to_linear_operator
 from torch import Tensor
 
+from bayesadam._extras import require
 from bayesadam.botorch.surrogate import Process
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.posterior import Mixture, Posterior
@@ -19,8 +16,14 @@ from bayesadam.posterior import Mixture, Posterior
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_models: Any = require("botorch.models.model")
+GPyTorchPosterior: Any = require("botorch.posteriors.gpytorch").GPyTorchPosterior
+_normals: Any = require("gpytorch.distributions")
+to_linear_operator: Any = require("linear_operator").to_linear_operator
+MultivariateNormal, MultitaskMultivariateNormal = _normals.MultivariateNormal, _normals.MultitaskMultivariateNormal
 
-class BadamModel(Model, FantasizeMixin):  # type: ignore[misc]
+
+class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
     """A BoTorch model: the Gaussian process that a network, or several, are when linearised about their weights.
 
     `BadamModel.fit(X, Y)` trains an ensemble of small networks; `BadamModel(posterior)` takes any posterior of a
@@ -156,12 +159,12 @@ class BadamModel(Model, FantasizeMixin):  # type: ignore[misc]
     def _revert_to_original_inputs(self) -> None:
         """Nothing, for the same reason."""
 
-    def subset_output(self, idcs: list[int]) -> Model:
+    def subset_output(self, idcs: list[int]) -> Any:
         """The model of some of the outcomes."""
         return _Some(self, idcs)
 
 
-class _Some(Model):  # type: ignore[misc]
+class _Some(_models.Model):  # type: ignore[misc]
     """Some outcomes of a model."""
 
     def __init__(self, whole: BadamModel, indices: list[int]) -> None:
