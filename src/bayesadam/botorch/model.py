@@ -24,10 +24,10 @@ MultivariateNormal, MultitaskMultivariateNormal = _normals.MultivariateNormal, _
 
 
 class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
-    """A BoTorch model: the Gaussian process that a network, or several, are when linearised about their weights.
+    """A BoTorch model: the Gaussian process of one network, or of several.
 
-    `BadamModel.fit(X, Y)` trains an ensemble of small networks; `BadamModel(posterior)` takes any posterior of a
-    regression. Samples of `posterior(X)` have gradients with respect to X, so every acquisition function applies.
+    `BadamModel.fit(X, Y)` trains small networks and takes the processes of their tangent kernels;
+    `BadamModel(posterior)` takes any posterior of a regression, linearised. Samples of `posterior(X)` have gradients with respect to X, so every acquisition function applies.
     Several objectives are the outputs of one model, or models in botorch's `ModelList`.
 
     Args:
@@ -137,7 +137,7 @@ class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
     ) -> Self:
         """A new model that has also seen outcomes Y, (batch, k, m), at X, (batch, k, d).
 
-        Exact for the linearised networks, whose weights stay as they are. With `retrain` they are trained on, from
+        Exact for the model's Gaussian process; weights stay as they are. With `retrain` they are trained on, from
         where they are, on all evaluations: for real observations, not for a batch of imagined ones.
         """
         if retrain:

@@ -76,7 +76,7 @@ class Ensemble:
     ) -> Ensemble:
         """Train the networks as one stack; x (n, d) and y (n, m) are standardised.
 
-        Every round trains at the penalty δ σ²/n of the round before it.
+        Every round trains at the penalty (δ σ²/2n) |θ|², with the δ and σ² that there are; the evidence follows.
 
         Args:
             start: networks to begin with, and their δ and σ².
@@ -189,10 +189,10 @@ def kernel(left: Any, right: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """The Gaussian process of linearised networks: the moments of f, of a mixture matched, and what was observed since.
+    """The Gaussian process of several networks: the moments of their mixture, and what was observed since.
 
-    k(x, x') = J Σ J'ᵀ, of several networks Σ π (k_m + (f_m − f̄)(f'_m − f̄')). Conditioning on new observations is exact
-    for this process: it is what the networks' linearisation would learn, without training them again.
+    Each has its own mean f_m and covariance k_m, of an `Ensemble`, or f and J Σ J'ᵀ of a posterior; the covariance is
+    Σ π (k_m + (f_m − f̄)(f'_m − f̄')). Conditioning on new observations is exact for this process; no weight changes.
 
     Attributes:
         networks: over standardised inputs and outcomes; a mixture of posteriors of a regression serves too.
