@@ -27,7 +27,8 @@ class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
     """A BoTorch model: the Gaussian process of one network, or of several.
 
     `BadamModel.fit(X, Y)` trains small networks and takes the processes of their tangent kernels;
-    `BadamModel(posterior)` takes any posterior of a regression, linearised. Samples of `posterior(X)` have gradients with respect to X, so every acquisition function applies.
+    `BadamModel(posterior)` takes any posterior of a regression, linearised. Samples of
+    `posterior(X)` have gradients with respect to X, so every acquisition function applies.
     Several objectives are the outputs of one model, or models in botorch's `ModelList`.
 
     Args:
