@@ -7,7 +7,7 @@ PEERS  := .venv-peers
 OUT    ?= out
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo reproduce test test-all test-gpu check bench peers peers-test mergekit-test wild docs serve build release-test clean
+.PHONY: help demo reproduce test test-all test-gpu check bench peers peers-test mergekit-test botorch-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench   the benchmarks, with their peers, in an environment of their own (make peers); QUICK=1 at their smallest"
 	@echo "make wild    checkpoints written by other libraries, read and compared with the live optimiser"
 	@echo "make mergekit-test   mergekit, in an environment of its own, with the methods in contrib"
+	@echo "make botorch-test   the BoTorch model, in an environment of its own, under botorch's acquisition functions"
 	@echo "make peers-test   import every peer, run every benchmark at its smallest size"
 
 $(READY): pyproject.toml constraints.txt
@@ -117,6 +118,17 @@ $(MERGEKIT)/.ready: pyproject.toml constraints.txt contrib/mergekit.txt
 mergekit-test: $(MERGEKIT)/.ready
 	OMP_NUM_THREADS=1 $(MERGEKIT)/bin/python -m pytest tests/contrib/test_mergekit.py
 
+# botorch's releases may ask for another torch: it is installed without its own dependencies.
+BOTORCH := .venv-botorch
+$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/surrogate/botorch.txt
+	$(PYTHON) -m venv $(BOTORCH)
+	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sklearn]' pytest
+	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/surrogate/botorch.txt
+	@touch $@
+
+botorch-test: $(BOTORCH)/.ready
+	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/surrogate
+
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild
 $(WILD)%/.ready: benchmarks/wild.txt benchmarks/wild-lightning1.txt constraints.txt
@@ -129,4 +141,4 @@ wild: $(WILD)2/.ready $(WILD)1/.ready
 	$(WILD)2/bin/python benchmarks/wild.py --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(BOTORCH) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

@@ -12,6 +12,7 @@ EXTRA_OF: dict[str, str | None] = {
     "rich": None,
     "typer": None,
     "accelerate": "transformers",
+    "botorch": "botorch",
     "h5py": "keras",
     "lightning": "lightning",
     "onnx": "onnx",

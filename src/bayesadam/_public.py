@@ -15,6 +15,7 @@ from bayesadam import (
     trainers,
 )
 from bayesadam._version import __version__
+from bayesadam.acquiring import acquire
 from bayesadam.anchoring import anchor
 from bayesadam.auditing import audit
 from bayesadam.calibration import calibrate, log_marginal_likelihood
@@ -44,6 +45,7 @@ __all__ = [
     "Recorder",
     "Top",
     "__version__",
+    "acquire",
     "anchor",
     "anchoring",
     "audit",

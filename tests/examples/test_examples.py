@@ -82,6 +82,16 @@ def serve(output: str) -> None:
     assert number("health page:", output) == 200
 
 
+def label_digits(output: str) -> None:
+    chosen = number("300 chosen labels: accuracy", output)
+    assert chosen > number("300 random labels: accuracy", output)
+    assert chosen > number("all 1400 labels: accuracy", output) - 0.02
+
+
+def optimise_function(output: str) -> None:
+    assert number("has the value", output) > max(-2.5, number("random points:", output))
+
+
 # What each example is called with, to end by itself.
 ARGUMENTS = {"serve.py": ("--port", "0", "--rehearse", "300")}
 # What each example needs beside the library, and what its output must say.
@@ -94,6 +104,8 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
     "bandit_delayed.py": ((), bandit_delayed),
     "merge_two.py": (("sklearn",), merge_two),
     "prune_checkpoint.sh": (("sklearn",), prune_checkpoint),
+    "label_digits.py": (("sklearn",), label_digits),
+    "optimise_function.py": (("botorch",), optimise_function),
     "serve.py": (("sklearn", "starlette", "uvicorn"), serve),
 }
 

@@ -459,7 +459,7 @@ def test_models_come_back_when_a_member_fails():
     [
         ({"likelihood": "counts"}, "likelihood must be one of"),
         ({"predictive": "exact"}, "predictive must be one of"),
-        ({"n_samples": 1}, "n_samples"),
+        ({"n_samples": 0}, "n_samples"),
         ({"link": "logit"}, "link must be one of"),
         ({"memory_budget": 0}, "memory_budget"),
     ],

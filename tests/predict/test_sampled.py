@@ -453,7 +453,7 @@ def test_linearised_draws_cannot_collapse(classifier, likelihood: str):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"n_samples": 1}, "n_samples must be a whole number of at least 2 .draws., got 1"),
+        ({"n_samples": 0}, "n_samples must be a whole number of at least 1 .draws., got 0"),
         ({"n_samples": 2.5}, r"got 2\.5"),
         ({"n_samples": True}, "got True"),
         ({"predictive": "mcmc"}, r"predictive must be one of .*got 'mcmc'"),

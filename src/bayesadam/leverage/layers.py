@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bayesadam._alone import named_modules
-from bayesadam.predict.call import Call, Forward, batch_size, evaluating, plain
+from bayesadam.predict.call import Call, Forward, batch_size, evaluating, has_graph, plain
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def layer_inputs(
         forward = module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            a = (args[0] if args else next(iter(kwargs.values()))).detach()
+            a = args[0] if args else next(iter(kwargs.values()))
             if layer.has_rows(a, size) and (chosen or not layer.tokens or not _counts_up(a)):
                 pooled = layer.pooled(module, a, size, mask)
                 run, before = runs.get(layer.module, 0) + 1, found.get(layer.module)
@@ -145,9 +145,10 @@ def observed(
     gaussian: Any, layers: Sequence[Layer], inputs: Any, forward: Forward | None = None, *, chosen: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """f(x; μ), (batch, ...), in float32 or wider, and the pooled input of each layer, (batch, width) by its module."""
-    inputs, call = plain(inputs), Call(gaussian.model, forward)
+    inputs, call = plain(inputs, graph=True), Call(gaussian.model, forward)
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     taps = layer_inputs(gaussian.model, layers, batch_size(inputs), mask, chosen=chosen)
-    with evaluating(gaussian.model, differentiable=False), torch.no_grad(), taps as seen:
+    recorded = torch.enable_grad() if has_graph(inputs) else torch.no_grad()
+    with evaluating(gaussian.model, differentiable=False), recorded, taps as seen:
         outputs = call(gaussian.mean, inputs)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen

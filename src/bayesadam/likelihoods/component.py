@@ -32,6 +32,7 @@ class Component:
         mean: E[f], (batch, ...), of the outputs asked for.
         variance: Var[f], without observation noise, of the same shape; 0 where `alone`.
         covariance: (batch, outputs, outputs), where it was asked for.
+        joint: the covariance between examples too, (batch · outputs, batch · outputs), where it was asked for.
         draws: (n, batch, ...), where the method sampled.
         noise_variance: σ² of a likelihood that has one; None where it is not known.
         temperature: T, by which logits are divided.
@@ -59,3 +60,4 @@ class Component:
     score: Score | None = None
     outputs: Tensor | None = None
     logits: Tensor | None = None
+    joint: Tensor | None = None

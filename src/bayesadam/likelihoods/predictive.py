@@ -198,8 +198,18 @@ class Predictive(ABC):
 
     @property
     def covariance(self) -> Tensor | None:
-        """Cov[f], (batch, outputs, outputs), of a prediction with `covariance=True`."""
+        """Cov[f], (batch, outputs, outputs), of a prediction with `covariance=True` or `joint=True`."""
         return self._moments[2]
+
+    @property
+    def joint_covariance(self) -> Tensor | None:
+        """Cov[f] between inputs, (batch · outputs, batch · outputs), of a prediction with `joint=True`.
+
+        Outputs of one input are neighbours, as in `mean.flatten()`.
+        """
+        each = [(c.joint, (c.mean - self.mean).flatten()) for c in self.components]
+        found = [joint if len(each) == 1 else joint + d[:, None] * d for joint, d in each if joint is not None]
+        return average(self.weights, found) if len(found) == len(each) else None
 
     @cached_property
     def draws(self) -> Tensor | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,7 @@ class Distribution(ABC):
         positions: Positions | None = None,
         probes: int | None = None,
         shift: bool = True,
+        joint: bool = False,
         method: PredictiveKind | None = None,
     ) -> Any:
         """The predictive distribution of a batch; the model is as before when it returns, or raises.
@@ -90,6 +92,9 @@ class Distribution(ABC):
         | `"sampled"`            | f(x; θ), θ ~ q             | a forward pass per draw                   |
         | `"forward"`            | N(f(x; μ), v r)            | a forward pass                            |
 
+        Where the inputs require gradients, moments and draws have them, at the cost of the Jacobian's rows. Leverage,
+        by which a calibrated posterior grows, has them too.
+
         A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each
         example by itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn,
         independently from example to example, and not one θ for the batch. Other threads that use the model wait.
@@ -105,7 +110,7 @@ class Distribution(ABC):
                 `calibrate(..., predictive="forward")`. Classes are at T(x) there. None is `"forward"` of what was
                 calibrated for it, else `"linearised"`, which of classes calibrated by temperature runs the mean network
                 alone too.
-            n_samples: draws of the sampling predictives.
+            n_samples: draws of the sampling predictives; variances of one draw are unknown, or of little use.
             covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"`,
                 `mutual_information()` and a heteroscedastic density take outputs as independent of each other.
             link: how logits become probabilities where f is Gaussian: `"probit"` or `"sampling"`.
@@ -125,6 +130,7 @@ class Distribution(ABC):
                 chosen, else none.
             shift: whether probabilities at a temperature grow humble with an example's leverage, T(x) = T √((1 + r)/2);
                 False is plain temperature scaling.
+            joint: `joint_covariance` too, between the inputs of a batch; draws are then of one θ for the whole batch.
             method: the old name of `predictive`.
         """
         if method is not None:
@@ -132,10 +138,36 @@ class Distribution(ABC):
         name, forward_only = self._likelihood(likelihood), all(q.spread is not None for q in self.members)
         kind = method or predictive or ("forward" if forward_only else "linearised")
         how = covariance, link, forward, generator, memory_budget
-        options = Options(name, kind, n_samples, *how, outputs, positions, probes, shift)
-        batches = self._watched(self._batches(inputs, "predict"))
+        options = Options(name, kind, n_samples, *how, outputs, positions, probes, shift, joint)
+        batches = self._watched(self._batches(inputs, "predict", graph=True))
         found = (predictive_of(self, batch, options) for batch in batches)
         return found if is_loader(inputs) else next(found)
+
+    def draw(
+        self,
+        seed: int = 0,
+        *,
+        predictive: PredictiveKind = "linearised",
+        likelihood: LikelihoodName | None = None,
+        forward: Forward | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> Function:
+        """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
+
+        It has gradients with respect to inputs that require them. Of a mixture it is one member's, picked by weight.
+
+        Args:
+            seed: determines the function.
+            predictive: `"linearised"`, f(x; μ) + J (θ − μ), the function whose moments `predict` has; or `"sampled"`,
+                the network itself with the weights θ.
+        """
+        kinds: dict[str, PredictiveKind] = {"linearised": "linearised-sampled", "sampled": "sampled"}
+        if predictive not in kinds:
+            raise SettingError(f"a drawn function is one of {tuple(kinds)}, got predictive={predictive!r}")
+        how: Any = {"forward": forward, "memory_budget": memory_budget, "joint": True}
+        options = Options(self._likelihood(likelihood), kinds[predictive], 1, **how)
+        number = picks(self.weights, 1, seed)[0]
+        return Function(self.members[number], options, stream_seed(seed, "member", number))
 
     def novelty(
         self,
@@ -215,16 +247,39 @@ class Distribution(ABC):
                 ranges = ()
             yield batch
 
-    def _batches(self, inputs: Any, what: str) -> Iterator[Any]:
+    def _batches(self, inputs: Any, what: str, *, graph: bool = False) -> Iterator[Any]:
         """The inputs of every batch of a loader, or of the one given."""
         model, batch = self.members[0].model, None
         if not is_loader(inputs):
-            yield for_model(inputs, model)
+            yield for_model(inputs, model, graph=graph)
             return
         for batch in progress(inputs, what):
             yield inputs_of(batch, model)
         if batch is None and what != "predict":
             raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """One function from a posterior of one network, by the weights that `seed` draws."""
+
+    member: Any
+    options: Options
+    seed: int
+
+    def __call__(self, inputs: Any) -> Tensor:
+        """f of a batch, (batch, ...)."""
+        options = replace(self.options, generator=torch.Generator().manual_seed(self.seed))
+        inputs = for_model(inputs, self.member.model, graph=True)
+        drawn = component_of_member(self.member, inputs, options)[0].draws
+        assert drawn is not None
+        return drawn[0]
+
+
+def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
+    """n members' numbers, drawn with probabilities π from a stream of their own."""
+    random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+    return list(map(int, np.searchsorted(np.cumsum(weights)[:-1], random.random(n), side="right")))
 
 
 def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
@@ -271,7 +326,7 @@ def _is_forward(member: Any, options: Options) -> bool:
     """Whether a forward pass is all that was asked for: probabilities are the mean network's, at a temperature."""
     if options.predictive == "forward":
         return True
-    asked = options.covariance or options.chosen is not None or options.positions is not None
+    asked = options.covariance or options.joint or options.chosen is not None or options.positions is not None
     plainly = options.predictive == "linearised" and not asked and not member.is_sharded
     return plainly and options.record.tempered and not member.averaged
 
@@ -285,16 +340,20 @@ def _of_rows(values: Tensor | None, positions: Positions | None) -> Tensor | Non
 
 def grown(component: Component, growth: Tensor) -> Component:
     """With the standard deviation of f of each example multiplied by a number, (batch,)."""
-    mean, block, draws = component.mean, component.covariance, component.draws
+    mean, block, draws, joint = component.mean, component.covariance, component.draws, component.joint
+    each = growth.to(mean).repeat_interleave(mean[0].numel())
     factor = growth.to(mean).view(-1, *[1] * (mean.dim() - 1))
     return replace(
         component,
         variance=component.variance * factor**2,
         covariance=None if block is None else block * growth.to(block).square()[:, None, None],
         draws=None if draws is None else mean + (draws - mean) * factor,
+        joint=None if joint is None else joint * each[:, None] * each,
     )
 
 
+# What it caches must serve gradients too.
+@torch.inference_mode(False)
 def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     """f of the mean network, and its leverage; relative to the batch itself where there is no other reference."""
     leverage = member.leverage or member.state_leverage

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.gaussian.weights import Marginals, check_draws
-from bayesadam.posterior.distribution import Distribution
+from bayesadam.posterior.distribution import Distribution, picks
 from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
 from bayesadam.posterior.report import CalibrationReport, described, table
 
@@ -112,21 +111,16 @@ class Mixture(Marginals, Distribution):
         check_draws(n)
         self.require_proper()
         seed = fresh_seed(generator)
-        picks = self._picks(n or 1, seed)
+        picked = picks(self.weights, n or 1, seed)
         if n is None:
-            return self.members[picks[0]].sample(generator=_stream(seed, picks[0]))
+            return self.members[picked[0]].sample(generator=_stream(seed, picked[0]))
         draws: dict[str, Tensor] = {}
-        for number in sorted(set(picks)):
-            places = [place for place, pick in enumerate(picks) if pick == number]
+        for number in sorted(set(picked)):
+            places = [place for place, pick in enumerate(picked) if pick == number]
             for name, values in self.members[number].sample(len(places), generator=_stream(seed, number)).items():
                 whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
                 whole[places] = values.to(whole)
         return draws
-
-    def _picks(self, n: int, seed: int) -> list[int]:
-        """n members' numbers, drawn with probabilities π from a stream of their own."""
-        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
-        return list(map(int, np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")))
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
@@ -138,7 +132,7 @@ class Mixture(Marginals, Distribution):
         """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
         self.require_proper()
         seed = fresh_seed(generator)
-        (number,) = self._picks(1, seed)
+        (number,) = picks(self.weights, 1, seed)
         with self.members[number].sampled(generator=_stream(seed, number)) as model:
             yield model
 

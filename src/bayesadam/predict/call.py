@@ -214,16 +214,26 @@ def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[Non
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
-def plain(inputs: Any) -> Any:
-    """Mappings of any kind as dicts, so that batches can be cut and joined; no graph, and never inference tensors."""
+def plain(inputs: Any, *, graph: bool = False) -> Any:
+    """Mappings of any kind as dicts, so that batches can be cut and joined; never inference tensors.
+
+    They have no graph, unless that is asked for and gradients are recorded.
+    """
+    graph = graph and torch.is_grad_enabled()
 
     def differentiable(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         with torch.inference_mode(False):
-            return leaf.clone() if leaf.is_inference() else leaf.detach()
+            return leaf.clone() if leaf.is_inference() else leaf if graph else leaf.detach()
 
     return pytree.tree_map(differentiable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def has_graph(inputs: Any) -> bool:
+    """Whether gradients with respect to the inputs are wanted: they require them, and gradients are recorded."""
+    leaves = pytree.tree_leaves(inputs) if torch.is_grad_enabled() else ()
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def batch_size(inputs: Any) -> int:
@@ -317,9 +327,9 @@ def inputs_of(batch: Any, model: nn.Module) -> Any:
     return to_device(for_model(_split(batch)[0], model), _like(model).device)
 
 
-def for_model(inputs: Any, model: nn.Module) -> Any:
+def for_model(inputs: Any, model: nn.Module, *, graph: bool = False) -> Any:
     """A batch with arrays, numpy's and others', as tensors on the model's device, real numbers in its floating type."""
-    inputs = plain(inputs)
+    inputs = plain(inputs, graph=graph)
     if not any(map(_is_array, pytree.tree_leaves(inputs))):
         return inputs
     like = _like(model)

@@ -15,7 +15,7 @@ from torch.func import jvp, vmap
 
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.gaussian.structure import Named
-from bayesadam.predict.call import Call, batch_size, examples, in_tf32, repeated
+from bayesadam.predict.call import Call, batch_size, examples, has_graph, in_tf32, repeated
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.moments import one_jacobian
 from bayesadam.predict.plan import Plan, recorded
@@ -34,14 +34,18 @@ def output_draws(
     kind: str,
     generator: torch.Generator | None,
     budget: int,
+    joint: bool,
     n: int,
 ) -> tuple[Tensor, Tensor]:
-    """n draws of f, (n, batch, ...), and f(x; μ), in float32 or wider, within a budget of bytes."""
+    """n draws of f, (n, batch, ...), and f(x; μ), in float32 or wider, within a budget of bytes.
+
+    With `joint` each is of one θ for the whole batch.
+    """
 
     def draw() -> dict[str, Tensor]:
         return {name: value.to(params[name].device) for name, value in gaussian.sample(generator=generator).items()}
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_graph(inputs)):
         # Nothing is kept for a way back: what counts is the largest of the activations.
         parts = list(_parts(inputs, 4 * plan.widest, next(iter(params.values())), budget))
         centre = torch.cat([call(params, part) for part in parts])
@@ -49,7 +53,7 @@ def output_draws(
         diagonal = not gaussian.structure.bases and gaussian.directions is None
         if kind == "linearised-sampled":
             drawn = centre + linearised_draws(call, params, draw, inputs, n, plan, budget)
-        elif diagonal and draws_activations(call, plan, params, inputs):
+        elif diagonal and not joint and draws_activations(call, plan, params, inputs):
             variances = {name: v.to(params[name]) for name, v in gaussian.coordinate_variance.items()}
             drawn = activation_draws(call, params, variances, inputs, n, fresh_seed(generator), plan.widest, budget)
         else:

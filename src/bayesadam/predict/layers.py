@@ -319,7 +319,7 @@ def gram(rows: Tensor) -> Tensor:
     On a CPU numpy does it, which knows the product to be symmetric. Elsewhere long rows are cut and their parts summed:
     few numbers out of many are slow work for a matrix product.
     """
-    if rows.device.type == "cpu":
+    if rows.device.type == "cpu" and not rows.requires_grad:
         array = rows.numpy()
         return torch.from_numpy(np.matmul(array, array.swapaxes(1, 2)))
     b, c, n = rows.shape

@@ -21,7 +21,7 @@ from bayesadam._checks import count
 from bayesadam.errors import MatchError, MemoryBudgetError
 from bayesadam.gaussian.structure import Directions, Named
 from bayesadam.likelihoods import Likelihood
-from bayesadam.predict.call import Call, batch_size, examples, in_tf32, is_batched, output_tensor
+from bayesadam.predict.call import Call, batch_size, examples, has_graph, in_tf32, is_batched, output_tensor
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, SumUse, Use, contracted, gram, squared
 from bayesadam.predict.plan import Plan, agree, dense, fitted, plan_for, recorded
 from bayesadam.readers.rotated import Rotation
@@ -159,12 +159,14 @@ class Moments:
     """f(x; μ), (b, ...), and for each of k Σ the variances, (k, b, ...), and covariances, (k, b, c, c).
 
     Of d rows over the outputs these are (k, b, d) and (k, b, d, d); `indices`, (b, ·), are those of the outputs chosen.
+    `joint`, (k, b c, b c), has the covariances between examples too.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None
     indices: Tensor
+    joint: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +206,7 @@ def moments(
     rows: Rows | None = None,
     given: Mapping[str, Tensor] | None = None,
     covariance: bool = False,
+    joint: bool = False,
     budget: int = DEFAULT_BUDGET,
     bases: Mapping[str, Rotation] | None = None,
     directions: Sequence[Directions | None] = (),
@@ -213,7 +216,8 @@ def moments(
 
     Per layer the contraction is in closed form, the layer's factors are dropped at once, and no (batch, outputs,
     parameters) tensor exists. Which layers can be handled so is determined by comparing with autograd on the first
-    examples; other parameters take the generic path, by autograd example by example, with the same numbers.
+    examples; other parameters take the generic path, by autograd example by example, with the same numbers. So do all
+    of them where gradients with respect to the inputs are wanted.
 
     Args:
         params: μ, in the types of the model's parameters.
@@ -221,6 +225,7 @@ def moments(
         rows: U; None for the identity.
         given: the tensors of `rows` for this batch.
         covariance: the whole (d, d) blocks too.
+        joint: the covariances between examples too, of all outputs, by the rows of the Jacobian.
         budget: bytes for activations and back-propagated outputs.
         bases: the coordinates in which the variances are, of the parameters whose own they are not.
         directions: for each Σ the directions over all weights together in which it is narrower than S, of low-rank
@@ -232,12 +237,17 @@ def moments(
     task = _Task(call, leaves, variances, rows, covariance, budget, bases or {}, own)
     plan = plan_for(call, params, inputs) if plan is None else plan
     batch, size = (inputs, given or {}), batch_size(inputs)
-    if any(each is not None for each in own):
-        with torch.no_grad():
-            mean = call.flat(leaves, inputs)
-        basis = task.basis(mean, batch[1])
-        why = "a low-rank posterior needs the gradients of every output"
-        found = [(mean, *_by_autograd(task, tuple(leaves), inputs, basis, why), basis.indices)]
+    between = None
+    if joint or has_graph(inputs) or any(each is not None for each in own):
+        with torch.set_grad_enabled(has_graph(inputs)):
+            mean = call.flat({name: leaf.detach() for name, leaf in leaves.items()}, inputs)
+        basis = task.basis(mean.detach(), batch[1])
+        if joint:
+            between, variance, block = _between(task, inputs, basis)
+        else:
+            why = "a low-rank posterior, or a gradient with respect to inputs, needs the gradients of every output"
+            variance, block = _by_autograd(task, tuple(leaves), inputs, basis, why)
+        found = [(mean, variance, block, basis.indices)]
     else:
         at_a_time, at_once = _chunking(task, plan, size)
         found = []
@@ -251,7 +261,8 @@ def moments(
     shape = (size, *plan.shape)
     if rows is None:
         variance = variance.reshape(-1, *shape)
-    return Moments(mean.reshape(shape).to(variance.dtype), variance, block if covariance else None, indices)
+    mean = mean.reshape(shape).to(variance.dtype)
+    return Moments(mean, variance, block if covariance or joint else None, indices, between)
 
 
 # Mean, variances, blocks, which are empty where they are not asked for, and indices of some examples.
@@ -444,14 +455,9 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, basis: Basis, w
             "use predictive='linearised-sampled', which needs less"
         )
     chunk, variance, blocks = max(1, task.budget // max(1, 4 * needed)), [], []
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_graph(inputs)):
         for start in range(0, batch_size(inputs), chunk):
-            found = jacobians(call, mine, others, examples(batch, start, start + chunk))
-            wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
-            for name in wide.keys() & task.bases.keys():
-                wide[name] = task.bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
-            pairs = zip(task.variances, task.directions, strict=True)
-            parts = [_white_parts(wide, s, directions) for s, directions in pairs]
+            parts = _white_rows(task, call, mine, others, examples(batch, start, start + chunk))
             squares = ([rows.square().sum(dim=-1) for rows in part] for part in parts)
             variance.append(torch.stack([reduce(torch.add, each) for each in squares]))
             if task.covariance:
@@ -459,6 +465,58 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, basis: Basis, w
                 blocks.append(torch.stack([reduce(torch.add, each) for each in grams]))
     total = torch.cat(variance, dim=1)
     return total, torch.cat(blocks, dim=1) if blocks else total.new_zeros(*total.shape, 0)
+
+
+def _between(task: _Task, inputs: Any, basis: Basis) -> tuple[Tensor, Tensor, Tensor]:
+    """J Σ Jᵀ of all outputs of all examples, (k, b c, b c), its diagonal, (k, b, c), and blocks, (k, b, c, c).
+
+    The rows of the Jacobian are formed for as many parameters at a time as the budget holds.
+    """
+    b, c = len(basis.indices), len(basis)
+    params, graph = {name: tensor.detach() for name, tensor in task.params.items()}, has_graph(inputs)
+    # Rows, white rows, and what made them.
+    cost = {name: 3 * b * c * tensor.numel() * tensor.element_size() for name, tensor in params.items()}
+    groups: list[list[str]] = [[]]
+    for name in params:
+        apart = not graph and all(each is None for each in task.directions)
+        if apart and groups[-1] and sum(cost[other] for other in groups[-1]) + cost[name] > task.budget:
+            groups.append([])
+        groups[-1].append(name)
+    needed = max(sum(cost[name] for name in group) for group in groups)
+    if needed > task.budget:
+        raise MemoryBudgetError(
+            f"the covariance between {b} examples of {c} outputs needs about {needed:,} bytes at once, and the memory "
+            f"budget is {task.budget:,}: raise memory_budget, take fewer examples, or use "
+            "predictive='linearised-sampled', which estimates it from draws"
+        )
+    total: Any = 0
+    with torch.set_grad_enabled(graph):
+        for group in groups:
+            mine = {name: params[name] for name in group}
+            others = {name: tensor for name, tensor in params.items() if name not in mine}
+            rows = _white_rows(task, task.call, mine, others, inputs)
+            total = total + torch.stack([gram(torch.cat(part, dim=2).flatten(0, 1)[None])[0] for part in rows])
+        blocks = total.view(len(total), b, c, b, c).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+        return total, blocks.diagonal(dim1=2, dim2=3), blocks
+
+
+def white_rows(gaussian: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """f(x; μ), (b, c), and rows φ, (b, c, ·), with φ φᵀ = J Σ Jᵀ; both with gradients where the inputs have them."""
+    call, params = Call(gaussian.model), parameters_at_mean(gaussian)
+    own = [gaussian.coordinate_variance.__getitem__], None, False, DEFAULT_BUDGET, gaussian.structure.bases
+    with torch.set_grad_enabled(has_graph(inputs)):
+        rows = _white_rows(_Task(call, params, *own, [gaussian.directions]), call, params, {}, inputs)
+        return call.flat(params, inputs), torch.cat(rows[0], dim=2)
+
+
+def _white_rows(task: _Task, call: Call, mine: Any, others: Any, inputs: Any) -> list[list[Tensor]]:
+    """For each Σ parts (b, c, ·) of rows φ with φ φᵀ = J Σ Jᵀ, of some parameters."""
+    found = jacobians(call, mine, others, inputs)
+    wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
+    for name in wide.keys() & task.bases.keys():
+        wide[name] = task.bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
+    pairs = zip(task.variances, task.directions, strict=True)
+    return [_white_parts(wide, s, directions) for s, directions in pairs]
 
 
 def _along(call: Call) -> Call:

@@ -407,7 +407,7 @@ def agree(ours: Tensor, truth: Tensor) -> bool:
 def disagreement(ours: Tensor, truth: Tensor) -> float:
     """|ours − truth| over |truth|, in float32 or wider."""
     wide = torch.promote_types(truth.dtype, torch.float32)
-    ours, truth = ours.to(wide), truth.to(wide)
+    ours, truth = ours.detach().to(wide), truth.detach().to(wide)
     return float((ours - truth).norm()) / (float(truth.norm()) or 1.0)
 
 

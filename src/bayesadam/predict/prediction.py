@@ -54,6 +54,7 @@ class Options:
     positions: Positions | None = None
     probes: int | None = None
     shift: bool = True
+    joint: bool = False
     chosen: Top | Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -90,7 +91,12 @@ class Options:
             raise SettingError(
                 "predictive='forward' runs the mean network alone: covariance, outputs and positions need another"
             )
-        count("n_samples", self.n_samples, "draws", least=2)
+        if self.joint and (self.predictive == "forward" or self.chosen is not None or self.positions is not None):
+            raise SettingError(
+                "joint=True is of all outputs of every input, by moments or draws: leave out outputs= and positions=, "
+                "and predictive='forward'"
+            )
+        count("n_samples", self.n_samples, "draws")
         count("memory_budget", self.memory_budget, "bytes")
         if self.probes is not None:
             count("probes", self.probes, "random directions", least=0)
@@ -124,7 +130,7 @@ class Options:
 
     def has_many(self, shape: torch.Size) -> bool:
         """Whether the largest outputs alone are looked at: there are many classes, and nothing else was asked for."""
-        asked = self.outputs is not None or self.covariance
+        asked = self.outputs is not None or self.covariance or self.joint
         many = bool(shape) and shape[-1] > MANY_CLASSES
         return many and self.record.coupled and self.predictive == "linearised" and not asked
 
@@ -165,7 +171,7 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
     """f of a batch under a posterior over the weights of one network, and how its moments were computed, in words."""
     gaussian.require_proper()
     gaussian.warn_of_limits()
-    inputs = plain(inputs)
+    inputs = plain(inputs, graph=True)
     if gaussian.is_sharded:
         generator = options.generator or torch.Generator().manual_seed(fresh_seed(None, gaussian.mode))
         options = replace(options, generator=generator)
@@ -228,7 +234,7 @@ class _Network:
             outputs = options.outputs if options.chosen is None else _chosen_at(options.chosen, position)
             options = replace(options, positions=None, outputs=outputs)
             inputs = (inputs, position.to(next(iter(params.values())).device))
-        return cls(gaussian, options, call, params, inputs, plan_for(call, params, inputs))
+        return cls(gaussian, options, call, params, inputs, plan_for(call, params, plain(inputs)))
 
     @property
     def device(self) -> torch.device:
@@ -311,12 +317,12 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
         rows, signs = net.probes()
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
         given = {name: tensor.to(net.device) for name, tensor in given.items()} | signs
-    found = net.moments(rows=rows, given=given, covariance=options.covariance)
-    block = None if found.covariance is None else found.covariance[0]
+    found = net.moments(rows=rows, given=given, covariance=options.covariance, joint=options.joint)
+    block, joint = (None if each is None else each[0] for each in (found.covariance, found.joint))
     settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
     if rows is None:
         how = f"linearised, exact: {net.plan.outputs} backward directions, one for each output"
-        return Component(found.mean, found.variance[0], block, noise_variance=net.noise, **settings), how
+        return Component(found.mean, found.variance[0], block, joint=joint, noise_variance=net.noise, **settings), how
     k, variance = rows.k, found.variance[0]
     mean, noise = _chosen(net.noise, given, found.mean, found.indices)
     component = Component(
@@ -358,22 +364,25 @@ def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     numbers = net.plan.outputs * batch_size(net.inputs)
     at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
     of_net = gaussian, net.call, net.params, net.inputs, net.plan
-    draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget)
+    draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget, options.joint)
     drawn, centre = draw(at_once)
-    if sampled and (collapse := record.collapse(drawn, centre)) is not None:
+    if sampled and n > 1 and (collapse := record.collapse(drawn, centre)) is not None:
         warn(
             f"{collapse}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
             "prior_precision, or use predictive='linearised'",
             CollapsedPredictionWarning,
         )
+    # Of one draw of the network itself no variance is known: 0/0.
     size, shape, freedom = len(centre), centre.shape[1:], n - sampled
     settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
     if chosen is None:
         mean = drawn.mean(dim=0) if sampled else centre
         centred = (drawn - mean).reshape(n, size, -1)
-        block = torch.einsum("nbc,nbd->bcd", centred, centred) / freedom if options.covariance else None
+        asked = options.covariance or options.joint
+        block = torch.einsum("nbc,nbd->bcd", centred, centred) / freedom if asked else None
+        joint = centred.flatten(1).T @ centred.flatten(1) / freedom if options.joint else None
         variance = centred.square().sum(dim=0).div(freedom).view_as(mean)
-        found = Component(mean, variance, block, drawn, noise_variance=net.noise, **settings)
+        found = Component(mean, variance, block, drawn, joint=joint, noise_variance=net.noise, **settings)
         return found, f"{options.predictive}: {n} draws"
     logits = centre.reshape(-1, shape[-1])
     if isinstance(chosen, Tensor) and chosen.dim() > 1 + options.is_combination:
