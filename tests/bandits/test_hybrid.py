@@ -192,13 +192,13 @@ def test_trainings_grow_rarer():
 
 
 def due(rounds: int) -> list[int]:
-    """At which counts the agent trains: after the first pulls, then 20 and 15 % more observations at least."""
+    """At which counts the agent trains: after the first pulls, then 5 and 15 % more observations at least."""
     found, count, following = [], 9, 0
     while count < rounds:
         if count >= following:
             found.append(count)
-            following = count + int(max(20, 0.15 * count))
-        count += 20
+            following = count + int(max(5, 0.15 * count))
+        count += 5
     return found
 
 

@@ -466,7 +466,8 @@ def test_settings_by_name():
         assert (paper.lr, paper.lr_decay, paper.init_range, paper.batch_size) == (0.1, 0.5, 0.3, 512)
         assert (paper.train_steps, paper.clip, paper.standardise) == (50, 5.0, False)
     for agent in PAPER_AGENTS:
-        assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (20, 3)
+        every = 5 if agent == "hybrid" else 20
+        assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (every, 3)
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
     assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"

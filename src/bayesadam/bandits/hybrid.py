@@ -66,6 +66,7 @@ class HybridSettings(GreedySettings):
         settling: n₀: α² of an arm falls as n₀/(n₀ + n) does over its own n observations.
         growth: the next training comes when the number of observations has grown by this factor.
         hold_out: one of so many observations is held out from the network, to weigh the heads by.
+        train_every: the fewest observations between two trainings; `simulate` shows rewards so many at a time.
     """
 
     reward_range: Range = None
@@ -73,6 +74,7 @@ class HybridSettings(GreedySettings):
     settling: Positive = 3.0
     growth: Factor = 1.3
     hold_out: Several = 10
+    train_every: Count = 5
     hidden: SomeWidths = (100, 100)
     train_steps: Count = 200
     standardise: Always = True
