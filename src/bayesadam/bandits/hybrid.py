@@ -31,7 +31,7 @@ from bayesadam.errors import MatchError
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
 # is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)³: trying everything is
 # cheap in few dimensions only.
-_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 6.0
+_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 9.0
 # The range seen is widened by this factor where `reward_range` is not given: more may come.
 _MORE = 2.0
 # Each observation forgets this share of the others' errors when the network's noise is estimated.
