@@ -15,8 +15,9 @@ from bayesadam._shards import extremes, placed_like
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers import tracking
+from bayesadam.readers.identify import opened
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.registry import TRACKED, State, StateReader, opened, working_dtype
+from bayesadam.readers.registry import TRACKED, State, StateReader, working_dtype
 from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
 # Weights read together, whatever the size of a tensor.
