@@ -50,7 +50,7 @@ class Curvature:
 def read_optimizer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, reader: str | StateReader | None = None
 ) -> Curvature:
-    """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); nothing of theirs is changed.
+    """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); neither is changed.
 
     `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
     """

@@ -148,8 +148,9 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
 
 # Entries of a weight's shape beside a plain average of squares, and beside Adan's.
 _HARMLESS = re.compile(
-    r"step|(max_)?exp_avg(_sq|_var|_diff|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|mu_product|variance|"
-    r"exp_hessian_diag_sq|(neg_)?pre(vious)?_grad|tracked_.*|.*(momentum|master|param|fp32|kahan|comp|slow|buffer|shift).*",
+    r"step|(max_)?exp_avg(_sq|_var|_diff|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|"
+    r"mu_product|variance|exp_hessian_diag_sq|(neg_)?pre(vious)?_grad|tracked_.*|"
+    r".*(momentum|master|param|fp32|kahan|comp|slow|buffer|shift).*",
     re.I,
 )
 _QUANT_STATE = "__bnb_optimizer_quant_state__"
