@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.floats import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typer.testing import CliRunner
@@ -23,6 +22,7 @@ import bayesadam as ba
 from bayesadam.cli import app
 from bayesadam.errors import BayesAdamError, CalibrationError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
+from floats import assert_close
 from processes import PATIENCE
 
 Inputs = Any

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.floats import assert_close
 from torch import nn
 
 import bayesadam as ba
 from bayesadam.deploying import Served
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
+from floats import assert_close
 
 Array = NDArray[np.float64]
 SHARES, EXPONENTS, SHIFT, PATIENCE = (0.03, 0.2, 0.9), (0.05, 0.3, 0.7), 1e-4, 100
