@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+def quick_of(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """The values as parameters of a test, of which the quick suite runs those named."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -38,7 +44,7 @@ class Lion(Optimizer):
                 m.lerp_(p.grad, 1 - later)
 
 
-def train(model: nn.Module, optimizer: Optimizer, *, steps: int = 30, batch: int = 8, seed: int = 0) -> None:
+def train(model: nn.Module, optimizer: Optimizer, *, steps: int = 20, batch: int = 8, seed: int = 0) -> None:
     """A few steps on random regression data; every parameter gets a gradient that is not zero."""
     generator = torch.Generator().manual_seed(seed)
     first = next(model.parameters())
