@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.calibration import fits
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
 from cases import mlp
@@ -237,6 +238,7 @@ def fitted(request) -> tuple[str, ba.Posterior, Tensor, Tensor]:
 @pytest.mark.parametrize("kind", PREDICTIVES)
 def test_predict_gives_the_likelihoods_predictive(fitted, kind):
     name, posterior, x, y = fitted
+    x, y = x[::3], y[::3]
     options = {"likelihood": name, "predictive": kind, "n_samples": 50, "covariance": True}
     # Narrow enough for the linearised and the real network to agree.
     posterior = posterior.replace(scale=1000.0, prior_precision=1000.0)
@@ -257,8 +259,15 @@ def test_predict_gives_the_likelihoods_predictive(fitted, kind):
         assert ba.scores.rmse(found.predicted_mean, y) < 2
 
 
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer settings tried: the best ones are not asked for."""
+    monkeypatch.setattr(fits, "_RATIOS", 3)
+    monkeypatch.setattr(fits, "_NOISE_SHARES", (0.1, 0.5, 1.0))
+
+
 @pytest.mark.parametrize("method", ["validation", "evidence", None])
-def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, method):
+def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, coarse, method):
     name, posterior, x, y = fitted
     wide = posterior.replace(scale=1e-4, prior_precision=1e-3)
     tuned = ba.calibrate(wide, (x, y), likelihood=name, method=method)
@@ -273,7 +282,7 @@ def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, method):
     assert all(member.temperature == tuned.temperature for member in both)
 
 
-def test_calibrate_for_draws(fitted):
+def test_calibrate_for_draws(fitted, coarse):
     name, posterior, x, y = fitted
     wide = posterior.replace(scale=1e-2, prior_precision=1e-2)
     options = {"likelihood": name, "predictive": "sampled", "n_samples": 10}
