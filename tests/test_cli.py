@@ -226,7 +226,7 @@ def test_every_option_that_takes_names_is_in_the_lists_above():
         pytest.param("bayesadam regr", [], marks=pytest.mark.slow),
         pytest.param("bayesadam paper b", ["bandits"], marks=pytest.mark.slow),
         ("bayesadam prune --fra", ["--fraction"]),
-        ("bayesadam prune a.pt --ranking sn", ["snr", "snr-posterior"]),
+        pytest.param("bayesadam prune a.pt --ranking sn", ["snr", "snr-posterior"], marks=pytest.mark.slow),
         pytest.param("bayesadam data fetch fash", ["fashion-mnist"], marks=pytest.mark.slow),
         pytest.param("bayesadam paper bandits --agents badam,gr", ["badam,greedy"], marks=pytest.mark.slow),
         pytest.param("bayesadam paper bandits --problems s", ["statlog"], marks=pytest.mark.slow),
