@@ -14,6 +14,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.deploying import Served
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
+from cases import quick_of
 from floats import assert_close
 
 Array = NDArray[np.float64]
@@ -89,7 +90,7 @@ def test_groups_of_gaps_keep_the_p_value_to_three_per_cent():
     assert monitor._gaps.sum() == 4001
 
 
-@pytest.mark.parametrize("n", [1, 50, 400])
+@pytest.mark.parametrize("n", quick_of([1, 50, 400], 50))
 @pytest.mark.parametrize("kinds", [0, 4])
 def test_p_values_are_uniform_and_independent(n, kinds):
     """Over 200 pairs of a reference and a stream: means of p, and of neighbours' products, as uniform numbers have."""

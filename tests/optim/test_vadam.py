@@ -235,6 +235,7 @@ def report(what: str, error: Tensor, ratio: Tensor) -> None:
     )
 
 
+@pytest.mark.slow
 def test_vadam_finds_the_exact_posterior_of_a_linear_regression():
     """With mini-batches of one example g² = x² r²/σ⁴, whose mean x²/σ² is the example's curvature: N v + λ is exact."""
     problem = Regression(200)

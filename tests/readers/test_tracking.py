@@ -16,7 +16,7 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.readers import Tracked, read_optimizer, read_state_dict
 from bayesadam.readers.tracking import TENSORS, _decoded, _encoded
-from cases import Lion
+from cases import Lion, quick_of
 from floats import assert_close
 
 
@@ -365,7 +365,7 @@ def test_it_says_what_stands_behind_it(tmp_path):
     assert ba.GaussianWeights.open(path, 100).batch_size == 16
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", quick_of([False, True], True))
 def test_novelty_sees_what_training_did_not_show(turned):
     """Inputs along directions of which the training data have little: as well as by Adam's state or a recorder."""
     torch.manual_seed(0)
