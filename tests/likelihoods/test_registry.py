@@ -130,8 +130,8 @@ def test_the_hessian_is_autograds_averaged_over_targets(record):
     for f in random(4, width(record), seed=1):
         expected = expected_hessian(record.name, f)
         root = record.hessian_root(f, torch.tensor(0.5))
-        assert_close(root @ root.mT, expected, rtol=1e-9, atol=1e-12)
-        assert_close(record.hessian_diagonal(f, torch.tensor(0.5)), expected.diagonal(), rtol=1e-9, atol=1e-12)
+        assert_close(root @ root.mT, expected, rtol=1e-8, atol=1e-12)
+        assert_close(record.hessian_diagonal(f, torch.tensor(0.5)), expected.diagonal(), rtol=1e-8, atol=1e-12)
         assert record.coupled == bool((expected - expected.diagonal().diag()).abs().max() > 1e-12)
 
 
