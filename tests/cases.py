@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def quick_of(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """The values as parameters of a test, of which the quick suite runs those named."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -18,9 +25,26 @@ def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 30, batch: int = 8, seed: int = 0
-) -> None:
+class Lion(Optimizer):
+    """As many optimisers are written: an empty state is one to begin."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if len(self.state[p]) == 0:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                m, (now, later) = self.state[p]["exp_avg"], group["betas"]
+                p.sub_(group["lr"] * m.lerp(p.grad, 1 - now).sign())
+                m.lerp_(p.grad, 1 - later)
+
+
+def train(model: nn.Module, optimizer: Optimizer, *, steps: int = 20, batch: int = 8, seed: int = 0) -> None:
     """A few steps on random regression data; every parameter gets a gradient that is not zero."""
     generator = torch.Generator().manual_seed(seed)
     first = next(model.parameters())
@@ -72,7 +96,7 @@ def soap(
 ) -> torch.optim.Optimizer:
     """SOAP as pytorch_optimizer has it; the test is skipped without that package."""
     package = pytest.importorskip("pytorch_optimizer")
-    optimizer: torch.optim.Optimizer = package.SOAP(
+    optimizer: Optimizer = package.SOAP(
         params,
         lr=lr,
         betas=betas,
@@ -83,7 +107,7 @@ def soap(
     return optimizer
 
 
-def orthonormal(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def orthonormal(optimizer: Optimizer) -> torch.optim.Optimizer:
     """The same SOAP with bases that are orthonormal to the last digit of float64; its own are to float32's."""
     for state in optimizer.state.values():
         if "Q" in state:

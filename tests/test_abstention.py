@@ -30,7 +30,7 @@ from bayesadam.likelihoods.abstention import (
 )
 from bayesadam.posterior.report import described
 from cases import mlp
-from floats import approx
+from floats import approx, assert_close
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -59,7 +59,7 @@ def test_the_fewest_examples(risk):
     n = needed(risk, 0.05)
     assert (1 - risk) ** (n - 1) <= 0.05 < (1 - risk) ** (n - 2)
     sure = torch.arange(float(n)), torch.zeros(n, dtype=torch.bool)
-    assert certified(*sure, risk=risk, confidence=0.95) == (n - 1.0, n, 0, pytest.approx(0.05))
+    assert certified(*sure, risk=risk, confidence=0.95) == (n - 1.0, n, 0, approx(0.05))
     assert certified(*(part[1:] for part in sure), risk=risk, confidence=0.95) is None
 
 
@@ -357,7 +357,7 @@ def test_the_picture():
     ax = p.plot(targets=y, kind="risk-coverage")
     line = ax.get_lines()[0].get_xydata()
     coverage, risk = scores.risk_coverage(p.doubt.detach(), p.wrong(y))
-    np.testing.assert_allclose(line, torch.stack([coverage, risk], dim=1), rtol=1e-12)
+    assert_close(line, torch.stack([coverage, risk], dim=1), rtol=1e-12)
     point = ax.get_lines()[-1].get_xydata()[0]
     assert point[0] == approx(float(p.answered.double().mean()))
     alone = replace(p, abstention=None).plot(targets=y, kind="risk-coverage")

@@ -561,7 +561,7 @@ def at_best_temperature(candidate: ba.Posterior, batch: tuple[Tensor, Tensor], *
     values = [
         (p.draws.double() / t).softmax(dim=2).mean(dim=0).gather(1, y[:, None]).log().mean()
         - cost_of(float(t)) / len(y)
-        for t in torch.logspace(math.log10(0.25), math.log10(5.6), 400, dtype=torch.float64)
+        for t in torch.logspace(math.log10(0.25), math.log10(5.6), 100, dtype=torch.float64)
     ]
     return float(torch.stack(values).max())
 

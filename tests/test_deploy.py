@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.floats import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typer.testing import CliRunner
@@ -23,6 +22,8 @@ import bayesadam as ba
 from bayesadam.cli import app
 from bayesadam.errors import BayesAdamError, CalibrationError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
+from cases import quick_of
+from floats import assert_close
 from processes import PATIENCE
 
 Inputs = Any
@@ -137,9 +138,11 @@ def test_it_answers_as_predict_does(name):
     assert not any(module._forward_pre_hooks for module in posterior.model.modules())
 
 
-@pytest.mark.filterwarnings("ignore:these look like the training data")
-@pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic", "poisson", "negative-binomial"])
-def test_numbers(likelihood, tmp_path):
+NUMBERS = ["regression", "heteroscedastic", "poisson", "negative-binomial"]
+
+
+def of_numbers(likelihood: str) -> tuple[ba.Posterior, tuple[Tensor, Tensor], dict[str, Any]]:
+    """Trained on other examples than these, and how it is calibrated."""
     torch.manual_seed(0)
     record = likelihood_of(likelihood)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2 * record.outputs_per_target))
@@ -152,17 +155,30 @@ def test_numbers(likelihood, tmp_path):
         record.loss(model(x[:100])[None], y[None, :100]).sum().backward()
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100, batch_size=100, likelihood=likelihood)
-    x, y = x[100:], y[100:]
-    with pytest.raises(CalibrationError, match="predictive='forward'"):
-        ba.deploy(ba.calibrate(posterior, (x, y)))
-    found = ba.calibrate(posterior, (x, y), predictive="forward", risk=0.3, tolerance=3.0 if counts else 0.5)
-    served = ba.deploy(found)
+    return posterior, (x[100:], y[100:]), {"predictive": "forward", "risk": 0.3, "tolerance": 3.0 if counts else 0.5}
+
+
+@pytest.mark.filterwarnings("ignore:these look like the training data")
+@pytest.mark.parametrize("likelihood", NUMBERS)
+def test_numbers(likelihood, tmp_path):
+    posterior, (x, y), options = of_numbers(likelihood)
+    if likelihood == "regression":
+        with pytest.raises(CalibrationError, match="predictive='forward'"):
+            ba.deploy(ba.calibrate(posterior, (x, y)))
+    found = ba.calibrate(posterior, (x, y), **options)
     with torch.no_grad():
-        assert_same(served(x[:9]), found.predict(x[:9]), rtol=1e-4)
-    served.save(tmp_path / "served.pt2", x[:4])
-    assert_same(torch.export.load(tmp_path / "served.pt2").module()(x[:3]), found.predict(x[:3]), rtol=1e-4)
-    again = ba.Posterior.load(_saved(found, tmp_path), model)
+        assert_same(ba.deploy(found)(x[:9]), found.predict(x[:9]), rtol=1e-4)
+    again = ba.Posterior.load(_saved(found, tmp_path), posterior.model)
     assert_close(again.predict(x).stddev, found.predict(x).stddev)
+
+
+@pytest.mark.filterwarnings("ignore:these look like the training data")
+@pytest.mark.parametrize("likelihood", quick_of(NUMBERS, "heteroscedastic"))
+def test_numbers_from_a_file(likelihood, tmp_path):
+    posterior, (x, y), options = of_numbers(likelihood)
+    found = ba.calibrate(posterior, (x, y), **options)
+    ba.deploy(found).save(tmp_path / "served.pt2", x[:4])
+    assert_same(torch.export.load(tmp_path / "served.pt2").module()(x[:3]), found.predict(x[:3]), rtol=1e-4)
 
 
 def _saved(posterior: ba.Posterior, folder: Path) -> Path:
@@ -170,7 +186,7 @@ def _saved(posterior: ba.Posterior, folder: Path) -> Path:
     return folder / "posterior.safetensors"
 
 
-@pytest.mark.parametrize("name", ["lenet", "pair"])
+@pytest.mark.parametrize("name", quick_of(["lenet", "pair"], "pair"))
 def test_it_says_which_examples_are_in_range(name, tmp_path):
     served, good = ba.deploy(calibrated(name)), NETWORKS[name][1](2, 1)
     mixed = pytree.tree_map(lambda leaf: torch.cat([leaf, 100 * leaf]), good)
@@ -188,7 +204,7 @@ def test_binary():
         assert_same(served(x), posterior.predict(x))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", quick_of(NETWORKS, "encoder"))
 def test_a_file_for_torch_alone(name, tmp_path):
     posterior, inputs_of = calibrated(name), NETWORKS[name][1]
     served, path = ba.deploy(posterior), tmp_path / "served.pt2"
@@ -247,16 +263,22 @@ def test_it_compiles_in_one_graph(name):
 
 @pytest.mark.parametrize("by", ["confidence", "novelty"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_it_answers_what_predict_does(name, by, tmp_path):
+def test_it_answers_what_predict_does(name, by):
     # The classes are chance, and most answers wrong.
     posterior, x = calibrated(name, risk=0.95, answer_by=by), NETWORKS[name][1](40, 1)
-    expected = posterior.predict(x).answered
     served = ba.deploy(posterior)
     with torch.no_grad():
-        assert torch.equal(served(x).answered, expected)
-    served.save(tmp_path / "served.pt2", NETWORKS[name][1](4))
-    assert torch.equal(torch.export.load(tmp_path / "served.pt2").module()(x)["answered"], expected)
+        assert torch.equal(served(x).answered, posterior.predict(x).answered)
     assert served.about["answers"] == str(posterior.calibration.abstention)
+
+
+@pytest.mark.parametrize("by", quick_of(["confidence", "novelty"], "confidence"))
+@pytest.mark.parametrize("name", quick_of(NETWORKS, "lenet"))
+def test_a_file_answers_what_predict_does(name, by, tmp_path):
+    posterior, x = calibrated(name, risk=0.95, answer_by=by), NETWORKS[name][1](40, 1)
+    ba.deploy(posterior).save(tmp_path / "served.pt2", NETWORKS[name][1](4))
+    found = torch.export.load(tmp_path / "served.pt2").module()(x)["answered"]
+    assert torch.equal(found, posterior.predict(x).answered)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])

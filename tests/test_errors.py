@@ -76,6 +76,7 @@ def test_a_missing_extra_keeps_its_package_in_a_pickle():
     assert pickle.loads(pickle.dumps(ba.errors.MissingExtraError("this needs 'x'", name="x"))).name == "x"
 
 
+@pytest.mark.slow
 def test_an_error_crosses_processes(tmp_path):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         failed = pool.submit(ba.pruning.load_masks, tmp_path / "nowhere").exception()

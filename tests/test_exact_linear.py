@@ -20,14 +20,15 @@ def problem() -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
     x = torch.randn(N, 5, generator=generator, dtype=torch.float64) * scales
-    y = x @ torch.randn(5, 1, generator=generator, dtype=torch.float64)
-    y = y + NOISE * torch.randn(N, 1, generator=generator, dtype=torch.float64)
+    truth = torch.randn(5, 1, generator=generator, dtype=torch.float64)
+    y = x @ truth + NOISE * torch.randn(N, 1, generator=generator, dtype=torch.float64)
     model = nn.Linear(5, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
-        model.weight.zero_()
-    optimizer = ba.Badam(model.parameters(), lr=1e-2, betas=(0.9, 0.9995))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9995)
-    for _ in range(20_000):
+        # Many standard deviations away, and near enough for v to forget the way.
+        model.weight.copy_(truth.T + 0.1)
+    optimizer = ba.Badam(model.parameters(), lr=1e-2, betas=(0.9, 0.999))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.998)
+    for _ in range(4_000):
         rows = torch.randint(N, (BATCH,), generator=generator)
         loss = (model(x[rows]) - y[rows]).square().mean() / (2 * NOISE**2)
         optimizer.zero_grad()

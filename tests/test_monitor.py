@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.floats import assert_close
 from torch import nn
 
 import bayesadam as ba
 from bayesadam.deploying import Served
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
+from cases import quick_of
+from floats import assert_close
 
 Array = NDArray[np.float64]
 SHARES, EXPONENTS, SHIFT, PATIENCE = (0.03, 0.2, 0.9), (0.05, 0.3, 0.7), 1e-4, 100
@@ -89,7 +90,7 @@ def test_groups_of_gaps_keep_the_p_value_to_three_per_cent():
     assert monitor._gaps.sum() == 4001
 
 
-@pytest.mark.parametrize("n", [1, 50, 400])
+@pytest.mark.parametrize("n", quick_of([1, 50, 400], 50))
 @pytest.mark.parametrize("kinds", [0, 4])
 def test_p_values_are_uniform_and_independent(n, kinds):
     """Over 200 pairs of a reference and a stream: means of p, and of neighbours' products, as uniform numbers have."""
@@ -138,7 +139,7 @@ def test_the_martingale_is_that_of_a_recursion(shift):
     whole.update(normal(400, 2, shift))
     expected = recursion(whole.p_values)
     assert_close(np.array(logs), expected[[0, 1, 79, 80, 299, 399]], rtol=1e-9, atol=1e-10)
-    assert_close(np.array([whole.peak, monitor.peak]), np.full(2, max(0, expected.max())))
+    assert_close(np.array([whole.peak, monitor.peak]), np.full(2, max(0, expected.max())), atol=1e-10)
     reached = expected >= math.log(100)
     assert whole.alarmed_at == monitor.alarmed_at == (int(reached.argmax()) + 1 if reached.any() else None)
     assert whole.alarmed == (shift != 0)
@@ -263,7 +264,7 @@ def test_a_served_stream():
     expected = dict(zip(network.about["layers"], decay @ rows / decay.sum(), strict=True))
     name = max(expected, key=lambda key: expected[key])
     assert list(drivers) == [name]
-    assert_close(drivers[name], expected[name], rtol=1e-9)
+    assert_close(drivers[name], expected[name], rtol=1e-7)
     assert drivers[name] > 1
 
 

@@ -17,7 +17,6 @@ from bayesadam.errors import MatchError, MissingExtraError, SettingError
 from bayesadam.likelihoods import Component, likelihood
 from cases import mlp
 from floats import approx, assert_close
-from processes import run_python
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -170,8 +169,7 @@ def test_what_cannot_be_drawn_is_refused():
 
 
 def test_matplotlib_is_asked_for_only_by_a_picture(monkeypatch):
-    code = "import sys, bayesadam; bayesadam.Posterior; print({'matplotlib', 'rich'} & set(sys.modules))"
-    assert run_python(code).stdout.strip() == "set()"
+    # That an import does not ask for it, tests/test_imports.py knows.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (numbers().plot, posterior().plot):
         with pytest.raises(MissingExtraError, match="pip install 'bayesadam'"):

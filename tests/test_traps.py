@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.floats import assert_close
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
@@ -24,6 +23,7 @@ from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.posterior.inputs import InputRange, departure, inside, ranges_of
 from bayesadam.trainers.keeper import PosteriorKeeper
 from cases import mlp, train
+from floats import assert_close
 
 
 def images(n: int, seed: int = 0) -> Tensor:

@@ -252,9 +252,9 @@ class Monitor:
             self._weight = kept[0] * self._weight + kept[1:].sum()
         return self.alarmed
 
-    def _rows(self, slices: Sequence[Any] | Scores, n: int) -> NDArray[np.int64]:
+    def _rows(self, slices: Any, n: int) -> NDArray[np.int64]:
         """The row of each name, with new rows for new names."""
-        named = slices.tolist() if isinstance(slices, torch.Tensor | np.ndarray) else list(slices)  # type: ignore[arg-type]
+        named = slices.tolist() if isinstance(slices, torch.Tensor | np.ndarray) else list(slices)
         if len(named) != n:
             raise MatchError(f"slices has {len(named)} names and scores has {n}: give each score the name of its slice")
         new = [name for name in dict.fromkeys(named) if name not in self._names]

@@ -119,7 +119,7 @@ def test_double_precision_stays(tmp_path):
         ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress=compress)
         found, _ = read(path)
         assert {v.dtype for v in found.values()} == {np.dtype(np.float64)}
-        assert all(np.allclose(found[name], v.numpy(), rtol=1e-12, atol=0) for name, v in own(path, model).items())
+        assert_close(found, own(path, model), rtol=1e-12)
 
 
 def test_codes_at_the_ends_of_float32(tmp_path, adam):

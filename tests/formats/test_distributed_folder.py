@@ -163,12 +163,14 @@ def test_two_ranks_are_read_as_one_training(layout: str, two_ranks: Path, live: 
     same(two_ranks / layout, model, optimizer)
 
 
+@pytest.mark.slow
 def test_what_was_written_beside_the_tensors(two_ranks: Path) -> None:
     read = read_checkpoint(two_ranks / "names")
     assert (read.recorded.epoch, read.recorded.n_data) == (3, 500)
     assert read.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)
 
 
+@pytest.mark.slow
 def test_the_folder_is_told_by_its_content(two_ranks: Path, tmp_path: Path) -> None:
     assert format_of(two_ranks / "names") is DISTRIBUTED
     (tmp_path / ".metadata").write_text("name: something else")
@@ -176,6 +178,7 @@ def test_the_folder_is_told_by_its_content(two_ranks: Path, tmp_path: Path) -> N
         format_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tensor_may_be_cut_along_any_dimension(two_ranks: Path) -> None:
     read = DISTRIBUTED.read(two_ranks / "cut", None, None).weights
     assert read is not None
@@ -187,6 +190,7 @@ def test_a_tensor_may_be_cut_along_any_dimension(two_ranks: Path) -> None:
     assert pieces == {"cut.rows": 2, "cut.columns": 2, "cut.whole": 1, "cut.half": 2}
 
 
+@pytest.mark.slow
 def test_tensors_are_read_when_they_are_looked_at_and_not_kept(
     two_ranks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +405,7 @@ def test_a_missing_file(folder: Path) -> None:
     refused(folder, r"has no __0_0\.distcp.*copy those of all machines")
 
 
+@pytest.mark.slow
 def test_a_missing_rank(two_ranks: Path, tmp_path: Path) -> None:
     shutil.copytree(two_ranks / "names", tmp_path / "names")
     (tmp_path / "names" / "__1_0.distcp").unlink()
@@ -419,6 +424,7 @@ def test_a_damaged_piece(folder: Path) -> None:
     refused(folder, "truncated, damaged")
 
 
+@pytest.mark.slow
 def test_a_hole(two_ranks: Path, tmp_path: Path) -> None:
     for number, change in enumerate(
         (

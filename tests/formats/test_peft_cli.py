@@ -21,7 +21,7 @@ import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.errors import FileError, MatchError, MissingExtraError
 from bayesadam.readers import match_checkpoint, read_checkpoint, read_curvature
-from cases import three_steps
+from cases import quick_of, three_steps
 from floats import approx
 
 transformers = pytest.importorskip("transformers")
@@ -236,7 +236,10 @@ def check_live(trained: Trained, folder: Path | None = None) -> None:
 # --- what is read ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("causal", "classifier", "seq2seq", "images", "named", "some tokens")
+
+
+@pytest.mark.parametrize("case", quick_of(CASES, *QUICK))
 def test_the_base_config_gives_the_live_state(case: str, copied: Any) -> None:
     trained = copied(case)
     write_config(case, trained.folder)

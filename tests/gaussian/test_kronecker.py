@@ -145,7 +145,7 @@ def test_the_linearised_predictive_is_the_dense_one(power, max_side):
         x,
         likelihood="regression",
         predictive="linearised-sampled",
-        n_samples=1500,
+        n_samples=800,
         generator=torch.Generator().manual_seed(3),
     )
     assert_close(sampled.variance, found.variance, rtol=0.2, atol=1e-4)

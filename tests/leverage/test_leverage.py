@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from tests.floats import assert_close
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.leverage import Layer, Leverage, from_inputs, from_structure, layer_inputs, layers_of
 from bayesadam.leverage.leverage import RIDGE, WIDEST, factor, leverages
+from floats import assert_close
 
 NOTHING = Leverage((), {}, "second moments")
 

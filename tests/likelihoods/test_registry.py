@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.calibration import fits
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
 from cases import mlp
@@ -129,8 +130,8 @@ def test_the_hessian_is_autograds_averaged_over_targets(record):
     for f in random(4, width(record), seed=1):
         expected = expected_hessian(record.name, f)
         root = record.hessian_root(f, torch.tensor(0.5))
-        assert_close(root @ root.mT, expected, rtol=1e-9, atol=1e-12)
-        assert_close(record.hessian_diagonal(f, torch.tensor(0.5)), expected.diagonal(), rtol=1e-9, atol=1e-12)
+        assert_close(root @ root.mT, expected, rtol=1e-8, atol=1e-12)
+        assert_close(record.hessian_diagonal(f, torch.tensor(0.5)), expected.diagonal(), rtol=1e-8, atol=1e-12)
         assert record.coupled == bool((expected - expected.diagonal().diag()).abs().max() > 1e-12)
 
 
@@ -237,6 +238,7 @@ def fitted(request) -> tuple[str, ba.Posterior, Tensor, Tensor]:
 @pytest.mark.parametrize("kind", PREDICTIVES)
 def test_predict_gives_the_likelihoods_predictive(fitted, kind):
     name, posterior, x, y = fitted
+    x, y = x[::3], y[::3]
     options = {"likelihood": name, "predictive": kind, "n_samples": 50, "covariance": True}
     # Narrow enough for the linearised and the real network to agree.
     posterior = posterior.replace(scale=1000.0, prior_precision=1000.0)
@@ -257,9 +259,17 @@ def test_predict_gives_the_likelihoods_predictive(fitted, kind):
         assert ba.scores.rmse(found.predicted_mean, y) < 2
 
 
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer settings tried: the best ones are not asked for."""
+    monkeypatch.setattr(fits, "_RATIOS", 3)
+    monkeypatch.setattr(fits, "_NOISE_SHARES", (0.1, 0.5, 1.0))
+
+
 @pytest.mark.parametrize("method", ["validation", "evidence", None])
-def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, method):
+def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, coarse, method):
     name, posterior, x, y = fitted
+    x, y = x[::2], y[::2]
     wide = posterior.replace(scale=1e-4, prior_precision=1e-3)
     tuned = ba.calibrate(wide, (x, y), likelihood=name, method=method)
     before, after = (ba.scores.nll(p.predict(x, likelihood=name), y) for p in (wide, tuned))
@@ -273,7 +283,7 @@ def test_calibrate_improves_a_posterior_that_is_far_too_wide(fitted, method):
     assert all(member.temperature == tuned.temperature for member in both)
 
 
-def test_calibrate_for_draws(fitted):
+def test_calibrate_for_draws(fitted, coarse):
     name, posterior, x, y = fitted
     wide = posterior.replace(scale=1e-2, prior_precision=1e-2)
     options = {"likelihood": name, "predictive": "sampled", "n_samples": 10}

@@ -53,7 +53,7 @@ def changes(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("default:.*was trained for 3 steps")
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("ranks", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 3)])
 def test_folders_give_what_live_posteriors_give(tmp_path, ranks):
     found = [tuned(tmp_path / f"run{seed}", seed, rank) for seed, rank in enumerate(ranks)]
     live = merge([ba.Posterior.from_optimizer(m, o, N, prior_precision=1.0) for _, m, o in found])

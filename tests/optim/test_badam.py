@@ -96,7 +96,7 @@ def test_all_flags_are_exercised_somewhere():
 
 @pytest.mark.parametrize("case", MARKED, ids=label)
 def test_steps_and_resume_are_bit_identical(case):
-    check_bit_identical(*case, steps=40)
+    check_bit_identical(*case, steps=10)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -79,6 +79,7 @@ def test_ivon_follows_its_equations(injected: InjectedNoise, samples, device):  
     assert_follows(model, optimizer, expected, "hessian")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "runs"), [(200, 24), (20, 96)])
 def test_ivon_finds_the_exact_posterior_of_a_linear_regression(batch, runs):
     """E[f] is the diagonal of the Hessian, XᵀX/(N σ²), whatever the batch size, so κ (h + d) is exact."""

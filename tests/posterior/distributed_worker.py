@@ -5,14 +5,10 @@ found.
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +26,7 @@ from bayesadam.errors import FileError, MatchError, MemoryBudgetError, SettingEr
 from bayesadam.gaussian import noise
 from bayesadam.gaussian.settings import PrecisionRule
 from floats import assert_close
+from ranks import run_checks
 
 N_DATA = 321
 SETTINGS = {"form": "likelihood", "prior_precision": 1.5}
@@ -342,22 +339,11 @@ class Checks:
         return found
 
 
-def main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def checks(folder: Path) -> dict[str, Callable[[], Any]]:
     warnings.simplefilter("ignore")
-    rendezvous = f"file://{folder}/rendezvous_{world}"
-    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=rendezvous, timeout=timedelta(seconds=300))
-    checks, results = Checks(folder, world), {}
-    for name in sorted(vars(Checks)):
-        if name.startswith("check_"):
-            try:
-                results[name] = {"found": getattr(checks, name)()}
-            except BaseException:
-                results[name] = {"error": f"process {rank} of {world}:\n{traceback.format_exc()}"}
-    torch.save(results, folder / f"results_{world}_{rank}.pt")
-    # Not every check may have ended alike everywhere, so no farewell is waited for.
-    os._exit(0)
+    found = Checks(folder, dist.get_world_size())
+    return {name: getattr(found, name) for name in sorted(vars(Checks)) if name.startswith("check_")}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    run_checks(checks)

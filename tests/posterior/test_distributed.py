@@ -29,19 +29,13 @@ from posterior.distributed_worker import (
     statistics,
     train,
 )
-from processes import run_ranks
+from ranks import found_by_ranks
 
 # Every test looks at what two processes did together.
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 CHECKS = [name for name in vars(Checks) if name.startswith("check_")]
-
-
-def run(world: int, folder: Path) -> list[dict[str, Any]]:
-    """What each of `world` processes found."""
-    run_ranks(HERE / "distributed_worker.py", world, folder)
-    return [torch.load(folder / f"results_{world}_{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,7 @@ def folder(plain: dict[str, ba.Posterior], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """By the number of processes; one loads what two have saved."""
-    return {world: run(world, folder) for world in (2, 1)}
+    return {world: found_by_ranks(HERE / "distributed_worker.py", world, folder) for world in (2, 1)}
 
 
 @pytest.fixture

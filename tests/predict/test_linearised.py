@@ -22,7 +22,7 @@ from bayesadam.predict.call import Call, evaluating
 from bayesadam.predict.layers import MatrixUse
 from bayesadam.predict.moments import parameters_at_mean
 from bayesadam.predict.plan import Plan, make_plan
-from cases import mlp
+from cases import mlp, quick_of
 from floats import assert_close, close
 from predict.cases_networks import (
     NETWORKS,
@@ -309,7 +309,7 @@ def least_budget(posterior: ba.Posterior, inputs: Any) -> int:
         budget //= 8
 
 
-@every_network
+@pytest.mark.parametrize("network", quick_of(NETWORKS, *NETWORKS[::3]), ids=lambda network: network.name)
 def test_the_least_memory_gives_the_same_numbers(network: Network, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layers, "_PIECE", 11)
     monkeypatch.setattr(moments, "_OUTPUTS_AT_ONCE", 2)

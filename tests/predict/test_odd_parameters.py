@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import bayesadam as ba
+from bayesadam.calibration import fits
 from bayesadam.errors import ImproperError
 from bayesadam.gaussian.low_rank import LowRank
 from floats import approx, assert_close
@@ -219,7 +220,9 @@ def test_everything_else_with_a_scalar(structure: str, tmp_path: Any):
 
 @every_structure
 @pytest.mark.parametrize("method", ["validation", "evidence"])
-def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: str):
+def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: str, monkeypatch):
+    monkeypatch.setattr(fits, "_RATIOS", 3)
+    monkeypatch.setattr(fits, "_NOISE_SHARES", (0.1, 0.5, 1.0))
     posterior = trained(structure, sparse=True)
     ids = batch(torch.Generator().manual_seed(9), 40)
     y = torch.randn(40, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

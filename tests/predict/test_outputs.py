@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ def dense_covariance(posterior: ba.Posterior, x: Tensor) -> Tensor:
     return rows @ sigma(posterior) @ rows.T
 
 
+@lru_cache(maxsize=1)
 def sigma(posterior: ba.Posterior) -> Tensor:
     """Σ itself, as the inverse of the Hessian of −log q."""
     mean = posterior.mean

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.pruning import neuron_masks, prune, pruning_masks, shrink, weight_scores
 from bayesadam.pruning.units import ranked_units
-from cases import mlp
+from cases import mlp, quick_of
 from floats import approx, assert_close
 from pruning.cases_pruning import posterior_of, removed
 
@@ -65,7 +65,7 @@ def assert_same_function(small: nn.Module, model: nn.Module, x: Tensor) -> None:
     for factor in (1.0, -3.0, 10.0):
         other = x + factor * torch.randn(x.shape, generator=generator, dtype=x.dtype)
         expected, got = model(other), small(other)
-        assert_close(got, expected, rtol=1e-9, atol=1e-9 * float(expected.detach().abs().max()))
+        assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 # --- a table of networks ----------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_the_function_stays_and_the_widths_are_known(case: str) -> None:
     assert not {p.data_ptr() for p in small.parameters()} & {p.data_ptr() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", quick_of(range(5), 0, 3))
 @pytest.mark.parametrize("case", [name for name, row in TABLE.items() if name != "parametrised"])
 def test_random_masks_never_change_the_function(case: str, seed: int) -> None:
     model, x = prepared(case, seed)

@@ -14,7 +14,7 @@ import bayesadam as ba
 from bayesadam.errors import StateError
 from bayesadam.inspect import inspect_checkpoint
 from bayesadam.readers import identify_reader, match_checkpoint, read_checkpoint
-from cases import mlp, train
+from cases import Lion, mlp, train
 
 Make = Callable[[Iterable[Any]], Optimizer]
 BOTH = "adam or adamw"
@@ -253,23 +253,12 @@ def test_adam_with_decay_is_told_that_it_leaks_into_v(tmp_path: Path) -> None:
 # --- optimisers without a second moment -----------------------------------------------------------------------------
 
 
-class LionLike(Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.01)
-
-
 REFUSED: dict[str, tuple[Make, str]] = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3), "is sgd, which keeps no second moment"),
     "momentum": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), r"is sgd, .*'momentum_buffer'"),
     "rprop": (torch.optim.Rprop, "is rprop, which keeps no second moment"),
     "asgd": (torch.optim.ASGD, "is asgd, which keeps no second moment"),
-    "lion": (LionLike, r"'s state has keys \['exp_avg'\], and no reader finds a second moment per weight"),
+    "lion": (Lion, r"'s state has keys \['exp_avg'\], and no reader finds a second moment per weight"),
 }
 
 

@@ -39,7 +39,7 @@ def as_kept(reader: StateReader) -> StateReader:
 
 # Taken at import, before any test or doctest can add a reader of its own.
 BUILT_IN = registered()
-STEPS = 20
+STEPS = 12
 
 # AdaHessian needs create_graph=True, which torch warns of; bitsandbytes pages nothing on a CPU and says so.
 pytestmark = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.floats import assert_close
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,25 +16,8 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.readers import Tracked, read_optimizer, read_state_dict
 from bayesadam.readers.tracking import TENSORS, _decoded, _encoded
-
-
-class Lion(Optimizer):
-    """As many optimisers are written: an empty state is one to begin."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if len(self.state[p]) == 0:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                m = self.state[p]["exp_avg"]
-                p.sub_(group["lr"] * m.lerp(p.grad, 0.1).sign())
-                m.lerp_(p.grad, 0.01)
+from cases import Lion, quick_of
+from floats import assert_close
 
 
 def muon(parameters: Any) -> list[Optimizer]:
@@ -383,7 +365,7 @@ def test_it_says_what_stands_behind_it(tmp_path):
     assert ba.GaussianWeights.open(path, 100).batch_size == 16
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", quick_of([False, True], True))
 def test_novelty_sees_what_training_did_not_show(turned):
     """Inputs along directions of which the training data have little: as well as by Adam's state or a recorder."""
     torch.manual_seed(0)
@@ -416,9 +398,10 @@ def test_novelty_sees_what_training_did_not_show(turned):
     assert trained(torch.optim.SGD, "kronecker") > recorded - 0.03
     adam = trained(torch.optim.Adam)
     for way in ("8", "32", "factored"):
+        found = trained(torch.optim.SGD, way)
+        assert found > adam - 0.05
         # A diagonal does not see what is turned.
-        assert trained(torch.optim.SGD, way) > adam - 0.05
-        assert turned or trained(torch.optim.SGD, way) > 0.9
+        assert turned or found > 0.9
 
 
 def test_the_gradients_of_a_closure():
@@ -435,7 +418,7 @@ def test_the_gradients_of_a_closure():
 
     optimizer.step(closure)
     found = read_optimizer(model, optimizer).second_moment["3.weight"]
-    assert_close(found, model[3].weight.grad.square(), rtol=1e-6, atol=0.0)
+    assert_close(found, model[3].weight.grad.square(), rtol=1e-6)
 
 
 def test_a_compiled_step():
@@ -456,7 +439,7 @@ def test_eight_bits_keep_what_they_say():
     v[3, 7] = 0.0
     rounded = torch.stack([_decoded(*_encoded(v.clone(), turn)) for turn in range(512)])
     assert float((rounded / v.clamp(min=1e-30) - 1).abs().masked_fill(v == 0, 0.0).max()) <= 1 / 16
-    assert_close(rounded.mean(dim=0), v, rtol=2e-3, atol=0.0)
+    assert_close(rounded.mean(dim=0), v, rtol=2e-3)
     assert float(rounded[:, 3, 7].abs().max()) == 0
     codes, exponents = _encoded(v, 0)
     assert codes.shape == v.shape

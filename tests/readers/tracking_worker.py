@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from bayesadam._shards import own_part, whole
 from bayesadam.errors import SettingError
 from bayesadam.readers import read_optimizer
 from bayesadam.readers.tracking import COUNT, STEPS
+from ranks import run_checks
 
 WAYS: dict[str, dict[str, Any]] = {"8": {}, "32": {"bits": 32}, "factored": {"what": "factored"}}
 
@@ -162,19 +159,5 @@ def checks(folder: Path) -> dict[str, Callable[[], Any]]:
     return found | {f"columns {way}": lambda way=way: check_columns(way) for way in WAYS}
 
 
-def main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=rendezvous, timeout=timedelta(seconds=300))
-    results: dict[str, Any] = {}
-    for name, check in checks(folder).items():
-        try:
-            results[name] = {"found": check()}
-        except BaseException:
-            results[name] = {"error": f"process {rank} of {world}:\n{traceback.format_exc()}"}
-    torch.save(results, folder / f"results_{rank}.pt")
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    run_checks(checks)

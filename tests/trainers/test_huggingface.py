@@ -251,6 +251,7 @@ def test_an_adapter_alone(tmp_path):
     assert set(ba.Posterior.load(tmp_path / "posterior.safetensors", model).mode) == trainable
 
 
+@pytest.mark.slow
 def test_a_missing_package_names_its_extra():
     done = run_python("import sys; sys.modules['transformers'] = None; import bayesadam.trainers.huggingface")
     assert "pip install 'bayesadam[transformers]'" in done.stderr

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.readers.tracking import COUNT, TENSORS
+from cases import quick_of
 from processes import run_python
 
 pytestmark = pytest.mark.filterwarnings(
@@ -176,8 +177,9 @@ def huggingface_run(folder: Path, name: str, steps: int, resumed: str | None = N
     return trainer, callback
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_hugging_face(name, way, tmp_path):
+@pytest.mark.parametrize("case", quick_of(CASES, ("momentum", "8"), ("muon", "factored")), ids="-".join)
+def test_hugging_face(case, tmp_path):
+    name, way = case
     options = {"track": WAYS[way], "prior_precision": 1.0}
     run, callback = huggingface_run(tmp_path / "whole", name, 9, **options)
     folder = str(tmp_path / "whole" / "checkpoint-5")

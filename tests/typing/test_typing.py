@@ -27,6 +27,7 @@ def test_the_marker_for_type_checkers_is_in_the_package():
     assert Path(bayesadam.__file__).with_name("py.typed").is_file()
 
 
+@pytest.mark.slow
 def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text(

@@ -241,7 +241,10 @@ def by_forward(posterior: Posterior, data: HeldOut) -> Posterior:
 def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
     """s and δ from the curvature of the outputs; where there is a σ², all three in turn."""
     record, shape = data.options.record, posterior.settings.prior_shape
-    unit: VarianceOf = lambda name: torch.ones_like(posterior.mode[name]) / (1.0 if shape is None else shape[name])  # noqa: E731
+
+    def unit(name: str) -> Tensor:
+        return torch.ones_like(posterior.mode[name]) / (1.0 if shape is None else shape[name])
+
     if not record.noise:
         # ½ tr(H Cov f) at Cov θ = 1 is half the trace of the Gauss-Newton matrix.
         parts = data.moments(posterior, [unit], covariance=record.coupled)

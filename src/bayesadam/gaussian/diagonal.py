@@ -1,4 +1,4 @@
-"""A Gaussian with one precision per coordinate, w v̂ᵖ + δ: of the weights themselves, or of rotated ones (Kronecker)."""
+"""A Gaussian with one precision per coordinate, w v̂ᵖ + δ: of the weights, or of rotated ones (Kronecker)."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def sample_at(run: Finished, path: list[Any]) -> Sample:
     if agent == "the paper's badam":
         mean, sd = PAPER["badam"][problem]
         # Two values with the mean and the standard error of the paper's ten.
-        error = sd / math.sqrt(BanditSettings().runs)
+        error = sd / math.sqrt(BanditSettings.runs)
         return Sample((mean - error, mean + error))
     return run.sample(problem, agent, "reward_ratio")
 

@@ -6,6 +6,7 @@ import base64
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Report:
     missing: Mapping[str, str]
     quick: bool = False
 
-    @property
+    @cached_property
     def claims(self) -> list[Judged]:
         """Every claim, failed ones first, by its main run; Table 1's by that with the paper's settings, if any is."""
         found = []

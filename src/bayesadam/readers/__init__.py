@@ -1,8 +1,9 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
-In the order in which to read them: `registry` (the records, and whose state a file holds), `rotated` (SOAP),
-`match` (parameters with their states; `groups` has the rules of trainers), `curvature` (v̂), `checkpoint` (files),
-`together` (weights and state of one moment), `recorder` (gradients), `compression`.
+In the order in which to read them: `registry` (the records), `rotated` (SOAP), `tracking` (what `track` keeps),
+`identify` (whose a saved state is), `match` (parameters with their states; `groups` has the rules of trainers),
+`curvature` (v̂), `checkpoint` (files), `together` (weights and state of one moment), `recorder` (gradients),
+`compression`.
 """
 
 from bayesadam.readers.checkpoint import (
@@ -38,6 +39,7 @@ from bayesadam.readers.formats.registry import (
     register_format,
     registered_formats,
 )
+from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
     check_parameter,
     clean_names,
@@ -50,7 +52,6 @@ from bayesadam.readers.registry import (
     Group,
     State,
     StateReader,
-    identify_reader,
     reader_named,
     reader_of,
     register,

@@ -23,6 +23,7 @@ from bayesadam.readers.formats.contents import Contents, Recorded, with_choice
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.readers.formats.networks import Found, Keys, choose
 from bayesadam.readers.formats.registry import format_of, state_beside
+from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
     NAMES,
     Match,
@@ -42,7 +43,7 @@ from bayesadam.readers.match import (
     slots_of,
     usable_reader,
 )
-from bayesadam.readers.registry import StateReader, identify_reader
+from bayesadam.readers.registry import StateReader
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,8 +15,9 @@ from bayesadam._shards import extremes, placed_like
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers import tracking
+from bayesadam.readers.identify import opened
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.registry import TRACKED, State, StateReader, opened, working_dtype
+from bayesadam.readers.registry import TRACKED, State, StateReader, working_dtype
 from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
 # Weights read together, whatever the size of a tensor.
@@ -49,7 +50,7 @@ class Curvature:
 def read_optimizer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, reader: str | StateReader | None = None
 ) -> Curvature:
-    """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); nothing of theirs is changed.
+    """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); neither is changed.
 
     `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
     """

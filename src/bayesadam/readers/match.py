@@ -23,6 +23,7 @@ from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.groups import Shapes, fillings
+from bayesadam.readers.identify import has_tensors, identify_reader, parameter_shape, unknown_bases
 from bayesadam.readers.registry import (
     ADVICE,
     TRACKED,
@@ -30,13 +31,9 @@ from bayesadam.readers.registry import (
     State,
     StateReader,
     as_number,
-    has_tensors,
-    identify_reader,
-    parameter_shape,
     reader_for,
     reader_named,
     reader_of,
-    unknown_bases,
 )
 from bayesadam.readers.tracking import is_tracked
 

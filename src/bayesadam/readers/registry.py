@@ -1,13 +1,11 @@
 """One record an optimiser: where its second moment is. `register` adds a user's own.
 
-A live optimiser is identified by its class, a saved state by its keys.
+A live optimiser is known by its class; whose a saved state is, `identify` finds from its keys.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as changed
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -115,6 +113,19 @@ class StateReader:
         decoupled = self.decoupled_flag is not None and bool(group.get(self.decoupled_flag, False))
         decay = as_number(group.get("weight_decay") or 0.0, "weight_decay")
         return self.coupled_decay and not decoupled and decay != 0.0
+
+
+def as_number(value: Any, entry: str) -> float:
+    """The number under an entry of a saved state or group."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise StateError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of a posterior: float32, or float64 for float64 parameters."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 # --- layouts that no field describes --------------------------------------------------------------------------------
@@ -477,7 +488,7 @@ def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
         return reader
     if tracking.is_tracked(state) and (reader.statistic == "none" or not _went_on(state, group, reader)):
         return TRACKED
-    return next((_registry[name] for name in _without(state, group)), reader)
+    return next((_registry[name] for name in keeps_none(state, group)), reader)
 
 
 def _went_on(state: State, group: Group, reader: StateReader) -> bool:
@@ -486,7 +497,7 @@ def _went_on(state: State, group: Group, reader: StateReader) -> bool:
     return reader is not TRACKED and None not in (taken, since, seen) and taken > since + seen  # type: ignore[operator]
 
 
-def _without(state: State, group: Group) -> list[str]:
+def keeps_none(state: State, group: Group) -> list[str]:
     """Who keeps no second moment of a parameter: Muon beside AdamW, by a flag of the group or state; a projection."""
     flags = {"muon": state.get("use_muon", group.get("use_muon")), "galore": group.get("rank") and "projector" in state}
     return [name for name, flag in flags.items() if flag]
@@ -497,227 +508,3 @@ def reader_of(optimizer: Optimizer) -> StateReader | None:
     by_class = {name: reader for reader in _registry.values() for name in reader.class_names()}
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(optimizer).__mro__)
     return next((by_class[name] for name in names if name in by_class), None)
-
-
-# --- the reader of a saved state ------------------------------------------------------------------------------------
-
-# All fields of a record that change v̂.
-_reading = attrgetter(
-    *("statistic", "key", "decay", "bias_correction", "start", "step", "counter", "idle_steps"),
-    *("maximum_key", "centre_key", "read", "factors"),
-)
-# Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
-# them, a scheduler's after them. Up to torch 1.11 Adam and AdamW wrote the same; from 1.12 to 2.6 AdamW had `foreach`
-# before `maximize`, Adam after it; since 2.7 both are as Adam, with `decoupled_weight_decay`. `correct_bias` is of
-# transformers' own AdamW.
-_ORDERS = {
-    "foreach capturable decoupled_weight_decay": "radam",
-    "foreach maximize capturable": "adamw",
-    "amsgrad maximize foreach capturable": "adam",
-    "correct_bias": "adamw",
-    "eps maximize params": "sparseadam",
-}
-
-
-def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -> StateReader:
-    """The reader for a saved state; optimisers that are read alike, Adam and AdamW, count as one, `"adam or adamw"`.
-
-    `recorded` is the class name the trainer wrote down, which decides between several that fit.
-    """
-    groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
-    states = {key: state for key, state in optimizer["state"].items() if key in groups and has_tensors(state)}
-    tracked = [key for key, state in states.items() if tracking.is_tracked(outline(state))]
-    if tracked and len(tracked) == len(states):
-        return TRACKED
-    # Of what Muon or a projection trains there is nothing to read.
-    states = {k: state for k, state in states.items() if k not in tracked and not _without(outline(state), groups[k])}
-    held = [(outline(state), groups[key]) for key, state in states.items()]
-    said = [r for r in registered() if _is_called(r, recorded)]
-    fitting = [r for r in registered() if held and all(_fits(r, *each, named=r in said) for each in held)]
-    fitting = [r for r in fitting if r.mark is not None] or fitting
-    named = [r for r in fitting if r in said]
-    # Readers whose own flag is in the group, where there are such; else those that expect none.
-    flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in held[0][1]]
-    chosen = named or flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
-    if len({_reading(r) for r in chosen}) == 1:
-        alike = [r for r in fitting if _reading(r) == _reading(chosen[0])]
-        found = named[0] if named else _writer(alike, [group for _, group in held])
-        if all(found.steps(state, groups[key]) == 0 for key, state in states.items()):
-            raise StateError(f"the optimiser, {found.name}, has not taken a step yet: train first, then save its state")
-        return found
-    keys = sorted({key for state, _ in held for key in state if isinstance(key, str)})
-    if chosen:
-        raise StateError(
-            f"the optimiser's state, with keys {keys}, may be that of {' or '.join(r.name for r in chosen)}, which are "
-            f"read differently: say which with optimizer={chosen[0].name!r}"
-        )
-    # The later is the more particular: LARS has all that SGD has.
-    without = [r for r in reversed(registered()) if r.statistic == "none"]
-    used = [group for _, group in held] or optimizer["param_groups"]
-    marked = [r.name for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
-    if marked:
-        why = f" is {marked[0]}, which keeps no second moment per weight: its state has keys {keys}"
-    elif not held:
-        why = "'s state is empty: it has not taken a step yet: train first, then save it; or it is SGD without momentum"
-    else:
-        why = (
-            f"'s state has keys {keys}, and no reader finds a second moment per weight in it: name the optimiser with "
-            "optimizer=, or describe it with bayesadam.readers.register(StateReader(...))"
-        )
-    raise StateError(f"the optimiser{why}; {ADVICE}")
-
-
-def _is_called(reader: StateReader, recorded: str | None) -> bool:
-    short = (recorded or "").rpartition(".")[2].lower()
-    return short in (reader.name, *(path.rpartition(".")[2].lower() for path in reader.class_names()))
-
-
-def _fits(reader: StateReader, state: State, group: Group, *, named: bool = False) -> bool:
-    """Whether a state and its group have all entries that the record needs; `named` says that its class was written."""
-    if reader.statistic in ("identity", "none"):
-        return False
-    if reader.statistic == "factored":
-        return state.get("variance") is not None or ("row_var" in state and "col_var" in state)
-    stored = next((state[key] for key in reader.key.split(" or ") if isinstance(state.get(key), Tensor)), None)
-    if stored is None or unknown_bases(reader, state, stored.shape):
-        return False
-    if reader.mark not in (None, *group) and not (named and reader.mark == ""):
-        return False
-    # NovoGrad's is one number a layer.
-    momentum = state.get("exp_avg")
-    if isinstance(momentum, Tensor) and momentum.shape != stored.shape:
-        return False
-    # What else is kept may be part of what is squared: MARS has the last gradient, Prodigy its estimate of a distance.
-    others = [str(key) for key, value in state.items() if isinstance(value, Tensor) and value.shape == stored.shape]
-    others = [key for key in others if key not in reader.key.split(" or ")]
-    described = named or reader.read or reader.factors or reader.mean
-    if stored.dim() and not described and not all(map(_HARMLESS.fullmatch, others)):
-        return False
-    counted = reader.bias_correction or reader.statistic == "sum"
-    if counted and (group if reader.step == "group" else state).get(reader.counter) is None:
-        return False
-    if isinstance(reader.start, str) and reader.start not in group:
-        return False
-    if reader.decay is None:
-        return True
-    value, index = group.get(reader.decay[0]), reader.decay[1]
-    if index is None:
-        return value is not None
-    if not isinstance(value, list | tuple):
-        return False
-    # β is the last unless a mark says whose they are: Adan has three, of which Adam's would be the wrong one.
-    if index < 0:
-        return len(value) == 1 - index
-    return len(value) == index + 1 or (reader.mark is not None and len(value) > index)
-
-
-def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
-    """Of readers that compute the same, the one that a flag or the order of the groups' entries names."""
-    names: set[str | None] = set()
-    for group in groups:
-        entries = f" {' '.join(map(str, group))} "
-        name = next((name for order, name in _ORDERS.items() if f" {order} " in entries), None)
-        if name != "radam" and "decoupled_weight_decay" in group:
-            name = "adamw" if group["decoupled_weight_decay"] else "adam"
-        names.add(name)
-    named = [reader for reader in alike if reader.name in names]
-    adam = next((reader for reader in alike if reader.name == "adam"), None)
-    if len(named) == 1 or adam is None:
-        return (named or alike)[0]
-    note = (
-        "the file does not say which. v is read alike, and without weight decay they are the same. With it, Adam adds "
-        "the decay to the gradients before they are squared, and the posterior is too narrow. Say which with "
-        "optimizer='adam' or 'adamw' (--optimizer)."
-    )
-    return changed(adam, name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note)
-
-
-# --- what a state holds ---------------------------------------------------------------------------------------------
-
-# Entries of a weight's shape beside a plain average of squares, and beside Adan's.
-_HARMLESS = re.compile(
-    r"step|(max_)?exp_avg(_sq|_var|_diff|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|mu_product|variance|"
-    r"exp_hessian_diag_sq|(neg_)?pre(vious)?_grad|tracked_.*|.*(momentum|master|param|fp32|kahan|comp|slow|buffer|shift).*",
-    re.I,
-)
-_QUANT_STATE = "__bnb_optimizer_quant_state__"
-# Entries that have the parameter's own shape, in every optimiser that has them.
-_SHAPED_KEYS = (
-    *("exp_avg", "exp_avg_sq", "rotated_exp_avg_sq", "square_avg", "sum", "exp_inf", "exp_avg_var"),
-    *("exp_hessian_diag_sq", "variance", "state2", "state1", "momentum_buffer", "m", "z"),
-)
-# The names of bases in optimisers' states, and of the statistics that these are the eigenvectors of.
-_BASIS_NAMES = re.compile(
-    r"((q|gg|l|r)(_?[lr])?|.*(basis|bases|eigen|ortho|proj|precond_|pre_cond_).*)([._]?\d+)?", re.I
-)
-
-
-def as_number(value: Any, entry: str) -> float:
-    """The number under an entry of a saved state or group."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise StateError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of a posterior: float32, or float64 for float64 parameters."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def opened(state: State) -> State:
-    """The state with the entries that bitsandbytes' `state_dict()` nests, for FSDP, at the top level as when live."""
-    hidden = state.get(_QUANT_STATE)
-    return state if hidden is None else {**state, **hidden}
-
-
-def outline(state: State) -> State:
-    """The state without reading tensors that are still on the disk: those appear as shape and type."""
-    return opened(getattr(state, "outline", state))
-
-
-def has_tensors(state: Any) -> bool:
-    """Whether a state holds anything but a counter."""
-    return isinstance(state, Mapping) and any(
-        (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()
-    )
-
-
-def parameter_shape(state: State, reader: StateReader | None = None) -> torch.Size | None:
-    """The shape of the parameter behind a state, where a tensor in it has that shape."""
-    state = outline(state)
-    # GaLore's have fewer rows or columns.
-    if "projector" in state:
-        return None
-    # What a basis is found from has the length of a side.
-    own = [key for key in reader.key.split(" or ") if key not in reader.bases] if reader is not None else []
-    for key in (*own, *_SHAPED_KEYS):
-        if isinstance(state.get(key), Tensor):
-            return state[key].shape  # type: ignore[no-any-return]
-    if isinstance(state.get("row_var"), Tensor) and isinstance(state.get("col_var"), Tensor):
-        return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
-    return None
-
-
-def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[str]:
-    """The entries of a state that look like bases and that its reader knows nothing of.
-
-    A second moment stored with bases is in their coordinates: read as the weights' own, every number in it is wrong.
-    A `read` function is trusted.
-    """
-    if reader.statistic in ("identity", "none") or reader.read is not None:
-        return []
-    found = []
-    for key, value in outline(state).items():
-        if not isinstance(key, str) or key in reader.bases:
-            continue
-        named = _BASIS_NAMES.fullmatch(key) is not None
-        if isinstance(value, list | tuple):
-            named = named or any(isinstance(inner, Tensor) and inner.dim() > 1 for inner in value)
-        elif isinstance(value, Tensor):
-            square = value.dim() == 2 and value.shape[0] == value.shape[1]
-            named = square and (named or (len(value) > 1 and value.shape != shape))
-        # A projector is an object.
-        if named and not (value is None or isinstance(value, int | float | str)):
-            found.append(key)
-    return found
