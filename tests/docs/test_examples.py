@@ -232,16 +232,19 @@ def _resolved(path: str) -> object:
         return getattr(_resolved(module), name)
 
 
+_ENTRY = r"^::: (?!bayesadam\.(?:trainers|botorch\.model)\.)([\w.]+)\n((?:    .*\n)*)"
+
+
 def _reference() -> dict[str, list[str]]:
     """What the pages of the reference show, by its path, with the members that are named.
 
-    The trainers' callbacks, which need half a minute of imports, are left to the site's builder, which fails without
-    them.
+    The trainers' callbacks, which need half a minute of imports, and BoTorch's model, which needs BoTorch, are left to
+    the site's builder, which fails without them.
     """
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
     return {
         found[1]: re.findall(r"^        - (\w+)$", found[2], re.MULTILINE)
-        for found in re.finditer(r"^::: (?!bayesadam\.trainers\.)([\w.]+)\n((?:    .*\n)*)", text + "\n", re.MULTILINE)
+        for found in re.finditer(_ENTRY, text + "\n", re.MULTILINE)
     }
 
 

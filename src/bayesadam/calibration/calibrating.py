@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from bayesadam._checks import require_kind
+from bayesadam._checks import count, require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_forward, by_validation
@@ -105,6 +105,8 @@ def calibrate(
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
     require_kind(posterior, (Posterior, Mixture), "posterior")
     name = agreed(likelihood, posterior.likelihood)
+    # Settings are chosen by the spread of draws.
+    count("n_samples", n_samples, "draws", least=2)
     of_predict: Any = {"n_samples": n_samples, "link": link, "forward": forward, "memory_budget": memory_budget}
     options = Options(likelihood=name, predictive=predictive, **of_predict)
     record = options.record
