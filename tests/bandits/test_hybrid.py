@@ -211,7 +211,8 @@ def test_the_penalty_falls_with_the_data_and_with_the_noise():
         one._prepare()
         fades = 500 / (500 + one.buffer.count)
         assert float(one._l2) == approx(one.settings.l2 * fades * float(one.noise_variance()), rel=1e-5)
-    assert float(learner.noise_variance()) < 0.7 * float(other.noise_variance())
+    # In units of the rewards seen, which vary little where the best arms are chosen.
+    assert float(learner.noise_variance()) < 0.9 * float(other.noise_variance())
     assert float(other.noise_variance()) == approx(1, abs=0.15)
 
 
