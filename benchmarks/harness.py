@@ -111,6 +111,34 @@ def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
     return cell
 
 
+def shared_cells(
+    options: argparse.Namespace,
+    name: str,
+    settings: Mapping[str, Any],
+    make: Callable[[str, str, int], Cell],
+    told: Callable[[Cell], str],
+) -> dict[tuple[str, str], list[Cell]]:
+    """The cells of every problem, method and seed of `options`, out of files in out/name, or made by this process.
+
+    It makes its `--part` i/n of them: every n-th, from the i-th on. Those of others are there once they are finished.
+    """
+    part, parts = map(int, options.part.split("/"))
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    cells: dict[tuple[str, str], list[Cell]] = {}
+    every = [(p, m, s) for s in seeds for p in options.problems for m in options.methods]
+    for place, (problem, method, seed) in enumerate(every):
+        path = options.out / name / f"{problem}-{method}-{seed}.json".replace(" ", "_")
+        about = {"problem": problem, "method": method, "seed": seed, **settings}
+        cell = read_cell(path, about)
+        if cell is None and place % parts == part:
+            cell = {"settings": about, **make(problem, method, seed)}
+            write_cell(path, cell)
+            print(f"{problem}, {method}, seed {seed}: {told(cell)}", flush=True)
+        if cell is not None:
+            cells.setdefault((problem, method), []).append(cell)
+    return cells
+
+
 # --- targets --------------------------------------------------------------------------------------------------------
 
 

@@ -33,18 +33,7 @@ import bayesadam as ba
 from bayesadam.acquiring import acquire, most_joint_information
 from bayesadam.data import load_images, load_table
 from bayesadam.likelihoods.classification import entropy
-from harness import (
-    Cell,
-    arguments,
-    mean_and_error,
-    number,
-    one_core,
-    read_cell,
-    resident,
-    setting,
-    write_cell,
-    write_results,
-)
+from harness import Cell, arguments, mean_and_error, number, one_core, resident, setting, shared_cells, write_results
 
 LABELS = (50, 100, 300)
 FIRST, BATCH, MASKS, STEPS = 20, 10, 50, 300
@@ -284,20 +273,13 @@ def main() -> None:
         options.seeds, options.problems = 1, ["digits"]
         options.methods = ["random", "dropout batchbald", "badam batchbald"]
     most = 40 if options.quick else max(LABELS)
-    part, parts = map(int, options.part.split("/"))
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    every = [(p, m, s) for s in seeds for p in options.problems for m in options.methods]
-    cells: dict[tuple[str, str], list[Cell]] = {}
-    for place, (problem, method, seed) in enumerate(every):
-        path = options.out / "label" / f"{problem}-{method}-{seed}.json".replace(" ", "_")
-        about = {"problem": problem, "method": method, "seed": seed, "labels": most}
-        cell = read_cell(path, about)
-        if cell is None and place % parts == part:
-            cell = {"settings": about, **learn(problem, method, seed, most)}
-            write_cell(path, cell)
-            print(f"{problem}, {method}, seed {seed}: area {area(cell):.4f}", flush=True)
-        if cell is not None:
-            cells.setdefault((problem, method), []).append(cell)
+    cells = shared_cells(
+        options,
+        "label",
+        {"labels": most},
+        lambda problem, method, seed: learn(problem, method, seed, most),
+        lambda cell: f"area {area(cell):.4f}",
+    )
     results = report(cells, options.problems, options.methods)
     write_results(options.out, "label", {**setting(), "problems": results})
 

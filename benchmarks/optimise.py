@@ -37,7 +37,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from bayesadam.botorch.surrogate import Process
-from harness import Cell, against, arguments, number, one_core, read_cell, setting, write_cell, write_results
+from harness import Cell, against, arguments, number, one_core, setting, shared_cells, write_results
 
 FIRST, EVALUATIONS, REPORTED = 10, 100, (20, 50, 100)
 METHODS = ("badam", "gp", "random")
@@ -336,22 +336,13 @@ def main() -> None:
     evaluations = options.evaluations
     if options.quick:
         options.seeds, options.problems, evaluations = 1, ["noisy branin", "images"], 14
-    part, parts = map(int, options.part.split("/"))
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    every = [(p, m, s) for s in seeds for p in options.problems for m in options.methods]
-    cells: dict[tuple[str, str], list[Cell]] = {}
-    for place, (problem, method, seed) in enumerate(every):
-        path = options.out / "optimise" / f"{problem}-{method}-{seed}.json".replace(" ", "_")
-        about = {"problem": problem, "method": method, "seed": seed, "evaluations": evaluations}
-        cell = read_cell(path, about)
-        if cell is None and place % parts == part:
-            cell = {"settings": about, **optimise(problem, method, seed, evaluations, botorch=options.botorch)}
-            write_cell(path, cell)
-            print(
-                f"{problem}, {method}, seed {seed}: {cell['best'][-1]:.4f}, {cell['seconds']:.2f} s a step", flush=True
-            )
-        if cell is not None:
-            cells.setdefault((problem, method), []).append(cell)
+    cells = shared_cells(
+        options,
+        "optimise",
+        {"evaluations": evaluations},
+        lambda problem, method, seed: optimise(problem, method, seed, evaluations, botorch=options.botorch),
+        lambda cell: f"{cell['best'][-1]:.4f}, {cell['seconds']:.2f} s a step",
+    )
     write_results(options.out, "optimise", {**setting(), "problems": report(cells, options.problems, options.methods)})
 
 
