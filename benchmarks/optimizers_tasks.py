@@ -135,50 +135,47 @@ def _sizes(quick: bool, **own: Any) -> Any:
 # --- optimisers -----------------------------------------------------------------------------------------------------
 
 
-class Lion(Optimizer):
-    """θ ← θ − η (sign(β₁ m + (1 − β₁) g) + λ θ), m ← β₂ m + (1 − β₂) g."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One step."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                update = state["exp_avg"].lerp(p.grad, 0.1).sign_()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
-                state["exp_avg"].lerp_(p.grad, 0.01)
-
-
-class Muon(Optimizer):
-    """W ← W − η √max(1, m/n) U Vᵀ of the momentum's U S Vᵀ, (m, n); a convolution's weight is a matrix of its outputs.
-
-    torch's Muon takes matrices alone. U Vᵀ is approximated by five steps of X ← aX + (bA + cA²)X with A = XXᵀ.
-    """
+class _Own(Optimizer):
+    """Steps that are written down here, a weight at a time, with one average of gradients."""
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One step, with Nesterov's momentum of .95."""
+        """One step."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                momentum = state["momentum_buffer"].lerp_(p.grad, 0.05)
-                update = orthogonal(p.grad.lerp(momentum, 0.95).flatten(1))
-                scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
-                p.sub_(update.view_as(p), alpha=group["lr"] * scale)
+                if p.grad is not None:
+                    state = self.state[p]
+                    self.move(p, p.grad, state.setdefault("momentum_buffer", torch.zeros_like(p)), group["lr"])
+
+    def move(self, p: Tensor, gradient: Tensor, momentum: Tensor, rate: float) -> None:
+        """The step of one parameter."""
+        raise NotImplementedError
+
+
+class Lion(_Own):
+    """θ ← θ − η sign(.9 m + .1 g), m ← .99 m + .01 g."""
+
+    def move(self, p: Tensor, gradient: Tensor, momentum: Tensor, rate: float) -> None:
+        """The step of one parameter."""
+        p.sub_(momentum.lerp(gradient, 0.1).sign_(), alpha=rate)
+        momentum.lerp_(gradient, 0.01)
+
+
+class Muon(_Own):
+    """W ← W − η √max(1, m/n) U Vᵀ of the momentum's U S Vᵀ, (m, n); a convolution's weight is a matrix of its outputs.
+
+    torch's Muon takes matrices alone. U Vᵀ is approximated by five steps of X ← aX + (bA + cA²)X with A = XXᵀ; the
+    momentum is Nesterov's, of .95.
+    """
+
+    def move(self, p: Tensor, gradient: Tensor, momentum: Tensor, rate: float) -> None:
+        """The step of one parameter."""
+        update = orthogonal(gradient.lerp(momentum.lerp_(gradient, 0.05), 0.95).flatten(1))
+        scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
+        p.sub_(update.view_as(p), alpha=rate * scale)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
