@@ -1,7 +1,8 @@
 """Our default agent beside others on problems that no agent was tuned on: ranks, shares near the best, worst cases.
 
     BAYESADAM_DATA=... python benchmarks/strangers.py [--quick] [--half choosing] [--problems ...]
-        [--agents default linear ...] [--horizons 500 2000] [--runs 20] [--seed 0] [--jobs 1] [--part 1/1] [--out ...]
+        [--agents default linear ...] [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1]
+        [--part 1/1] [--out ...]
 
 Settings are chosen on one half of the problems and reported on the other; which is which was drawn once, see
 `strangers_problems.py`. A problem whose package or file is absent is left out, with the reason.
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +79,7 @@ class Job:
     horizons: tuple[int, ...]
     runs: int
     seed: int
+    device: str
 
     @property
     def rival(self) -> str | None:
@@ -107,10 +110,10 @@ def named(text: str) -> tuple[str, object]:
 def our_arms(job: Job, chosen: BanditProblem, rounds: int) -> Numbers:
     """The arms that an agent of ours chooses, (runs, rounds)."""
     name, own = named(job.agent)
-    playing = Playing(chosen, name, runs=job.runs, rounds=rounds, seed=job.seed, device="cpu", settings=own)  # type: ignore[arg-type]
+    playing = Playing(chosen, name, runs=job.runs, rounds=rounds, seed=job.seed, device=job.device, settings=own)  # type: ignore[arg-type]
     while playing.done < rounds:
         playing.advance()
-    return playing.buffer.arms.numpy()
+    return playing.buffer.arms.cpu().numpy()
 
 
 def rival_arms(job: Job, rival: str, chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int]) -> Numbers:
@@ -221,7 +224,7 @@ def problem_table(horizon: int, means: Means, agents: Sequence[str]) -> str:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def jobs_of(names: Sequence[str], agents: Sequence[str], horizons: Sequence[int], runs: int, seed: int) -> list[Job]:
+def jobs_of(names: Sequence[str], agents: Sequence[str], horizons: Sequence[int], **options: Any) -> list[Job]:
     """Every agent on every problem that is there, for the horizons that it offers; the costly ones first."""
     found, costs = [], {}
     for name in names:
@@ -232,7 +235,7 @@ def jobs_of(names: Sequence[str], agents: Sequence[str], horizons: Sequence[int]
             continue
         offered = tuple(sorted(h for h in horizons if h <= chosen.rounds))
         for agent in agents if offered else ():
-            job = Job(name, agent, offered, runs, seed)
+            job = Job(name, agent, offered, **options)
             found.append(job)
             costs[job] = offered[-1] * (chosen.n_features**2 * chosen.n_arms + (agent != LINEAR) * 10**5)
     return sorted(found, key=lambda job: -costs[job])
@@ -246,6 +249,7 @@ def main() -> None:
     parser.add_argument("--horizons", nargs="+", type=int, default=[500, 2000])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="the runs' seeds come from it")
+    parser.add_argument("--device", default="cpu", help="that our agents play on; many runs cost little more on a GPU")
     parser.add_argument("--part", default="1/1", help="i/n: every nth cell from the ith on")
     options = parser.parse_args()
     agents, names, horizons, runs = options.agents, options.problems or PROBLEMS, sorted(options.horizons), options.runs
@@ -253,7 +257,7 @@ def main() -> None:
         agents, names, horizons, runs = [DEFAULT, LINEAR], ["iris", "clicks", "linear-26"], [50, 100], 2
     agents = [one for agent in agents for one in (screened() if agent == "rivals" else [agent])]
     names = [name for name in names if options.half in (None, half(name))]
-    jobs = jobs_of(names, agents, horizons, runs, options.seed)
+    jobs = jobs_of(names, agents, horizons, runs=runs, seed=options.seed, device=options.device)
     part, parts = map(int, options.part.split("/"))
     mine = jobs[part - 1 :: parts]
     calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]

@@ -193,7 +193,7 @@ def test_trainings_grow_rarer():
 
 def due(rounds: int) -> list[int]:
     """At which counts the agent trains: after the first pulls, then 5 and 15 % more observations at least."""
-    found, count, following = [], 9, 0
+    found, count, following = [], 3, 0
     while count < rounds:
         if count >= following:
             found.append(count)
