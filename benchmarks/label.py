@@ -9,7 +9,8 @@ same pool.
 
 - random, entropy: of the network's probabilities.
 - dropout bald, dropout batchbald: 50 dropout masks, each the same for all inputs; joint entropies as in `acquire`.
-- the others: `bayesadam.acquire` on the posterior in AdamW's state, by method, without dropout.
+- the others: `bayesadam.acquire` on the posterior in AdamW's state, by method, without dropout; the prior precision is
+  one over the mean square of the weights.
 
 Problems: scikit-learn's digits, MNIST with an MLP and with a CNN, and two tables, statlog (shuttle) and covertype. A
 pool has 4,000 inputs, of digits 1,200. A cell, one problem, method and seed, is a JSON file under `--out`, and is not
@@ -183,7 +184,10 @@ def choose(method: str, model: nn.Module, optimizer: torch.optim.Optimizer, x: T
             return own.topk(BATCH).indices
         best = own.topk(min(len(own), 1000)).indices
         return best[most_joint_information(probs[:, best], torch.full((MASKS,), 1 / MASKS), BATCH, seed)]
-    posterior = ba.Posterior.from_optimizer(model, optimizer, n, likelihood="classification", prior_precision=1.0)
+    weights = torch.cat([w.detach().flatten() for w in model.parameters()])
+    posterior = ba.Posterior.from_optimizer(
+        model, optimizer, n, likelihood="classification", prior_precision=1 / float(weights.square().mean())
+    )
     return acquire(posterior, x, BATCH, method=method.removeprefix("badam "), seed=seed)
 
 

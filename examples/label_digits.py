@@ -35,7 +35,7 @@ def accuracy(posterior: ba.Posterior) -> float:
 labelled, rest = pool[:20], pool[20:]
 posterior = learn(labelled)
 while len(labelled) < 300:
-    chosen = ba.acquire(posterior, images[rest], 10, method="badge", seed=len(labelled))
+    chosen = ba.acquire(posterior, images[rest], 10, seed=len(labelled))
     keep = torch.ones(len(rest), dtype=torch.bool)
     keep[chosen] = False
     # Here a person would give the labels.

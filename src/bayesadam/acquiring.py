@@ -39,7 +39,7 @@ def acquire(
     pool: Any,
     k: int,
     *,
-    method: Method = "batchbald",
+    method: Method | None = None,
     target: Any = None,
     likelihood: str | None = None,
     n_samples: int = 100,
@@ -59,6 +59,8 @@ def acquire(
     | `"leverage"`  | the k most novel, by `posterior.novelty`: one forward pass                                    |
     | `"badge"`     | k gradients of the last layer far from each other, by the rule of k-means++; classes          |
 
+    None is `"badge"` for classes and `"batchbald"` for numbers.
+
     The first three look at functions drawn from the linearised network, the same for all inputs. Of classes the joint
     entropy of y₁…y_j is a sum over all answers up to 1,024 of these, and over 512 sampled ones beyond. For numbers it
     is ½ log det(1 + H^½ K H^½), K the covariance between inputs and H the Hessian of −log p; after every choice K is
@@ -66,6 +68,9 @@ def acquire(
 
     A pool is gone through in chunks, for moments alone; functions are drawn at a few candidates. These are the inputs
     with the largest I(y; θ) of their own; for `"epig"` a random part of the pool.
+
+    A posterior of few labels is as wide as its prior, which the first three depend on: a `prior_precision` of one over
+    the mean square of the weights is a good start.
 
     Args:
         pool: inputs as `predict` takes them, or a loader that does not shuffle; a loader is gone through twice.
@@ -80,14 +85,15 @@ def acquire(
         chunk: inputs of the pool at a time.
     """
     require_kind(posterior, (Posterior, Mixture), "posterior")
-    if method not in get_args(Method):
-        raise SettingError(f"method must be one of {get_args(Method)}, got {method!r}")
+    if method not in (None, *get_args(Method)):
+        raise SettingError(f"method must be None or one of {get_args(Method)}, got {method!r}")
     for name, value in (("k", k), ("n_samples", n_samples), ("n_candidates", n_candidates), ("chunk", chunk)):
         count(name, value, "inputs or draws")
     found = _Pool(posterior, pool, chunk)
     name = posterior._likelihood(likelihood)
     each = max(2, -(-n_samples // len(posterior.members)))
     q = _Information(posterior, record_of(name), each, seed, {"likelihood": name, "forward": forward}, memory_budget)
+    method = method or ("badge" if q.is_class else "batchbald")
     if method == "leverage":
         scores = posterior.novelty(((batch,) for batch in found.batches()), likelihood=name, forward=forward)
         return _largest(scores, k)

@@ -525,7 +525,10 @@ def test_settings_by_name():
         assert (paper.train_steps, paper.clip, paper.standardise) == (50, 5.0, False)
     for agent in PAPER_AGENTS:
         every = 5 if agent == "hybrid" else 20
-        assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (every, 3)
+        assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (
+            every,
+            1 if agent == "hybrid" else 3,
+        )
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
     assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"

@@ -178,7 +178,7 @@ class LinearPosterior:
         """Add k observations in place, with arms and rewards (runs, k) and features (runs, k, features).
 
         With X the rows of an arm, e = r − Xμ and 1 + X C Xᵀ = L Lᵀ: C ← C − GᵀG, μ ← μ + Gᵀz and b ← b + ½ |z|², where
-        G = L⁻¹ X C and z = L⁻¹ e. One observation of one run is of rank one, and numpy's: its calls cost less.
+        G = L⁻¹ X C and z = L⁻¹ e. One observation of one run is of rank one, and mostly numpy's: its calls cost less.
         """
         if arms.numel() == 1 and x.device.type == "cpu":
             self._update_one(int(arms), x.numpy()[0, 0], float(rewards))
@@ -200,11 +200,12 @@ class LinearPosterior:
     def _update_one(self, arm: int, x: Floats, reward: float) -> None:
         """C ← C − g gᵀ/w, μ ← μ + e g/w, b ← b + ½ e²/w with g = C x and w = 1 + xᵀ g."""
         means, covariances, shapes, scales = self.first
-        covariance, mean = covariances[arm], means[arm]
-        reach = covariance @ x
+        mean = means[arm]
+        reach = covariances[arm] @ x
         whole = 1 + float(x @ reach)
         errors = reward - mean @ x
-        covariance -= np.multiply.outer(reach / whole, reach)
+        other = torch.from_numpy(reach)
+        self._first_covariances[arm].addr_(other, other, alpha=-1 / whole)
         mean += np.multiply.outer(errors / whole, reach)
         scales[arm] += 0.5 / whole * errors * errors
         shapes[arm] += 0.5
@@ -219,6 +220,11 @@ class LinearPosterior:
     def first(self) -> tuple[Floats, Floats, Floats, Floats]:
         """μ, C, a and b of the first run as arrays of numpy in the same memory."""
         return self.mean.numpy()[0], self.covariance.numpy()[0], self.shape.numpy()[0], self.scale.numpy()[0]
+
+    @cached_property
+    def _first_covariances(self) -> tuple[Tensor, ...]:
+        """C of the first run's arms."""
+        return self.covariance[0].unbind()
 
     def widths_of_one(self, x: Floats) -> Floats:
         """`widths` of one run, (k, features) → (k, arms)."""
