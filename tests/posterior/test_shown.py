@@ -62,7 +62,8 @@ def test_calibration_is_shown_before_and_after(tmp_path):
     assert shown["calibrated"].startswith("regression: fitted by evidence to 60 held-out examples")
     report = tuned.calibration
     assert report is not None
-    assert shown["held-out NLL"] == ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
+    parts = (f"{name} {value:.4f} ± {report.errors[name]:.4f}" for name, value in report.nll.items())
+    assert shown["held-out NLL"] == ", ".join(parts)
     assert set(report.nll) == {"calibrated"}
     path = tmp_path / "posterior.safetensors"
     tuned.save(path)

@@ -15,11 +15,20 @@ from torch import Tensor
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_forward, by_validation
+from bayesadam.calibration.fits import (
+    at_one,
+    best_temperature,
+    by_draws,
+    by_evidence,
+    by_forward,
+    by_validation,
+    temperature_pays,
+)
 from bayesadam.calibration.held_out import HeldOut, Observed, aligned, quietly
 from bayesadam.calibration.leaked import UNLIKELY, balance
 from bayesadam.errors import HeldOutWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.leverage import Ratios
 from bayesadam.likelihoods import Component, Link, agreed
 from bayesadam.likelihoods.abstention import AnswerBy, abstention, check_abstention, remedy
 from bayesadam.likelihoods.conformal import Guarantee, joined
@@ -39,6 +48,7 @@ _WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
 # Temperatures grow with leverage by the first exponent at which held-out data lose at most 0.5 % of their likelihood.
 _EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.005
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
+_WITHOUT = "T₀ stays 1: the network alone predicts examples better than a temperature fitted to the others"
 
 
 def calibrate(
@@ -67,13 +77,14 @@ def calibrate(
 
     r(x) is the leverage of an input relative to that of the held-out inputs, 1 for the usual one: probabilities grow
     humble where layers have to extrapolate. The exponent ½ is smaller where held-out data would lose more than 0.5 % of
-    their likelihood by it. `"validation"` averages probabilities over the posterior instead. T has a prior,
-    −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right are no reason to be
-    certain. Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to nothing,
-    so that regression defaults to evidence. δ comes out as one number for all parameters; a `LoraPrior` is multiplied
-    by one number. Under a predictive that samples, s and δ of the linearised network are multiplied by the best of
-    powers of ten from 0.1 to 10⁵ in half steps. Under `"forward"` the only settings are T₀ of classes, or v of
-    Var[f] = v r, and σ² of a regression, by the likelihood of y.
+    their likelihood by it. T₀ stays 1 where that is likelier than a temperature fitted to other folds, of five that
+    examples are dealt to by their loss, four times anew. `"validation"` averages probabilities over the posterior
+    instead. T has a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right
+    are no reason to be certain. Validation inside the data cannot see what δ does outside it and shrinks the
+    uncertainty there to nothing, so that regression defaults to evidence. δ comes out as one number for all parameters;
+    a `LoraPrior` is multiplied by one number. Under a predictive that samples, s and δ of the linearised network are
+    multiplied by the best of powers of ten from 0.1 to 10⁵ in half steps. Under `"forward"` the only settings are T₀ of
+    classes, or v of Var[f] = v r, and σ² of a regression, by the likelihood of y.
 
     `novelty_pvalue`, `prediction_set` and `interval` rest on the scores of the held-out examples: each is left out of
     its own leverage, and the one to three settings are fitted to all. `posterior.calibration` is the report.
@@ -128,7 +139,8 @@ def calibrate(
         data = [HeldOut(q.replace(temperature=1.0, averaged=True), held_out, options, seed, bar.step) for q in members]
         found = [_fitted(each, method) for each in data]
         wrong = None if risk is None else partial(_wrong, tolerance=tolerance, by=answer_by)
-        guarantee, nll, answers = _scored(data, found, weights, wrong)
+        guarantee, scored, answers = _scored(data, found, weights, wrong)
+    nll, errors = ({name: of[part] for name, of in scored.items()} for part in (0, 1))
     rule = None
     if risk is not None:
         rule = abstention(*answers, risk=risk, confidence=confidence, by=answer_by, tolerance=tolerance)
@@ -143,6 +155,7 @@ def calibrate(
         n_fitted=n,
         n_scored=n if n >= FEWEST_SCORED else 0,
         nll=nll,
+        errors=errors,
         temperatures=tuple(each.temperature for each in after),
         averaged=method != "temperature",
         preferred=_in_words(method, after),
@@ -172,16 +185,13 @@ def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
     record, predictive, seen = data.options.record, data.options.predictive, data.observed
     posterior = replace(data.posterior, leverage=seen.leverage if seen.leverage.layers else None)
     data = replace(data, posterior=posterior)
-    plain, score = best_temperature(data.options, seen.outputs, seen.targets) if record.tempered else (1.0, 0.0)
+    plain = best_temperature(data.options, seen.outputs, seen.targets)[0] if record.tempered else 1.0
     if method == "temperature":
-        for exponent in _EXPONENTS:
-            ratios = replace(seen.ratios, exponent=exponent)
-            growth = ratios.growth[seen.owners].to(seen.outputs)
-            tempered = seen.outputs / growth.view(-1, *[1] * (seen.outputs.dim() - 1))
-            best, reached = best_temperature(data.options, tempered, seen.targets)
-            if reached >= _DEAREST * score:
-                break
-        leverage = posterior.leverage and replace(posterior.leverage, exponent=exponent)
+        ratios, best = _grown_temperature(seen, partial(best_temperature, data.options, y=seen.targets))
+        pairs = seen.outputs, _tempered(seen, ratios)
+        if not temperature_pays(data.options, *pairs, seen.targets, seen.owners, best):
+            ratios, best = _grown_temperature(seen, partial(at_one, data.options, y=seen.targets))
+        leverage = posterior.leverage and replace(posterior.leverage, exponent=ratios.exponent)
         posterior = posterior.replace(temperature=best, averaged=False, leverage=leverage)
         return _Fit(posterior, seen._replace(ratios=ratios), plain)
     if predictive == "forward":
@@ -192,13 +202,30 @@ def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
     return _Fit(found, seen, plain)
 
 
+def _tempered(seen: Observed, ratios: Ratios) -> Tensor:
+    """The outputs, each over the growth of its example's temperature."""
+    growth = ratios.growth[seen.owners].to(seen.outputs)
+    return seen.outputs / growth.view(-1, *[1] * (seen.outputs.dim() - 1))
+
+
+def _grown_temperature(seen: Observed, fit: Callable[[Tensor], tuple[float, float]]) -> tuple[Ratios, float]:
+    """The largest exponent of growth that costs held-out data little, and T₀; `fit` finds T₀ of outputs and a score."""
+    _, score = fit(seen.outputs)
+    for exponent in _EXPONENTS:
+        ratios = replace(seen.ratios, exponent=exponent)
+        best, reached = fit(_tempered(seen, ratios))
+        if reached >= _DEAREST * score:
+            break
+    return ratios, best
+
+
 def _scored(
     data: Sequence[HeldOut],
     fits: Sequence[_Fit],
     weights: Sequence[float],
     wrong: Callable[[Predictive, Tensor], tuple[Tensor, Tensor]] | None,
-) -> tuple[Guarantee, dict[str, float], tuple[Tensor, ...]]:
-    """The held-out scores behind guarantees, mean negative log-likelihoods, the network alone beside, and errors."""
+) -> tuple[Guarantee, dict[str, tuple[float, float]], tuple[Tensor, ...]]:
+    """The held-out scores behind guarantees, mean negative log-likelihoods with their errors, and what is wrong."""
     options, record = data[0].options, data[0].options.record
     log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
     conformity, novelty, answers, first = [], [], [], 0
@@ -218,8 +245,13 @@ def _scored(
                 conformity.append(p.conformity(y, seed=number))
                 novelty.append(p.novelty)
                 answers += [] if wrong is None else [wrong(p, y)]
-    nll = {k: -float(torch.cat(v).mean()) for k, v in log_probs.items()}
+    nll = {k: _mean_and_error(-torch.cat(v)) for k, v in log_probs.items()}
     return joined(conformity, novelty), nll, tuple(torch.cat(part).cpu() for part in zip(*answers, strict=True))
+
+
+def _mean_and_error(values: Tensor) -> tuple[float, float]:
+    """The mean, and its standard error; 0 of a single value."""
+    return float(values.mean()), float(values.std(correction=min(1, len(values) - 1))) / math.sqrt(len(values))
 
 
 def _wrong(p: Predictive, y: Tensor, *, tolerance: float | None, by: AnswerBy) -> tuple[Tensor, Tensor]:
@@ -254,7 +286,11 @@ def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:
     if method != "temperature":
         return "predictions average over the posterior"
     ends = dict.fromkeys(f"{t:.3g}" for t in (min(q.temperature for q in after), max(q.temperature for q in after)))
-    return f"probabilities are softmax(f/T(x)), T(x) = {' to '.join(ends)} × √((1 + r(x))/2), r the relative leverage"
+    words = f"probabilities are softmax(f/T(x)), T(x) = {' to '.join(ends)} × √((1 + r(x))/2), r the relative leverage"
+    kept = sum(q.temperature == 1 for q in after)
+    return words + (f"; {_WITHOUT}" + (f" of {kept} of {len(after)} networks" if kept < len(after) else "")) * bool(
+        kept
+    )
 
 
 def _warn_of_training(data: HeldOut) -> None:

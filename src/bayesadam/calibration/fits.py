@@ -27,6 +27,9 @@ from bayesadam.predict.prediction import Options, component_of
 # networks are too sure than too unsure.
 COLDEST, _HOTTEST = 0.25, 20.0
 _COLD, _HOT = 0.5, 1.0
+# Folds, and how often examples are dealt to them anew; temperatures that these choose from, over that of all examples.
+_FOLDS, _REPEATS = 5, 4
+_NEAR = tuple(math.exp(i / 20) for i in range(-10, 11))
 # Ratios δ/w that one pass over the data tries; temperatures and shares of the residuals that are noise; rounds of scale
 # and temperature in turn.
 _RATIOS = 13
@@ -94,6 +97,52 @@ def best_temperature(
         return _scores(options, mean, variances, y, temperature=temperature)[0]
 
     return _refined(score, start, reach=reach, least=COLDEST)
+
+
+def at_one(options: Options, mean: Tensor, y: Tensor) -> tuple[float, float]:
+    """T = 1, and the mean log-likelihood there."""
+    return 1.0, _scores(options, mean, torch.zeros_like(mean)[None], y, temperature=1.0)[0]
+
+
+def out_of_fold(log_probs: Tensor, log_priors: Tensor, losses: Tensor) -> Tensor:
+    """log p of every example at the temperature that the other folds choose, (n,), the mean over repetitions.
+
+    Examples are dealt to folds in the order of their loss, so that every fold has its share of the costly ones.
+
+    Args:
+        log_probs: at each of k temperatures, (k, n).
+        log_priors: of these, (k,).
+        losses: of the network alone, (n,).
+    """
+    n, source, total = len(losses), torch.Generator().manual_seed(0), log_probs.sum(dim=1) + log_priors
+    order, found, each = losses.argsort().cpu(), torch.zeros_like(log_probs[0]), torch.arange(n)
+    for _ in range(_REPEATS):
+        dealt = torch.rand(-(-n // _FOLDS), _FOLDS, generator=source).argsort(dim=1).flatten()[:n]
+        folds = torch.empty_like(order).scatter_(0, order, dealt)
+        in_fold = torch.nn.functional.one_hot(folds, _FOLDS).to(log_probs)
+        best = (total[:, None] - log_probs @ in_fold).argmax(dim=0).cpu()
+        found += log_probs[best[folds], each]
+    return found / _REPEATS
+
+
+def temperature_pays(options: Options, outputs: Tensor, tempered: Tensor, y: Tensor, owners: Tensor, at: float) -> bool:
+    """Whether a fitted temperature of the `tempered` outputs is likelier than T = 1 of the outputs, out of fold.
+
+    Folds choose among temperatures near `at`, the one fitted to all examples.
+    """
+
+    def by_example(mean: Tensor, temperature: float) -> Tensor:
+        component = Component(mean, torch.zeros_like(mean), temperature=temperature)
+        rows = options.record.predictive([component], link=options.link).log_prob(y)
+        sums = torch.zeros(int(owners.max()) + 1, dtype=torch.float64)
+        return sums.index_add_(0, owners.cpu(), rows.double().cpu().reshape(len(rows), -1).sum(dim=1))
+
+    if len(y) < _FOLDS:
+        return True
+    temperatures = [max(COLDEST, at * factor) for factor in _NEAR]
+    log_probs = torch.stack([by_example(tempered, temperature) for temperature in temperatures])
+    alone, log_priors = by_example(outputs, 1.0), torch.tensor([log_prior(t) for t in temperatures]).double()
+    return bool(out_of_fold(log_probs, log_priors, -alone).sum() >= alone.sum())
 
 
 # --- validation -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def described(posterior: Any) -> list[tuple[str, str]]:
     lines.append(("leverage", "; ".join(dict.fromkeys(map(_of_leverage, posterior.members)))))
     if report is None:
         return [*lines, ("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
-    nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
+    nll = ", ".join(f"{name} {value}" for name, value in report.scores)
     lines += [("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
     return lines if report.abstention is None else [*lines, ("answers", str(report.abstention))]
 
@@ -103,6 +103,7 @@ class CalibrationReport:
         n_scored: how many of them are behind the guarantees, each left out of its own leverage; none of fewer than 20.
         nll: mean negative log-likelihood of the held-out examples as they are now predicted and, of classes, of the
             mean network at the best temperature and at 1.
+        errors: their standard errors; none in files of earlier releases.
         temperatures: T of the probabilities, of each member of a mixture.
         averaged: whether probabilities average over the posterior.
         preferred: what the data preferred, in words.
@@ -124,6 +125,13 @@ class CalibrationReport:
     before: Mapping[str, Range] = field(default_factory=dict)
     inputs: tuple[InputRange, ...] = ()
     abstention: Abstention | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> list[tuple[str, str]]:
+        """The candidates and their negative log-likelihoods, in words."""
+        errors = {name: f" ± {error:.4f}" for name, error in self.errors.items()}
+        return [(name, f"{value:.4f}{errors.get(name, '')}") for name, value in self.nll.items()]
 
     @property
     def fitted(self) -> str:
@@ -133,7 +141,7 @@ class CalibrationReport:
 
     def __str__(self) -> str:
         lines = [self.fitted]
-        lines += [f"  negative log-likelihood, {name}: {value:.4f}" for name, value in self.nll.items()]
+        lines += [f"  negative log-likelihood, {name}: {value}" for name, value in self.scores]
         lines.append(f"  {self.preferred}")
         return "\n".join(lines if self.abstention is None else [*lines, f"  answers {self.abstention}"])
 
@@ -142,7 +150,8 @@ class CalibrationReport:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("guarantee", "abstention")}
         answers = {} if self.abstention is None else {"abstention": asdict(self.abstention)}
         inputs = [asdict(each) for each in self.inputs]
-        return plain | {"nll": dict(self.nll), "before": dict(self.before), "inputs": inputs} | answers
+        plain |= {"nll": dict(self.nll), "errors": dict(self.errors)}
+        return plain | {"before": dict(self.before), "inputs": inputs} | answers
 
     @classmethod
     def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
