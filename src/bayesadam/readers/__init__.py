@@ -1,9 +1,8 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
 In the order in which to read them: `registry` (the records), `rotated` (SOAP), `tracking` (what `track` keeps),
-`identify` (whose a saved state is), `match` (parameters with their states; `groups` has the rules of trainers),
-`curvature` (v̂), `checkpoint` (files), `together` (weights and state of one moment), `recorder` (gradients),
-`compression`.
+`identify` (whose a saved state is), `match` (parameters with their states), `curvature` (v̂), `checkpoint` (files),
+`recorder` (gradients), `compression`.
 """
 
 from bayesadam.readers.checkpoint import (
@@ -13,6 +12,7 @@ from bayesadam.readers.checkpoint import (
     explain,
     load_weights,
     match_checkpoint,
+    moments_apart,
     read_checkpoint,
     read_curvature,
     write_pruned,
@@ -59,5 +59,4 @@ from bayesadam.readers.registry import (
     working_dtype,
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
-from bayesadam.readers.together import moments_apart
 from bayesadam.readers.tracking import Tracker, track

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError
-from bayesadam.readers.formats.contents import Contents, contents_of
-from bayesadam.readers.formats.networks import Keys
+from bayesadam.readers.formats.contents import Contents, Keys, contents_of
 from bayesadam.readers.formats.pickles import (
     BUILDERS,
     BadPickle,
