@@ -3,9 +3,8 @@
 from bayesadam.readers.formats.archives import FOLDER, TAR, ZIP
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.distributed import DISTRIBUTED
-from bayesadam.readers.formats.huggingface import ACCELERATE, PARENT, TRAINER
+from bayesadam.readers.formats.huggingface import ACCELERATE, ADAPTER, PARENT, TRAINER
 from bayesadam.readers.formats.keras import HDF5, KERAS
-from bayesadam.readers.formats.peft import ADAPTER
 from bayesadam.readers.formats.registry import register_format
 from bayesadam.readers.formats.safetensors import POSTERIOR, SAFETENSORS
 from bayesadam.readers.formats.torch_files import OLD_TORCH, PICKLE, TORCH
