@@ -3,8 +3,6 @@
 A posterior's second moments are the optimiser's state, its mode the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
