@@ -33,20 +33,9 @@ from bayesadam.readers.curvature import (
     warn_of_memory,
 )
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules
-from bayesadam.readers.formats.registry import (
-    Format,
-    format_of,
-    register_format,
-    registered_formats,
-)
+from bayesadam.readers.formats.registry import Format, format_of, register_format, registered_formats
 from bayesadam.readers.identify import identify_reader
-from bayesadam.readers.match import (
-    check_parameter,
-    clean_names,
-    identities,
-    match_optimizers,
-    own_parameters,
-)
+from bayesadam.readers.match import check_parameter, clean_names, identities, match_optimizers, own_parameters
 from bayesadam.readers.recorder import Recorder, read_recorder
 from bayesadam.readers.registry import (
     Group,

@@ -197,11 +197,7 @@ def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
 
 @_disable_dynamo
 def _taken(
-    kind: str,
-    settings: Mapping[str, Any],
-    pending: dict[Tensor, Any],
-    optimizer: Optimizer,
-    scale: Tensor | None,
+    kind: str, settings: Mapping[str, Any], pending: dict[Tensor, Any], optimizer: Optimizer, scale: Tensor | None
 ) -> None:
     """Every k-th time, take the gradients of all parameters.
 
