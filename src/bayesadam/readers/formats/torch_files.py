@@ -153,9 +153,7 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
 
 def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
-    if bytes(view[:4]) == _ZIP:
-        return _load_zip(view, depth, {})
-    return _load_pickles(view, depth)
+    return _load_zip(view, depth, {}) if bytes(view[:4]) == _ZIP else _load_pickles(view, depth)
 
 
 def load_view(view: memoryview, name: str) -> Any:
