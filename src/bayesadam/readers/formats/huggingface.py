@@ -46,6 +46,8 @@ _UNDECAYED: tuple[tuple[re.Pattern[str], bool], ...] = (
 )
 
 Orders = list[list[list[str]]]
+# Weights by name, whether they are in the model's order, and what else the trainer does.
+Loaded = tuple[dict[str, Tensor], bool, Rules]
 
 
 def _files_of(folder: Path) -> set[str]:
@@ -100,14 +102,14 @@ def _sharded(index: Path) -> dict[str, Tensor]:
     return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
-def _folder_format(
-    name: str, recognises: Callable[[Path, bytes], bool], _read_weights: Callable[[Path], Contents]
-) -> Format:
+def _folder_format(name: str, recognises: Callable[[Path, bytes], bool], load: Callable[[Path], Loaded]) -> Format:
     """A folder of one model, with the optimiser's state in a file of its own."""
 
     def read_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
         refuse_keys(path, "it has one set of weights", weights_key=weights_key)
-        return replace(_read_weights(path), optimizer=optimizer)
+        weights, ordered, rules = load(path)
+        summary = f"{len(weights)} tensors, {sorted(_files_of(path))[:12]}"
+        return Contents(weights, optimizer, summary, ordered=ordered, recorded=_recorded(path), rules=rules)
 
     def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
         refuse_keys(path, "pass its files, the state as optimizer_path=", optimizer_key=optimizer_key)
@@ -232,23 +234,17 @@ def _recorded(folder: Path) -> Recorded:
     return recorded_in(level for level in (state, ours) if isinstance(level, dict))
 
 
-def _summary_of(folder: Path, weights: Mapping[str, Tensor]) -> str:
-    """What a folder holds, in words."""
-    return f"{len(weights)} tensors, {sorted(_files_of(folder))[:12]}"
-
-
 def _is_trainer(path: Path, head: bytes) -> bool:
     there = _files_of(path)
     weights = not there.isdisjoint(_WEIGHTS) or any(_SHARD.fullmatch(name) for name in there)
     return STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
 
 
-def _read_model(path: Path, *, is_trainer: bool) -> Contents:
+def _load_model(path: Path, *, is_trainer: bool) -> Loaded:
     weights, ordered = _read_weights(path)
-    rules = Rules(names=partial(own_names, list(weights)))
-    # Accelerate's optimiser was made by the user's script: its order follows no rule.
-    rules = replace(rules, model=_builder(path), orders=_trainer_orders) if is_trainer else rules
-    return Contents(weights, None, _summary_of(path, weights), ordered=ordered, recorded=_recorded(path), rules=rules)
+    names = partial(own_names, list(weights))
+    # The user's script made Accelerate's optimiser: its order follows no rule.
+    return weights, ordered, Rules(_builder(path), names, _trainer_orders) if is_trainer else Rules(names=names)
 
 
 def _checkpoints(path: Path) -> str:
@@ -305,7 +301,7 @@ def _adapters_in(path: Path) -> list[Path]:
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
-def _read_adapter(path: Path) -> Contents:
+def _load_adapter(path: Path) -> Loaded:
     folders = _adapters_in(path)
     # An adapter of another name than PEFT's first has a folder of that name.
     names = ["default" if folder == path else folder.name for folder in folders]
@@ -319,8 +315,7 @@ def _read_adapter(path: Path) -> Contents:
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = _read_weights(folders[0], _ADAPTER_WEIGHTS)
     adapter = _Adapter(path, folders[0], names[0], config, {key: tensor.shape for key, tensor in weights.items()})
-    rules = Rules(model=adapter.model, names=adapter.names, orders=adapter.orders, partial=True)
-    return Contents(weights, None, _summary_of(path, weights), recorded=_recorded(path), rules=rules)
+    return weights, False, Rules(adapter.model, adapter.names, adapter.orders, partial=True)
 
 
 @dataclass(frozen=True)
@@ -456,6 +451,6 @@ def _class_of(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> str | No
 
 
 PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
-TRAINER = _folder_format("Hugging Face Trainer", _is_trainer, partial(_read_model, is_trainer=True))
-ACCELERATE = _folder_format("Accelerate", _is_accelerate, partial(_read_model, is_trainer=False))
-ADAPTER = _folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _read_adapter)
+TRAINER = _folder_format("Hugging Face Trainer", _is_trainer, partial(_load_model, is_trainer=True))
+ACCELERATE = _folder_format("Accelerate", _is_accelerate, partial(_load_model, is_trainer=False))
+ADAPTER = _folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _load_adapter)
