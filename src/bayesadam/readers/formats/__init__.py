@@ -1,4 +1,4 @@
-"""The file formats that are known; a format is one file here and one entry in `FORMATS`."""
+"""The file formats that are known; a format is a `Format` of one of the files here and one entry in `FORMATS`."""
 
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.distributed import DISTRIBUTED

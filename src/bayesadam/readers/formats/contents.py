@@ -15,10 +15,12 @@ import bayesadam.readers.match as matching
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.pickles import StandIn, said
 
+# Under which keys trainers write what `Recorded` has.
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
 _N_DATA_KEYS = ("n_data", "num_train_examples", "n_train")
 _CLASS_KEYS = ("optimizer_class", "optimizer_name", "optimizer_type")
+# Levels of dictionaries that are searched.
 _DEEPEST = 3
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
@@ -134,14 +136,16 @@ def contents_of(
             f"{source} holds a {_kind(tree)}, not a dictionary: save "
             "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
         )
-    found = find(tree)
+    held = list(branches(tree))
+    states = {path: value for path, value in held if is_optimizer(value)}
+    rest = [(path, value) for path, value in held if not is_optimizer(value)]
+    found = Found([Network(path, value) for path, value in rest if is_weights(value)], states)
     choice = choose(found, source, weights_key, optimizer_key)
-    levels = [v for path, v in branches(tree) if len(path) < 2 and isinstance(v, Mapping)]
     contents = Contents(
         weights=None,
-        optimizer=None if choice.optimizer is None else found.optimizers[choice.optimizer],
+        optimizer=None if choice.optimizer is None else states[choice.optimizer],
         summary=describe(tree),
-        recorded=recorded_in(level for level in levels if not is_weights(level) and not is_optimizer(level)),
+        recorded=recorded_in(value for path, value in rest if len(path) < 2 and not is_weights(value)),
         found=found,
     )
     return with_choice(contents, choice)
@@ -190,13 +194,6 @@ def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
 
 
 # --- networks and optimisers' states ---------------------------------------------------------------------------------
-
-
-def find(tree: Mapping[Any, Any]) -> Found:
-    """Every set of weights and every optimiser's state down to the third level."""
-    held = list(branches(tree))
-    networks = [Network(path, value) for path, value in held if not is_optimizer(value) and is_weights(value)]
-    return Found(networks, {path: value for path, value in held if is_optimizer(value)})
 
 
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
