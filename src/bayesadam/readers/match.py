@@ -77,14 +77,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """Parameters with their states, in the model's order, and why the others are omitted.
-
-    `foreign` counts the parameters of a live optimiser that are another model's; `why` says how they were paired.
-    """
+    """Parameters with their states, in the model's order, why the others are omitted, and how they were paired."""
 
     entries: tuple[Entry, ...]
     omitted: Mapping[str, str]
-    foreign: int = 0
     optimizers: tuple[str, ...] = ()
     why: str = ""
 
@@ -181,7 +177,7 @@ def match_optimizers(
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
-    return _in_place(_finished(parameters, taken, source, classes, foreign))
+    return _in_place(_finished(parameters, taken, source, classes))
 
 
 def _in_place(match: Match) -> Match:
@@ -279,7 +275,6 @@ def _finished(
     taken: Mapping[str, Entry | str],
     source: str,
     optimizers: tuple[str, ...],
-    foreign: int = 0,
     why: str = "the identity of tensors",
 ) -> Match:
     found = {n: taken.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
@@ -290,7 +285,7 @@ def _finished(
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(entries, omitted, foreign, optimizers, why)
+    return Match(entries, omitted, optimizers, why)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
