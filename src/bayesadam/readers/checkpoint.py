@@ -78,10 +78,9 @@ class Checkpoint(Contents):
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
             parallelism; `stored_names` are those in the file.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
-        path: the file or folder with the weights.
-        optimizer_path: the file with the optimiser's state, where it is another.
-        weights_recorded: what the file with the weights says of their training; `recorded` has it from either.
-        state_recorded: what the file with the state says, where it is another.
+        path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
+        weights_recorded: what the file with the weights says of their training, `state_recorded` what another file with
+            the state does; `recorded` has it from either.
     """
 
     weights: Mapping[str, Tensor]
