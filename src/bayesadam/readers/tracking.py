@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count
-from bayesadam._shards import extremes, is_sharded, own_part, whole
+from bayesadam._shards import extremes, is_sharded, own_part, whole, wrapped
 from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.rotated import Factors, product_of
 
@@ -346,13 +346,8 @@ def _by_rows(gradient: Tensor) -> Tensor:
 
 def _placed(part: Tensor, like: Tensor) -> Tensor:
     """This process's part of a tensor whose first dimension is split as that of `like` is."""
-    if not is_sharded(like):
-        return part
-    from torch.distributed.tensor import DTensor
-
     shape = torch.Size((*like.shape[:1], *part.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return wrapped(part, like, shape) if is_sharded(like) else part
 
 
 def _summed(part: Tensor, like: Tensor) -> Tensor:
