@@ -188,14 +188,11 @@ CASES = [
     *cases("adopt-decoupled", "timm.optim.adopt.Adopt", references.adopt, weight_decay=0.1, decoupled=True),
     *(
         case
-        for end, coupled, paths in (
-            ("", True, registry_module._PLAIN),
-            ("-decoupled", False, registry_module._DECOUPLED),
-        )
-        for path in paths
+        for end, coupled in (("", True), ("-decoupled", False))
+        for path in reader_named(f"{PACKAGE}{end}").class_names()
         for case in cases(
-            f"{PACKAGE}-{path}",
-            f"pytorch_optimizer.optimizer.{path}",
+            f"{PACKAGE}-{path.removeprefix('pytorch_optimizer.optimizer.')}",
+            path,
             references.adam,
             COUPLED,
             coupled=coupled,

@@ -1,9 +1,8 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
 In the order in which to read them: `registry` (the records), `rotated` (SOAP), `tracking` (what `track` keeps),
-`identify` (whose a saved state is), `match` (parameters with their states; `groups` has the rules of trainers),
-`curvature` (v̂), `checkpoint` (files), `together` (weights and state of one moment), `recorder` (gradients),
-`compression`.
+`identify` (whose a saved state is), `match` (parameters with their states), `curvature` (v̂), `checkpoint` (files),
+`recorder` (gradients), `compression`.
 """
 
 from bayesadam.readers.checkpoint import (
@@ -13,6 +12,7 @@ from bayesadam.readers.checkpoint import (
     explain,
     load_weights,
     match_checkpoint,
+    moments_apart,
     read_checkpoint,
     read_curvature,
     write_pruned,
@@ -33,20 +33,9 @@ from bayesadam.readers.curvature import (
     warn_of_memory,
 )
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules
-from bayesadam.readers.formats.registry import (
-    Format,
-    format_of,
-    register_format,
-    registered_formats,
-)
+from bayesadam.readers.formats.registry import Format, format_of, register_format, registered_formats
 from bayesadam.readers.identify import identify_reader
-from bayesadam.readers.match import (
-    check_parameter,
-    clean_names,
-    identities,
-    match_optimizers,
-    own_parameters,
-)
+from bayesadam.readers.match import check_parameter, clean_names, identities, match_optimizers, own_parameters
 from bayesadam.readers.recorder import Recorder, read_recorder
 from bayesadam.readers.registry import (
     Group,
@@ -59,5 +48,4 @@ from bayesadam.readers.registry import (
     working_dtype,
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
-from bayesadam.readers.together import moments_apart
 from bayesadam.readers.tracking import Tracker, track

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+import bayesadam.readers.match as matching
 from bayesadam._alone import unwrap
 from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, placed_like
@@ -19,30 +21,12 @@ from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, read_match
-from bayesadam.readers.formats.contents import Contents, Recorded, with_choice
+from bayesadam.readers.formats.contents import Contents, Found, Keys, Recorded, choose, with_choice
+from bayesadam.readers.formats.huggingface import STATE
 from bayesadam.readers.formats.lazy import renamed
-from bayesadam.readers.formats.networks import Found, Keys, choose
-from bayesadam.readers.formats.registry import format_of, state_beside
+from bayesadam.readers.formats.registry import format_of, state_beside, without_role
 from bayesadam.readers.identify import identify_reader
-from bayesadam.readers.match import (
-    NAMES,
-    Match,
-    Pairing,
-    Slot,
-    candidates,
-    clean_names,
-    identities,
-    match_pairs,
-    memory_of,
-    names_in,
-    own_parameters,
-    pair,
-    pair_by_names,
-    pair_weights,
-    shapes_listed,
-    slots_of,
-    usable_reader,
-)
+from bayesadam.readers.match import NAMES, Match, Pairing, Slot, match_pairs, own_parameters
 from bayesadam.readers.registry import StateReader
 
 if TYPE_CHECKING:
@@ -94,10 +78,9 @@ class Checkpoint(Contents):
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
             parallelism; `stored_names` are those in the file.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
-        path: the file or folder with the weights.
-        optimizer_path: the file with the optimiser's state, where it is another.
-        weights_recorded: what the file with the weights says of their training; `recorded` has it from either.
-        state_recorded: what the file with the state says, where it is another.
+        path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
+        weights_recorded: what the file with the weights says of their training, `state_recorded` what another file with
+            the state does; `recorded` has it from either.
     """
 
     weights: Mapping[str, Tensor]
@@ -140,10 +123,8 @@ def read_checkpoint(
     if second is not None:
         second = Path(second)
         state = format_of(second).read(second, None, options.optimizer_key)
-        if known.read_with is not None:
-            contents = known.read_with(path, weights_key, state.optimizer)
-        else:
-            contents = known.read(path, weights_key, None)
+        alone = known.read_with
+        contents = alone(path, weights_key, state.optimizer) if alone else known.read(path, weights_key, None)
     if contents.weights is None and contents.found.networks and state.optimizer is not None:
         found = Found(contents.found.networks, {(): state.optimizer})
         contents = with_choice(contents, choose(found, path, None, None))
@@ -154,16 +135,13 @@ def read_checkpoint(
             f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
             "optimizer_path="
         )
-    stored = clean_names(contents.weights)
+    stored = matching.clean_names(contents.weights)
     weights = renamed(contents.weights, stored)
     _check_owner(path, weights, state.optimizer)
-    recorded = contents.recorded.completed(state.recorded)
-    held = {**vars(contents), "weights": weights, "optimizer": state.optimizer, "recorded": recorded}
-    each: Any = {
-        "weights_recorded": contents.recorded,
-        "state_recorded": Recorded() if second is None else state.recorded,
-    }
-    return Checkpoint(**held, path=path, format=known.name, stored_names=stored, optimizer_path=second, **each)
+    held = {**vars(contents), "weights": weights, "optimizer": state.optimizer, "path": path, "format": known.name}
+    held |= {"recorded": contents.recorded.completed(state.recorded), "weights_recorded": contents.recorded}
+    held |= {} if second is None else {"state_recorded": state.recorded, "optimizer_path": second}
+    return Checkpoint(**held, stored_names=stored)
 
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
@@ -189,19 +167,19 @@ def match_checkpoint(
     """
     options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
-    slots = slots_of(state, reader)
+    reader = matching.usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
+    slots = matching.slots_of(state, reader)
     own, is_part = ({}, True) if model is None else _own_names(checkpoint, unwrap(model))
     if model is not None and not is_part:
         return match_pairs(own_parameters(model), state, reader, _pair_model(checkpoint, slots, options, model, own))
     pairing = _by_names(checkpoint, slots, options, None, weights)
     if pairing is None:
-        pairing = pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+        pairing = matching.pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
     if model is not None:
         short = {stored: name for name, stored in own.items()}
         pairing = Pairing({key: short[name] for key, name in pairing.names.items() if name in short}, pairing.why)
         return match_pairs(own_parameters(model), state, reader, pairing)
-    listed = {*candidates(weights, len(slots)), *pairing.names.values()}
+    listed = {*matching.candidates(weights, len(slots)), *pairing.names.values()}
     held = {name: weights[name].detach() for name in weights if name in listed}
     parameters = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}
     return match_pairs(parameters, state, reader, pairing)
@@ -236,12 +214,12 @@ def _pair_model(
     parameters = own_parameters(model)
     pairing = _by_names(checkpoint, slots, options, model, parameters)
     if pairing is None:
-        shapes = shapes_listed(parameters, len(slots))
-        pairing = pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
+        shapes = matching.shapes_listed(parameters, len(slots))
+        pairing = matching.pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
         filed = {name: shapes[name] for name in own if name in shapes}
         # The class may have changed since.
         if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            other = pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
+            other = matching.pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
             for key, name in pairing.names.items():
                 if other.get(key) != name:
                     raise MatchError(
@@ -268,11 +246,11 @@ def _by_names(
 ) -> Pairing | None:
     """The keys with the names that the caller gives, the state has or the trainer's own rule finds; else None."""
     rules, state = checkpoint.rules, checkpoint.optimizer
-    if options.param_names is not None or names_in(state) is not None or rules.orders is None:
-        return pair_by_names(state, known, options.param_names, "the names that were given")
+    if options.param_names is not None or matching.names_in(state) is not None or rules.orders is None:
+        return matching.pair_by_names(state, known, options.param_names, "the names that were given")
     whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
     if whole is None:
-        return pair_by_names(state, known, None)
+        return matching.pair_by_names(state, known, None)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     sizes = [len(group["params"]) for group in state["param_groups"]]
     orders = [order for order in rules.orders(whole) if [len(group) for group in order] == sizes]
@@ -286,7 +264,7 @@ def _by_names(
         )
     stored = {} if model is not None or rules.names is None else {own: n for n, own in rules.names(whole).items()}
     given = [stored.get(name, name) for name in fitting[0]] if fitting else None
-    return pair_by_names(state, known, given, "the trainer's own rule")
+    return matching.pair_by_names(state, known, given, "the trainer's own rule")
 
 
 def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
@@ -323,11 +301,11 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     names, _ = _own_names(checkpoint, inner)
     own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
-    saved = {memory_of(own[name]) for name in names if name in own}
+    saved = {matching.memory_of(own[name]) for name in names if name in own}
     missing = [
         name
         for name, tensor in own.items()
-        if name not in names and not name.endswith("num_batches_tracked") and memory_of(tensor) not in saved
+        if name not in names and not name.endswith("num_batches_tracked") and matching.memory_of(tensor) not in saved
     ]
     unknown = [name for name in names if name not in own]
     if (missing and not checkpoint.rules.partial) or unknown:
@@ -359,7 +337,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     out, weights = Path(out), checkpoint.weights
     if unknown := sorted(masks.keys() - weights.keys()):
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
-    memory = identities(weights)
+    memory = matching.identities(weights)
     masked = {memory[name] for name in masks}
 
     def pruned(name: str) -> Tensor:
@@ -384,3 +362,50 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
         known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
+
+
+# --- weights and state of one moment --------------------------------------------------------------------------------
+
+_MOMENT = re.compile(r"(?<![a-z])(epoch|step|iteration|iter|checkpoint|ckpt)s?[-_=.]*(\d+)", re.IGNORECASE)
+# Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
+_SKIPPED, _SHARE = 20, 0.05
+
+
+def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
+    """How weights and state differ in age, in words with the remedy; None where nothing shows it.
+
+    Two files are compared by their names (`model_epoch_12.pt`, `optimizer_epoch_11.pt`) and by the epochs and steps
+    inside; the folder of a Hugging Face Trainer by its own count of steps and the optimiser's.
+    """
+    found = next(_differences(checkpoint, match), None)
+    if found is None:
+        return None
+    return (
+        f"the weights are of another moment of training than the optimiser's state: {found}. The second moment "
+        "describes the network at its own step alone: pass the state that was saved with these weights"
+    )
+
+
+def _differences(checkpoint: Checkpoint, match: Match) -> Iterator[str]:
+    path, second = checkpoint.path, checkpoint.optimizer_path
+    if second is not None and second != path:
+        # Numbers after the same word in the names of files and of their folders, or in otherwise equal names.
+        named = [dict(_MOMENT.findall(f"{each.parent.name}/{each.name}".lower())) for each in (path, second)]
+        for word in named[0].keys() & named[1].keys():
+            one, two = (int(each[word]) for each in named)
+            if one != two:
+                yield f"by their names {path} is of {word} {one}, {second} of {word} {two}"
+        stems = [without_role(each.stem) for each in (path, second)]
+        numbers = [[int(number) for number in re.findall(r"\d+", stem)] for stem in stems]
+        if len({re.sub(r"\d+", "#", stem) for stem in stems}) == 1 and numbers[0] != numbers[1]:
+            yield f"by their names {path.name} and {second.name} are not of one save"
+    for word in ("epoch", "step"):
+        one, two = (getattr(each, word) for each in (checkpoint.weights_recorded, checkpoint.state_recorded))
+        if None not in (one, two) and one != two:
+            yield f"{path} says {word} {one}, {second} {word} {two}"
+    # The Trainer's count of optimiser steps against the optimiser's own.
+    said, counts = checkpoint.recorded.step, [count for entry in match.entries if (count := entry.steps) is not None]
+    if said is not None and counts and (path / STATE).is_file():
+        taken = max(counts)
+        if not -1 < said - taken <= max(_SKIPPED, _SHARE * said):
+            yield f"{path / STATE} counts {said} steps, the optimiser {taken:g}"

@@ -83,7 +83,7 @@ def read_match(match: Match) -> Curvature:
             moments[entry.name] = placed_like(moment, entry.parameter)
     return Curvature(
         second_moment=moments,
-        steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
+        steps={entry.name: entry.steps for entry in match.entries},
         weight_decay={entry.name: entry.weight_decay for entry in match.entries},
         reader={entry.name: entry.reader.name for entry in match.entries},
         omitted=match.omitted,
@@ -96,7 +96,7 @@ def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
     dtype = working_dtype(parameter.dtype)
     if reader.statistic == "identity":
         return torch.ones(2, dtype=dtype), torch.ones_like(parameter, dtype=dtype, requires_grad=False)
-    steps = reader.steps(entry.state, entry.group)
+    steps = entry.steps
     if steps is not None and not (math.isfinite(steps) and steps >= 1):
         raise StateError(f"parameter {entry.name!r} has a step count of {steps}: it has not been trained yet")
     try:
@@ -180,8 +180,7 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
 
 def _corrected(stored: Tensor, entry: Entry) -> Tensor:
     """v̂ from the stored statistic, in place."""
-    reader, group = entry.reader, entry.group
-    steps = reader.steps(entry.state, group)
+    reader, group, steps = entry.reader, entry.group, entry.steps
     if reader.statistic == "root":
         return stored.square_()
     if reader.statistic == "sum":
@@ -268,18 +267,14 @@ class Origin:
     @classmethod
     def of_header(cls, header: Mapping[str, Any]) -> Origin:
         """The origin in a file's header; older files have a part of it."""
-        steps = header.get("steps")
+        steps, tracked = header.get("steps"), header.get("tracked")
         return cls(
             tuple(header.get("optimizer") or ()),
             None if steps is None else (float(steps[0]), float(steps[-1])),
             header.get("beta2"),
             bool(header.get("recorded")),
-            _tracked(header.get("tracked")),
+            None if tracked is None else Tracked(**{**tracked, "gradients": tuple(tracked["gradients"])}),
         )
-
-
-def _tracked(header: Mapping[str, Any] | None) -> Tracked | None:
-    return None if header is None else Tracked(**{**header, "gradients": tuple(header["gradients"])})
 
 
 UNKNOWN = Origin()
@@ -287,10 +282,8 @@ UNKNOWN = Origin()
 
 def origin_of(match: Match) -> Origin:
     """The origin of matched states."""
-    counted = [entry.reader.steps(entry.state, entry.group) for entry in match.entries]
-    steps = [count for count in counted if count is not None]
-    known = [entry.reader.beta(entry.group) for entry in match.entries]
-    betas = [beta for beta in known if beta is not None and 0 < beta < 1]
+    steps = [count for entry in match.entries if (count := entry.steps) is not None]
+    betas = [beta for entry in match.entries if 0 < (beta := entry.reader.beta(entry.group) or 0.0) < 1]
     recorded = any(RECORDED_MARK in entry.group for entry in match.entries)
     ends = (min(steps), max(steps)) if steps else None
     return Origin(match.optimizers, ends, min(betas, default=None), recorded, tracked_in(match))
@@ -301,7 +294,7 @@ def tracked_in(match: Match) -> Tracked | None:
     entries = [entry for entry in match.entries if entry.reader is TRACKED]
     if not entries:
         return None
-    counts = [entry.reader.steps(entry.state, entry.group) or 0.0 for entry in entries]
+    counts = [entry.steps or 0.0 for entry in entries]
     groups = [entry.group for entry in entries]
     sizes = {int(group[tracking.EXAMPLES]) for group in groups if tracking.EXAMPLES in group}
     known = [group.get(tracking.SINCE) for group in groups]
@@ -312,9 +305,8 @@ def tracked_in(match: Match) -> Tracked | None:
 
 def batch_size_or_tracked(match: Match, given: int | None) -> int | None:
     """B as given or, for None, as `track` was told, if it was."""
-    if given is not None or (tracked := tracked_in(match)) is None:
-        return given
-    return tracked.batch_size
+    tracked = tracked_in(match) if given is None else None
+    return given if tracked is None else tracked.batch_size
 
 
 def warn_of_memory(origin: Origin, label: str) -> None:

@@ -44,7 +44,8 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     # Of what Muon or a projection trains there is nothing to read.
     states = {k: state for k, state in states.items() if k not in tracked and not keeps_none(outline(state), groups[k])}
     held = [(outline(state), groups[key]) for key, state in states.items()]
-    said = [r for r in registered() if _is_called(r, recorded)]
+    short = (recorded or "").rpartition(".")[2].lower()
+    said = [r for r in registered() if short in (r.name, *(n.rpartition(".")[2].lower() for n in r.class_names()))]
     fitting = [r for r in registered() if held and all(_fits(r, *each, named=r in said) for each in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
     named = [r for r in fitting if r in said]
@@ -79,36 +80,29 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     raise StateError(f"the optimiser{why}; {ADVICE}")
 
 
-def _is_called(reader: StateReader, recorded: str | None) -> bool:
-    short = (recorded or "").rpartition(".")[2].lower()
-    return short in (reader.name, *(path.rpartition(".")[2].lower() for path in reader.class_names()))
-
-
 def _fits(reader: StateReader, state: State, group: Group, *, named: bool = False) -> bool:
     """Whether a state and its group have all entries that the record needs; `named` says that its class was written."""
     if reader.statistic in ("identity", "none"):
         return False
     if reader.statistic == "factored":
         return state.get("variance") is not None or ("row_var" in state and "col_var" in state)
-    stored = next((state[key] for key in reader.key.split(" or ") if isinstance(state.get(key), Tensor)), None)
+    keys, momentum = reader.key.split(" or "), state.get("exp_avg")
+    stored = next((state[key] for key in keys if isinstance(state.get(key), Tensor)), None)
     if stored is None or unknown_bases(reader, state, stored.shape):
         return False
-    if reader.mark not in (None, *group) and not (named and reader.mark == ""):
-        return False
-    # NovoGrad's is one number a layer.
-    momentum = state.get("exp_avg")
-    if isinstance(momentum, Tensor) and momentum.shape != stored.shape:
-        return False
-    # What else is kept may be part of what is squared: MARS has the last gradient, Prodigy its estimate of a distance.
     others = [str(key) for key, value in state.items() if isinstance(value, Tensor) and value.shape == stored.shape]
-    others = [key for key in others if key not in reader.key.split(" or ")]
-    described = named or reader.read or reader.factors or reader.mean
-    if stored.dim() and not described and not all(map(_HARMLESS.fullmatch, others)):
-        return False
-    counted = reader.bias_correction or reader.statistic == "sum"
-    if counted and (group if reader.step == "group" else state).get(reader.counter) is None:
-        return False
-    if isinstance(reader.start, str) and reader.start not in group:
+    described = named or reader.read or reader.factors or reader.mean or not stored.dim()
+    counter = (group if reader.step == "group" else state).get(reader.counter)
+    contradictions = (
+        reader.mark not in (None, *group) and not (named and reader.mark == ""),
+        # NovoGrad's is one number a layer.
+        isinstance(momentum, Tensor) and momentum.shape != stored.shape,
+        # What else is kept may be part of what is squared: MARS keeps the last gradient, Prodigy a distance.
+        not described and not all(key in keys or _HARMLESS.fullmatch(key) for key in others),
+        counter is None and (reader.bias_correction or reader.statistic == "sum"),
+        isinstance(reader.start, str) and reader.start not in group,
+    )
+    if any(contradictions):
         return False
     if reader.decay is None:
         return True

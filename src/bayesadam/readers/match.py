@@ -2,13 +2,13 @@
 
 Without names, one group lists a selection of the model's parameters in the model's order. The name behind a key is
 certain if the first and the last selection whose shapes agree give it the same name. How several groups were filled no
-file says: trainers follow rules (`groups`), and a name is certain if all rules that fit agree. All else is refused.
+file says: trainers follow rules (`fillings`), and a name is certain if all rules that fit agree. All else is refused.
 """
 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, own_part, reshard
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
-from bayesadam.readers.groups import Shapes, fillings
 from bayesadam.readers.identify import has_tensors, identify_reader, parameter_shape, unknown_bases
 from bayesadam.readers.registry import (
     ADVICE,
@@ -46,6 +45,8 @@ _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batc
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
 
+Shapes = Mapping[str, torch.Size]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -56,6 +57,11 @@ class Entry:
     state: State
     group: Group
     reader: StateReader
+
+    @property
+    def steps(self) -> float | None:
+        """t, the gradients behind the statistic; None where they are not counted."""
+        return self.reader.steps(self.state, self.group)
 
     @property
     def weight_decay(self) -> float:
@@ -71,14 +77,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """Parameters with their states, in the model's order, and why the others are omitted.
-
-    `foreign` counts the parameters of a live optimiser that are another model's; `why` says how they were paired.
-    """
+    """Parameters with their states, in the model's order, why the others are omitted, and how they were paired."""
 
     entries: tuple[Entry, ...]
     omitted: Mapping[str, str]
-    foreign: int = 0
     optimizers: tuple[str, ...] = ()
     why: str = ""
 
@@ -175,7 +177,7 @@ def match_optimizers(
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
-    return _in_place(_finished(parameters, taken, source, classes, foreign))
+    return _in_place(_finished(parameters, taken, source, classes))
 
 
 def _in_place(match: Match) -> Match:
@@ -273,7 +275,6 @@ def _finished(
     taken: Mapping[str, Entry | str],
     source: str,
     optimizers: tuple[str, ...],
-    foreign: int = 0,
     why: str = "the identity of tensors",
 ) -> Match:
     found = {n: taken.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
@@ -284,7 +285,7 @@ def _finished(
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(entries, omitted, foreign, optimizers, why)
+    return Match(entries, omitted, optimizers, why)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -514,3 +515,69 @@ def _answers(slots: Sequence[Slot], shapes: Shapes, count: int) -> list[Pairing]
             read = tuple(name for slot, name in named if slot.needed)
             found.setdefault(read, Pairing({slot.key: name for slot, name in named}, f"groups: {words}"))
     return list(found.values())
+
+
+# --- how trainers fill several groups, one rule each ----------------------------------------------------------------
+
+_HEADS = ("head", "heads", "classifier", "fc", "linear", "output", "out")
+# Of which timm's models say that they should not decay.
+_TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token", "absolute_pos_embed", "relative_position_bias_table")
+_NORMS = re.compile(r"bias|layer_?norm|rms_?norm|(^|[._])norm\d*([._]|$)|(^|\.)ln_?(\d+|f)?\.", re.IGNORECASE)
+_EMBEDDINGS = re.compile(r"(^|[._])(w[tp]e|emb|embed|embeds|embedding|embeddings)([._]|$)", re.IGNORECASE)
+
+
+def _fixed_by_timm(name: str, dims: int) -> bool:
+    return dims <= 1 or name.endswith(".bias")
+
+
+# Two groups: the names and dimensions that pass the test, and the rest. Whether the first decays more than the rest, or
+# less; None where decay is not the purpose. Either may come first.
+_TWO: tuple[tuple[str, Callable[[str, int], bool], bool | None], ...] = (
+    # nanoGPT, llama2.c.
+    ("weights of ≥ 2 dimensions", lambda _, dims: dims > 1, True),
+    # timm.
+    ("biases and what has ≤ 1 dimension", _fixed_by_timm, False),
+    (
+        "biases, what has ≤ 1 dimension, tokens and positions",
+        lambda name, dims: _fixed_by_timm(name, dims) or name.rpartition(".")[2] in _TOKENS,
+        False,
+    ),
+    ("biases", lambda name, _: name.endswith("bias"), False),
+    # Hugging Face's Trainer.
+    ("all but biases and norms", lambda name, _: _NORMS.search(name) is None, True),
+    ("the backbone", lambda name, _: "backbone" in name, None),
+    ("the head", lambda name, _: name.partition(".")[0] in _HEADS, None),
+)
+
+
+def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequence[list[str]], tuple[bool, ...]]]:
+    """By every rule: what it does, the names group by group, and which groups decay where that is their purpose."""
+    dims = {name: len(shape) for name, shape in shapes.items()}
+    if len(sizes) == 2:
+        for words, test, more in _TWO:
+            groups = [[name for name in dims if test(name, dims[name]) == passed] for passed in (True, False)]
+            decaying: tuple[bool, ...] = () if more is None else (more, not more)
+            yield f"{words}, then the rest", groups, decaying
+            yield f"the rest, then {words}", groups[::-1], decaying[::-1]
+        # minGPT.
+        fixed = {name for name in dims if dims[name] < 2 or _NORMS.search(name) or _EMBEDDINGS.search(name)}
+        words = "all but biases, norms and embeddings, then those; each sorted by name"
+        yield words, [sorted(dims.keys() - fixed), sorted(fixed)], (True, False)
+    if len(sizes) == 3:
+        # YOLO: biases, other weights, norms' weights in recent versions; in the older norms', other weights, biases.
+        parts: dict[str, list[str]] = {"biases": [], "norms' weights": [], "the other weights": []}
+        for name in dims:
+            norm = "norms' weights" if name.endswith("weight") and dims[name] == 1 else "the other weights"
+            parts["biases" if name.endswith("bias") else norm].append(name)
+        for order in itertools.permutations(parts):
+            decaying = tuple(part == "the other weights" for part in order)
+            yield ", then ".join(order), [parts[part] for part in order], decaying
+    yield "consecutive parts of the model, in its order", _cut(shapes, sizes), ()
+    yield "consecutive parts of the model, the last first", _cut(shapes, sizes[::-1])[::-1], ()
+
+
+def _cut(names: Iterable[str], sizes: Sequence[int]) -> list[list[str]]:
+    """The names in consecutive parts of these sizes; none where they are not as many."""
+    rest = iter(names)
+    parts = [list(itertools.islice(rest, size)) for size in sizes]
+    return parts if next(rest, None) is None else []

@@ -19,10 +19,10 @@ from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.curvature import Curvature
 from bayesadam.readers.match import Match, match_optimizers
 from bayesadam.readers.registry import working_dtype
-from bayesadam.readers.tracking import on_gradients
+from bayesadam.readers.tracking import Hooked, on_gradients
 
 
-class Recorder:
+class Recorder(Hooked):
     """Keeps the last K mini-batch gradients, one of every k steps, as the optimiser was given them.
 
     It costs a copy of the gradients at every k-th step and K copies of the weights' memory; nothing is computed until
@@ -47,12 +47,11 @@ class Recorder:
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer], *, keep: int = 50, every: int = 10) -> None:
         count("keep", keep, "gradients")
         count("every", every, "steps")
-        self.optimizers = listed_optimizers(optimizer)
+        super().__init__(listed_optimizers(optimizer))
         self.keep, self.every = keep, every
         self.batch_size: int | None = None
         self._steps = [0] * len(self.optimizers)
         self._rings: dict[Tensor, Tensor] = {}
-        self._handles: list[Any] = []
         for index, each in enumerate(self.optimizers):
             self._handles += on_gradients(each, partial(self._record, index))
 
@@ -102,17 +101,6 @@ class Recorder:
         if len(set(self._steps)) > 1:
             raise StateError(f"the optimisers have taken {self._steps} steps since: they must step together")
         return min(-(-self._steps[0] // self.every), self.keep)
-
-    def remove(self) -> None:
-        """Stop recording; the gradients recorded so far stay."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
         """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none."""

@@ -4,7 +4,7 @@ A live optimiser is known by its class; whose a saved state is, `identify` finds
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -162,19 +162,16 @@ def _of_chain(state: State, group: Group, shape: torch.Size) -> Tensor:
 _COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
 _TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
 _RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
-_EIGHT_BITS = "8-bit blocks: about two digits of v, and small entries of a block round to zero."
 _SOAP: dict[str, Any] = {"factors": rotated.listed, "bases": ("Q", "GG")}
 _SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
+_EIGHT_BITS: dict[str, Any] = {
+    "statistic": "quantised",
+    "key": "state2",
+    "note": "8-bit blocks: about two digits of v, and small entries of a block round to zero.",
+}
 # pytorch_optimizer's, which count in the group. `""`: saved, one looks as another.
 _GROUPED: dict[str, Any] = {"step": "group", "coupled_decay": True, "decoupled_flag": "weight_decouple"}
-_PLAIN = (
-    *("adabound.AdaBound", "adai.Adai", "adamc.AdamC", "adams.AdamS", "tam.AdaTAM", "avagrad.AvaGrad", "padam.PAdam"),
-    *("diffgrad.DiffGrad", "dual_adam.DualAdam", "exadam.EXAdam", "ademamix.SimplifiedAdEMAMix", "swats.SWATS"),
-)
-# Weight decay joins the gradient after it is squared.
-_DECOUPLED = ("adamp.AdamP", "grams.Grams", "laprop.LaProp", "radam.RAdam")
-_UNBIASED = ("adamw.StableAdamW", "qhadam.QHAdam", "adopt.ADOPT")
-_HEAVYBALL = ("AdamW", "NAdam", "AdEMAMix", "RMSprop", "ADOPT", "LaProp", "AdamC", "UnscaledAdamW")
+_HEAVYBALL: dict[str, Any] = {"step": "group", "counter": "step_count"}
 _HEAVYBALL_MOMENTS = (
     r"(update_by_(adam|nadam|ademamix|adopt|laprop|adamc)|scale_by_(unscaled_adam|exp_avg_sq))_exp_avg_sq_\d+"
 )
@@ -186,8 +183,9 @@ _FREE: dict[str, Any] = {
 }
 
 
-def _of(package: str, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{package}.{name}" for name in names)
+def _of(package: str, names: str) -> tuple[str, ...]:
+    """The classes of a package whose names, a space between them, end so."""
+    return tuple(f"{package}.{name}" for name in names.split())
 
 
 def _average(name: str, *classes: str, **fields: Any) -> StateReader:
@@ -200,11 +198,13 @@ def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
     return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
 
 
+def _none(name: str, *classes: str, mark: str | None = None) -> StateReader:
+    return StateReader(name, classes, "none", mark=mark)
+
+
 # What `track` keeps in the state of any optimiser, free of bias.
 TRACKED = StateReader(
-    "tracked",
-    key=" or ".join(tracking.TENSORS),
-    decay=(tracking.DECAY, None),
+    *("tracked", (), "average", " or ".join(tracking.TENSORS), (tracking.DECAY, None)),
     counter=tracking.COUNT,
     factors=tracking.moment,
     bases=tracking.TENSORS,
@@ -215,8 +215,7 @@ READERS: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
     # The groups of GaLore and APOLLO that have no rank are AdamW's.
     _adam(
-        "adamw",
-        *("torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
+        *("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
         *("galore_torch.adamw.AdamW", "apollo_torch.apollo.AdamW"),
     ),
     _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
@@ -224,8 +223,7 @@ READERS: tuple[StateReader, ...] = (
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     # The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.
     _average(
-        "soap",
-        "bayesadam.optim.soap.SOAP",
+        *("soap", "bayesadam.optim.soap.SOAP"),
         key=f"{rotated.PLAIN_KEY} or {rotated.ROTATED_KEY}",
         mark="precondition_every",
         factors=rotated.two_sided,
@@ -235,28 +233,19 @@ READERS: tuple[StateReader, ...] = (
     _average("soap-reference", "soap.SOAP", mark="max_precond_dim", **_SOAP),
     # One count for all parameters of a group: v of one that missed steps is underestimated.
     _average(
-        "soap-pytorch-optimizer",
-        "pytorch_optimizer.optimizer.soap.SOAP",
-        **_SOAP,
-        mark="max_precondition_dim",
-        step="group",
-        idle_steps=1,
+        *("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+        **{**_SOAP, "mark": "max_precondition_dim", "step": "group", "idle_steps": 1},
     ),
     # Its average is free of bias: β₂ grows with the steps.
     StateReader(
-        *("soap-heavyball", ("heavyball.SOAP",)),
-        key=rotated.HEAVYBALL_MOMENT,
-        step="group",
-        counter="step_count",
+        *("soap-heavyball", ("heavyball.SOAP",), "average", rotated.HEAVYBALL_MOMENT),
+        **_HEAVYBALL,
         idle_steps=1,
         factors=rotated.bucketed,
     ),
     StateReader(
-        *("shampoo", ("pytorch_optimizer.optimizer.shampoo.Shampoo",)),
-        key="pre_cond_0",
-        step="group",
-        coupled_decay=True,
-        decoupled_flag="weight_decouple",
+        *("shampoo", ("pytorch_optimizer.optimizer.shampoo.Shampoo",), "average", "pre_cond_0"),
+        **_GROUPED,
         mark="matrix_eps",
         factors=rotated.shampoo,
         bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(rotated.MOST_DIMENSIONS)),
@@ -264,9 +253,13 @@ READERS: tuple[StateReader, ...] = (
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
     StateReader(
-        "published",
-        key=f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
-        decay=(rotated.BETA_KEY, None),
+        *(
+            "published",
+            (),
+            "average",
+            f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
+            (rotated.BETA_KEY, None),
+        ),
         mark=rotated.SAVED_MARK,
         factors=rotated.two_sided,
         bases=_SIDES,
@@ -275,10 +268,8 @@ READERS: tuple[StateReader, ...] = (
         "adagrad", ("torch.optim.adagrad.Adagrad",), "sum", "sum", start="initial_accumulator_value", coupled_decay=True
     ),
     _average(
-        "rmsprop",
-        "torch.optim.rmsprop.RMSprop",
-        **_RMS,
-        coupled_decay=True,
+        *("rmsprop", "torch.optim.rmsprop.RMSprop"),
+        **{**_RMS, "coupled_decay": True},
         note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
     ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
@@ -288,53 +279,61 @@ READERS: tuple[StateReader, ...] = (
         note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
     ),
     # Its average starts from the first gradient, so it has no bias to correct.
-    StateReader("adafactor", ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"), "factored", "variance"),
+    StateReader("adafactor", _of("torch.optim", "Adafactor _adafactor.Adafactor"), "factored", "variance"),
     _average("lamb", "timm.optim.lamb.Lamb", step="group", mark="grad_averaging"),
     # Averages (g + β₂ Δg)², after Nesterov.
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", mark="no_prox"),
     # apex's FusedAdam.
     _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", step="group", mark="bias_correction"),
     # Its average starts from the first gradient.
-    StateReader(
-        *("adopt", ("timm.optim.adopt.Adopt",), "average", "exp_avg_sq", ("betas", 1)),
+    _average(
+        *("adopt", "timm.optim.adopt.Adopt"),
+        bias_correction=False,
         coupled_decay=True,
         decoupled_flag="decoupled",
         mark="clip_exp",
     ),
-    _average("pytorch-optimizer", *_of("pytorch_optimizer.optimizer", _PLAIN), **_GROUPED, mark=""),
-    _average("pytorch-optimizer-decoupled", *_of("pytorch_optimizer.optimizer", _DECOUPLED), step="group", mark=""),
+    _average(
+        "pytorch-optimizer",
+        *_of(
+            "pytorch_optimizer.optimizer", "adabound.AdaBound adai.Adai adamc.AdamC adams.AdamS tam.AdaTAM swats.SWATS"
+        ),
+        *_of("pytorch_optimizer.optimizer", "avagrad.AvaGrad padam.PAdam diffgrad.DiffGrad dual_adam.DualAdam"),
+        *_of("pytorch_optimizer.optimizer", "exadam.EXAdam ademamix.SimplifiedAdEMAMix"),
+        **{**_GROUPED, "mark": ""},
+    ),
+    # Weight decay joins the gradient after it is squared.
+    _average(
+        "pytorch-optimizer-decoupled",
+        *_of("pytorch_optimizer.optimizer", "adamp.AdamP grams.Grams laprop.LaProp radam.RAdam"),
+        step="group",
+        mark="",
+    ),
     # β₂ grows with the steps, or the average starts from the first gradient.
     _average(
         "pytorch-optimizer-unbiased",
-        *_of("pytorch_optimizer.optimizer", _UNBIASED),
-        **_GROUPED,
-        bias_correction=False,
-        mark="",
+        *_of("pytorch_optimizer.optimizer", "adamw.StableAdamW qhadam.QHAdam adopt.ADOPT"),
+        **{**_GROUPED, "bias_correction": False, "mark": ""},
     ),
-    StateReader(
-        *("heavyball", _of("heavyball", _HEAVYBALL), "average", "update_by_adam_exp_avg_sq_0", ("betas", 1)),
-        step="group",
-        counter="step_count",
-        mark="",
-        read=_of_chain,
+    _average(
+        *("heavyball", *_of("heavyball", "AdamW NAdam AdEMAMix RMSprop ADOPT LaProp AdamC UnscaledAdamW")),
+        **{**_HEAVYBALL, "key": "update_by_adam_exp_avg_sq_0", "bias_correction": False, "mark": "", "read": _of_chain},
     ),
     _average(
         "schedule-free",
-        "schedulefree.adamw_schedulefree.AdamWScheduleFree",
-        "schedulefree.adamw_schedulefree_closure.AdamWScheduleFreeClosure",
-        "schedulefree.radam_schedulefree.RAdamScheduleFree",
-        "schedulefree.radam_schedulefree_closure.RAdamScheduleFreeClosure",
-        counter="k",
-        **_FREE,
+        *_of("schedulefree.adamw_schedulefree", "AdamWScheduleFree"),
+        *_of("schedulefree.adamw_schedulefree_closure", "AdamWScheduleFreeClosure"),
+        *_of("schedulefree.radam_schedulefree", "RAdamScheduleFree"),
+        *_of("schedulefree.radam_schedulefree_closure", "RAdamScheduleFreeClosure"),
+        **{**_FREE, "counter": "k"},
     ),
     _average(
         "schedule-free-pytorch-optimizer",
-        *_of("pytorch_optimizer.optimizer.schedulefree", ("ScheduleFreeAdamW", "ScheduleFreeRAdam")),
+        *_of("pytorch_optimizer.optimizer.schedulefree", "ScheduleFreeAdamW ScheduleFreeRAdam"),
         **_FREE,
     ),
     _average(
-        "adam-mini",
-        "adam_mini.adam_mini.Adam_mini",
+        *("adam-mini", "adam_mini.adam_mini.Adam_mini"),
         key="v or vmean",
         decay=("beta2", None),
         mark="name",
@@ -344,8 +343,7 @@ READERS: tuple[StateReader, ...] = (
     ),
     *(
         _adam(
-            f"torchao-{name.lower()}",
-            *_of("torchao.optim.adam", [f"{name}{bits}" for bits in ("8bit", "4bit", "Fp8")]),
+            *(f"torchao-{name.lower()}", *_of("torchao.optim.adam", f"{name}8bit {name}4bit {name}Fp8")),
             coupled_decay=name == "Adam",
             mark="",
             note="Blocks of few bits: small entries of a block round to zero, or up to the smallest code.",
@@ -353,99 +351,68 @@ READERS: tuple[StateReader, ...] = (
         for name in ("Adam", "AdamW")
     ),
     # Three betas, of which the last is that of the slow momentum.
-    _average(
-        "ademamix",
-        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
-        step="group",
-        coupled_decay=True,
-        decoupled_flag="weight_decouple",
-        mark="t_alpha_beta3",
-    ),
+    _average("ademamix", "pytorch_optimizer.optimizer.ademamix.AdEMAMix", **_GROUPED, mark="t_alpha_beta3"),
     # The layout of its authors.
     _average("ademamix-reference", "ademamix.AdEMAMix", decay=("betas", -2), mark="alpha_warmup"),
     _average(
         "ademamix8bit",
-        *(f"bitsandbytes.optim.ademamix.{page}AdEMAMix{bits}" for page in ("", "Paged") for bits in ("", "8bit")),
-        statistic="quantised",
-        key="state2",
-        decay=("betas", -2),
-        mark="t_beta3",
-        # Two averages of the gradient, one above the other: of two biases a square.
-        bases=("state1",),
-        note=_EIGHT_BITS,
+        *_of("bitsandbytes.optim.ademamix", "AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit"),
+        # Its bases are two averages of the gradient, one above the other: of two biases a square.
+        **{**_EIGHT_BITS, "decay": ("betas", -2), "mark": "t_beta3", "bases": ("state1",)},
     ),
     _average(
-        "rmsproptf",
-        "timm.optim.rmsprop_tf.RMSpropTF",
+        *("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF"),
         "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
-        **_RMS,
-        **_TIMM,
-        start=1.0,
+        **{**_RMS, **_TIMM, "start": 1.0},
         note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
     ),
     _average("adabelief", "timm.optim.adabelief.AdaBelief", key="exp_avg_var", maximum_key="max_exp_avg_var", **_TIMM),
     _average(
-        "adahessian",
-        "timm.optim.adahessian.Adahessian",
+        *("adahessian", "timm.optim.adahessian.Adahessian"),
         key="exp_hessian_diag_sq",
         note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
     ),
     *(
         _average(
-            f"{module}8bit",
-            *(
-                f"bitsandbytes.optim.{module}.{page}{name}{bits}"
-                for page in ("", "Paged")
-                for bits in ("", "8bit", "32bit")
-            ),
-            statistic="quantised",
-            key="state2",
-            note=_EIGHT_BITS,
+            f"{name.lower()}8bit",
+            *_of(f"bitsandbytes.optim.{name.lower()}", f"{name} {name}8bit {name}32bit"),
+            *_of(f"bitsandbytes.optim.{name.lower()}", f"Paged{name} Paged{name}8bit Paged{name}32bit"),
+            **_EIGHT_BITS,
         )
-        for module, name in (("adam", "Adam"), ("adamw", "AdamW"))
+        for name in ("Adam", "AdamW")
     ),
     StateReader(
         "ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
     ),
-    StateReader("sgd", ("torch.optim.sgd.SGD",), "none", mark="dampening"),
-    StateReader("rprop", ("torch.optim.rprop.Rprop",), "none", mark="etas"),
-    StateReader("asgd", ("torch.optim.asgd.ASGD",), "none", mark="lambd"),
-    StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), "none", mark="history_size"),
-    _average(
-        "muon-with-adam",
-        *(f"muon.{one}MuonWithAuxAdam" for one in ("", "SingleDevice")),
-        mark="use_muon",
-    ),
+    _none("sgd", "torch.optim.sgd.SGD", mark="dampening"),
+    _none("rprop", "torch.optim.rprop.Rprop", mark="etas"),
+    _none("asgd", "torch.optim.asgd.ASGD", mark="lambd"),
+    _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
+    _average("muon-with-adam", *_of("muon", "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam"), mark="use_muon"),
     _average("muon-timm", "timm.optim.muon.Muon", mark="fallback_lr_scale"),
     # Those that average the orthogonalised update's squares beside it too.
     _average(
         "muon-pytorch-optimizer",
-        *_of("pytorch_optimizer.optimizer.muon", ("muon.Muon", "muon_clip.MuonClip", "adago.AdaGO")),
-        *_of("pytorch_optimizer.optimizer.muon", ("adamuon.AdaMuon", "normuon.NorMuon")),
+        *_of(
+            "pytorch_optimizer.optimizer.muon",
+            "muon.Muon muon_clip.MuonClip adago.AdaGO adamuon.AdaMuon normuon.NorMuon",
+        ),
         step="group",
         mark="use_muon",
     ),
     # What they average are squares of projected gradients.
-    StateReader(
-        *("galore", _of("pytorch_optimizer.optimizer", ("galore.GaLore", "apollo.APOLLO", "fira.Fira")), "none"),
-        mark="update_proj_gap",
+    _none(
+        "galore", *_of("pytorch_optimizer.optimizer", "galore.GaLore apollo.APOLLO fira.Fira"), mark="update_proj_gap"
     ),
-    StateReader(
-        *("muon", ("torch.optim.Muon", "torch.optim._muon.Muon", *_of("muon", ("Muon", "SingleDeviceMuon"))), "none"),
-        mark="ns_steps",
+    _none("muon", "torch.optim.Muon", "torch.optim._muon.Muon", "muon.Muon", "muon.SingleDeviceMuon", mark="ns_steps"),
+    _none(
+        *("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
+        *("lion_pytorch.lion_pytorch.Lion", "pytorch_optimizer.optimizer.lion.Lion"),
     ),
-    StateReader(
-        "lion",
-        (
-            *("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
-            *("lion_pytorch.lion_pytorch.Lion", "pytorch_optimizer.optimizer.lion.Lion"),
-        ),
-        "none",
-    ),
-    StateReader("sgd-schedule-free", ("schedulefree.sgd_schedulefree.SGDScheduleFree",), "none", mark="scheduled_lr"),
-    StateReader("lars", ("timm.optim.lars.Lars",), "none", mark="trust_coeff"),
+    _none("sgd-schedule-free", "schedulefree.sgd_schedulefree.SGDScheduleFree", mark="scheduled_lr"),
+    _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
     # It keeps one number a layer.
-    StateReader("novograd", ("timm.optim.nvnovograd.NvNovoGrad",), "none"),
+    _none("novograd", "timm.optim.nvnovograd.NvNovoGrad"),
 )
 
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,9 +25,12 @@ from torch.optim import Optimizer
 
 from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count
-from bayesadam._shards import extremes, is_sharded, own_part, whole
+from bayesadam._shards import extremes, is_sharded, own_part, whole, wrapped
 from bayesadam.errors import SettingError, StateError
 from bayesadam.readers.rotated import Factors, product_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 What = Literal["diagonal", "factored", "kronecker"]
 # Entries of a parameter's state: how many gradients were taken, and by `what` and `bits` some of the others.
@@ -87,22 +90,27 @@ def on_gradients(optimizer: Optimizer, then: OnGradients) -> list[Any]:
 # --- tracking -------------------------------------------------------------------------------------------------------
 
 
-class Tracker:
-    """What `track` gives: `remove()` stops it, and what was tracked stays in the state."""
+class Hooked:
+    """Hooks in optimisers, which `remove()`, or the end of a `with`, takes out again; what was taken so far stays."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], handles: Sequence[Any]) -> None:
-        self.optimizers, self._handles = tuple(optimizers), list(handles)
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self._handles: list[Any] = []
 
     def remove(self) -> None:
-        """Stop tracking."""
+        """Take no more gradients; those taken so far stay."""
         for handle in self._handles:
             handle.remove()
 
-    def __enter__(self) -> Tracker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+class Tracker(Hooked):
+    """What `track` gives: `remove()` stops it, and what was tracked stays in the state."""
 
 
 def track(
@@ -153,8 +161,8 @@ def track(
     kind = f"{what}{bits}" if what == "diagonal" else what
     first, every = (_FIRST, _EVERY) if every is None else (0, every)
     settings = {DECAY: decay, EVERY: every, FIRST: first} | ({} if batch_size is None else {EXAMPLES: batch_size})
-    listed, handles = listed_optimizers(optimizer), []
-    for each in listed:
+    tracker = Tracker(listed_optimizers(optimizer))
+    for each in tracker.optimizers:
         if not isinstance(each, Optimizer):
             raise SettingError(f"track takes a torch optimiser, or several, got {type(each).__name__}")
         if any(
@@ -163,13 +171,15 @@ def track(
             raise SettingError(f"this {type(each).__name__} is tracked already: remove() that tracker first")
         if what == "kronecker" and any(is_sharded(p) for group in each.param_groups for p in group["params"]):
             raise SettingError(_SHARDED)
-    for each in listed:
+    for each in tracker.optimizers:
         _settle(each, tracked=settings)
         pending: dict[Tensor, Any] = {}
-        handles += on_gradients(each, partial(_taken, kind, settings, pending))
-        handles.append(each.register_step_post_hook(partial(_begun, pending)))
-        handles.append(each.register_load_state_dict_post_hook(partial(_settle, tracked=settings)))
-    return Tracker(listed, handles)
+        tracker._handles += [
+            *on_gradients(each, partial(_taken, kind, settings, pending)),
+            each.register_step_post_hook(partial(_begun, pending)),
+            each.register_load_state_dict_post_hook(partial(_settle, tracked=settings)),
+        ]
+    return tracker
 
 
 def _settle(optimizer: Optimizer, *, tracked: Mapping[str, Any]) -> None:
@@ -197,11 +207,7 @@ def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
 
 @_disable_dynamo
 def _taken(
-    kind: str,
-    settings: Mapping[str, Any],
-    pending: dict[Tensor, Any],
-    optimizer: Optimizer,
-    scale: Tensor | None,
+    kind: str, settings: Mapping[str, Any], pending: dict[Tensor, Any], optimizer: Optimizer, scale: Tensor | None
 ) -> None:
     """Every k-th time, take the gradients of all parameters.
 
@@ -340,13 +346,8 @@ def _by_rows(gradient: Tensor) -> Tensor:
 
 def _placed(part: Tensor, like: Tensor) -> Tensor:
     """This process's part of a tensor whose first dimension is split as that of `like` is."""
-    if not is_sharded(like):
-        return part
-    from torch.distributed.tensor import DTensor
-
     shape = torch.Size((*like.shape[:1], *part.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return wrapped(part, like, shape) if is_sharded(like) else part
 
 
 def _summed(part: Tensor, like: Tensor) -> Tensor:

@@ -158,12 +158,10 @@ def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     groups: dict[str, dict[str, Any]] = {}
     states: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        if key.startswith("param_groups."):
-            name, _, entry = key.removeprefix("param_groups.").rpartition(".")
-            groups.setdefault(name, {"params": [name]})[entry] = value
-        else:
-            name, _, entry = key.removeprefix("state.").rpartition(".")
-            states.setdefault(name, {})[entry] = value
+        kind, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        held = states.setdefault(name, {}) if kind == "state" else groups.setdefault(name, {"params": [name]})
+        held[entry] = value
     return {"state": states, "param_groups": list(groups.values())}
 
 

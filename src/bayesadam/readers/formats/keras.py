@@ -6,8 +6,6 @@ rate unless that is a schedule, then Adam's two moments of each trainable variab
 layers and the optimiser's settings. Nothing has the variables' names, so every shape is compared.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

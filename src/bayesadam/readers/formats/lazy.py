@@ -10,10 +10,8 @@ from torch import Tensor
 class Lazy(Mapping[str, Any]):
     """Tensors by name, read from the disk on every access and never cached: hold on to what is needed twice.
 
-    Args:
-        outline: the same dictionary, nested or not, with tensors on the meta device, so without values; what is known
-            already, numbers, texts and counters, is there as it is.
-        read: (key) → the tensor, or the dictionary, behind a key of the outline.
+    `outline` is the same dictionary, nested or not, with tensors on the meta device; what is known already, numbers,
+    texts and counters, is there as it is. `read` gives the tensor, or the dictionary, behind a key of it.
     """
 
     def __init__(self, outline: Mapping[str, Any], read: Callable[[str], Any]) -> None:

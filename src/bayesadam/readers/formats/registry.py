@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesadam.errors import FileError, MissingFileError, SettingError
-from bayesadam.readers.formats.contents import Contents
-from bayesadam.readers.formats.networks import Keys
+from bayesadam.readers.formats.contents import Contents, Keys
 
 _WEIGHTS = re.compile(r"(?<![a-z])(params|parameters|weights|model|net|network|module)(?![a-z])", re.IGNORECASE)
 _STATES = ("optimizer", "optim", "opt")

@@ -3,8 +3,6 @@
 A posterior's second moments are the optimiser's state, its mode the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tenso
 from bayesadam.errors import FileError
 from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
 from bayesadam.readers.curvature import RECORDED_MARK, Origin
-from bayesadam.readers.formats.contents import Contents, Recorded
+from bayesadam.readers.formats.contents import Contents, Keys, Recorded
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.networks import Keys
 from bayesadam.readers.formats.registry import Format, refuse_keys
 from bayesadam.readers.rotated import BETA_KEY, LEFT_KEY, MOMENT_KEY, RIGHT_KEY, ROTATED_MOMENT_KEY, SAVED_MARK
 

@@ -1,14 +1,17 @@
 """Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
 Since 1.6 torch writes a zip archive, a pickle and a member for every storage; before, five pickles and the storages
-with their lengths. `pickle.dump` of tensors has one of the second kind for every storage.
+with their lengths. `pickle.dump` of tensors has one of the second kind for every storage. Other archives and folders
+have such files in them: Stable-Baselines3's zip, NeMo's tar, a run's folder with several checkpoints.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
 import mmap
+import re
 import shutil
 import struct
 import tarfile
@@ -17,15 +20,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError
-from bayesadam.readers.formats.contents import Contents, contents_of
-from bayesadam.readers.formats.networks import Keys
+from bayesadam.readers.formats.contents import Contents, Keys, contents_of
 from bayesadam.readers.formats.pickles import (
     BUILDERS,
     BadPickle,
@@ -36,7 +39,7 @@ from bayesadam.readers.formats.pickles import (
     storage_type,
     unpickle,
 )
-from bayesadam.readers.formats.registry import Format
+from bayesadam.readers.formats.registry import Format, format_of, is_state_file, state_beside
 from bayesadam.readers.match import memory_of
 
 # What reading a damaged file may raise.
@@ -58,6 +61,9 @@ _BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
 _ZIP = b"PK\x03\x04"
 # As deep as anything is looked for in a file.
 _LEVELS = 3
+# Endings of files with tensors in archives, and of checkpoints in folders.
+_MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+_SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip", ".nemo")
 # Modules may be shared, and a hostile file can share them so often that no walk ends.
 _DEEPEST_MODULE, _MOST_MODULES = 200, 1_000_000
 
@@ -147,9 +153,7 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
 
 def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
-    if bytes(view[:4]) == _ZIP:
-        return _load_zip(view, depth, {})
-    return _load_pickles(view, depth)
+    return _load_zip(view, depth, {}) if bytes(view[:4]) == _ZIP else _load_pickles(view, depth)
 
 
 def load_view(view: memoryview, name: str) -> Any:
@@ -396,6 +400,65 @@ def _is_torch(path: Path, head: bytes) -> bool:
     return any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
 
 
+def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
+    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+        with damage_named(path, name.partition(" ")[0]):
+            tree = _tree(path, members_of(mapped(path)))
+        return contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
+
+    return Format(name, recognises, read)
+
+
+def _tree(path: Path, members: Mapping[str, memoryview]) -> dict[str, Any]:
+    """The files with tensors in an archive as one dictionary, by their names without the ending."""
+    tensors = {name: view for name, view in members.items() if name.endswith(_MEMBERS) and view}
+    if not tensors:
+        raise FileError(f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}")
+    tree: dict[str, Any] = {}
+    for name, view in tensors.items():
+        key = PurePosixPath(name).stem
+        tree[key if key not in tree else name] = load_view(view, f"{path}: {name}")
+    policy = tree.get("policy")
+    if any(key.endswith(".optimizer") and key != "policy.optimizer" for key in tree) and isinstance(policy, Mapping):
+        # Stable-Baselines3's optimisers are named for the parts of the policy that they train.
+        parts: dict[str, dict[str, Any]] = {}
+        for name, tensor in policy.items():
+            parts.setdefault(name.partition(".")[0], {})[name] = tensor
+        tree["policy"] = parts
+    if "data" in members and policy is not None:
+        # Its settings are JSON, with the optimiser's class in words.
+        try:
+            settings = json.loads(bytes(members["data"]).decode("utf-8"))
+            named = re.search(r"<class '([\w.]+)'>", str(settings["policy_kwargs"]["optimizer_class"]))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            named = None
+        tree |= {"optimizer_class": named[1]} if named else {}
+    return tree
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Files with the endings of checkpoints, the newest first, down to the third level."""
+    found = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
+    return sorted((file for file in found if file.is_file()), key=lambda file: -file.stat().st_mtime)
+
+
+def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    """The one checkpoint in a folder, with the state beside it; several are listed."""
+    files = [file for file in _files_in(path) if not is_state_file(file)]
+    if len(files) != 1:
+        listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:12])
+        raise FileError(f"{path} holds {len(files)} files that may be checkpoints; the newest is first:{listed}")
+    found = format_of(files[0]).read(files[0], weights_key, optimizer_key)
+    beside = state_beside(files[0])
+    if found.optimizer is not None or beside is None:
+        return found
+    state = format_of(beside).read(beside, None, optimizer_key)
+    return replace(found, optimizer=state.optimizer, recorded=found.recorded.completed(state.recorded))
+
+
 TORCH = Format("torch", _is_torch, _read, rewrite)
 OLD_TORCH = Format("torch before 1.6", lambda path, head: any(one in head[:32] for one in _MAGIC_BYTES), _read)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
+ZIP = _archive("zip archive", lambda path, head: head.startswith(_ZIP), zip_members)
+TAR = _archive("tar archive", lambda path, head: head.startswith(b"\x1f\x8b") or head[257:262] == b"ustar", tar_members)
+FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder, folder=True)
