@@ -245,7 +245,16 @@ class HeldOut:
         layers, rows, pooled = posterior.layers, [], []
         for number, (inputs, y) in enumerate(self.batches):
             device = next(iter(posterior.mode.values())).device
-            outputs, seen = observed(posterior, layers, to_device(inputs, device), self.options.forward)
+            look = partial(observed, posterior, layers, forward=self.options.forward)
+            try:
+                outputs, seen = look(to_device(inputs, device))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if _takes(look, y.to(device)):
+                    raise MatchError(
+                        "pass (inputs, targets), not (targets, inputs): the network takes the second of each pair, and "
+                        f"of the first it says: {error}"
+                    ) from error
+                raise
             y = record.matched(y.to(outputs.device), outputs)
             keep = record.counted(outputs, y)
             own = torch.arange(first, first + len(y)).view(-1, *[1] * (y.dim() - 1)).expand(y.shape)
@@ -302,6 +311,15 @@ class HeldOut:
                 keep = record.counted(found.mean, y)
                 block = None if found.covariance is None else position_blocks(found.covariance[0], found.mean)[keep]
                 yield Rows(found.mean[keep], found.variance[:, keep], block, y[keep])
+
+
+def _takes(look: Callable[[Tensor], Any], x: Tensor) -> bool:
+    """Whether the network runs on it."""
+    try:
+        look(x)
+    except Exception:
+        return False
+    return True
 
 
 def _at_some_positions(
