@@ -87,22 +87,11 @@ class Likelihood(ABC, Generic[P]):
         assert component.ratio is not None
         return component.ratio
 
-    def predictive(
-        self,
-        components: Sequence[Component],
-        weights: Sequence[float] = (1.0,),
-        *,
-        link: Link = "probit",
-        guarantee: Guarantee | None = None,
-        plan: str = "",
-        abstention: Abstention | None = None,
-        in_range: Tensor | None = None,
-    ) -> P:
-        """The distribution of y given f of one network, or of several with weights π."""
+    def predictive(self, components: Sequence[Component], weights: Sequence[float] = (1.0,), **fields: Any) -> P:
+        """The distribution of y given f of one network, or of several with weights π, with other fields of its kind."""
         for component in components:
             self.locations(component.mean if component.logits is None else component.logits)
-        kept: Any = {"guarantee": guarantee, "plan": plan, "abstention": abstention, "in_range": in_range}
-        return self.kind(self, tuple(components), tuple(weights), link, **kept)
+        return self.kind(self, tuple(components), tuple(weights), **fields)
 
     def n_outputs(self, targets: Tensor) -> int:
         """The number of outputs that a network needs for the targets of a data set, (n,) or (n, k)."""

@@ -366,15 +366,25 @@ class Heteroscedastic(GaussianLikelihood):
 
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """One for each node, or draw, of g."""
-        (mean, centre), (variance, width) = c.mean.chunk(2, dim=-1), c.variance.chunk(2, dim=-1)
+        centre, width = (part.chunk(2, dim=-1)[1] for part in (c.mean, c.variance))
         weights, g = nodes(_NODES_PER_UNIT, centre, width, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
-        away = g - centre
-        if c.covariance is not None:
-            k = mean.shape[-1]
-            cross = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
-            slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
-            mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
-        return weights, mean.expand_as(away), (variance + g.exp()).sqrt()
+        mean, variance = given_second(c, g)
+        return weights, mean, (variance + g.exp()).sqrt()
+
+
+def cross(c: Component) -> Tensor:
+    """Cov[m, g] of each target of outputs m, then g; 0 where it is not known."""
+    if c.covariance is None:
+        return c.mean.new_zeros(())
+    k = c.mean.shape[-1] // 2
+    return position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+
+
+def given_second(c: Component, g: Tensor) -> tuple[Tensor, Tensor]:
+    """E[m | g], (n, batch, ..., k), and Var[m | g] of Gaussian outputs m, then g, at values of g."""
+    (m, centre), (of_m, of_g) = c.mean.to(g).chunk(2, dim=-1), c.variance.to(g).chunk(2, dim=-1)
+    slope = cross(c).to(g) / of_g.clamp(min=torch.finfo(g.dtype).tiny)
+    return m + slope * (g - centre), (of_m - slope * cross(c).to(g)).clamp(min=0)
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
