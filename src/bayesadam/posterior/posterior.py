@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
+from bayesadam import readers
 from bayesadam._alone import alone_with, listed_optimizers, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
@@ -30,30 +31,12 @@ from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
 from bayesadam.predict.call import Forward
-from bayesadam.readers import (
-    CheckpointOptions,
-    Origin,
-    Recorder,
-    StateReader,
-    batch_size_or_tracked,
-    check_parameter,
-    load_weights,
-    match_checkpoint,
-    match_optimizers,
-    moments_apart,
-    origin_of,
-    own_parameters,
-    read_checkpoint,
-    read_match,
-    read_recorder,
-    warn_of_few,
-    working_dtype,
-)
-from bayesadam.readers import match as matching
+from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.formats.lazy import Lazy
+from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
 _GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
@@ -122,7 +105,7 @@ class Posterior(GaussianWeights, Distribution):
         form: Form = "map",
         structure: str = "diagonal",
         recorder: Recorder | None = None,
-        reader: str | StateReader | None = None,
+        reader: str | readers.StateReader | None = None,
     ) -> Posterior:
         """Read the posterior off a live optimiser; no data, no change to either.
 
@@ -152,7 +135,7 @@ class Posterior(GaussianWeights, Distribution):
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
         match = match_optimizers(model, optimizer, chosen)
-        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, recorder=recorder)
 
     @classmethod
@@ -168,10 +151,7 @@ class Posterior(GaussianWeights, Distribution):
         power: float = 1.0,
         batch_size: int | None = None,
     ) -> Posterior:
-        """Of recorded gradients alone: `Recorder.from_batches` serves a model already trained, by whatever optimiser.
-
-        The rest is as in `from_optimizer`; the batch size is known from `from_batches`.
-        """
+        """Of recorded gradients alone: `Recorder.from_batches`, which knows the batch size, serves any trained one."""
         require_kind(recorder, Recorder, "recorder")
         found = cls.from_optimizer(
             model,
@@ -184,7 +164,7 @@ class Posterior(GaussianWeights, Distribution):
             structure=structure,
             recorder=recorder,
         )
-        warn_of_few(found.origin, "the posterior")
+        readers.warn_of_few(found.origin, "the posterior")
         return found
 
     @classmethod
@@ -195,7 +175,7 @@ class Posterior(GaussianWeights, Distribution):
         n_data: float,
         *,
         likelihood: str | None = None,
-        optimizer: str | StateReader = "adam",
+        optimizer: str | readers.StateReader = "adam",
         param_names: Sequence[str] | None = None,
         prior_precision: Prior | None = None,
         power: float = 0.5,
@@ -210,8 +190,8 @@ class Posterior(GaussianWeights, Distribution):
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
         spec = structure_named(structure, recorded=False)
-        match = matching.match_state_dict(model, state_dict, optimizer, param_names)
-        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
+        match = match_state_dict(model, state_dict, optimizer, param_names)
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood)
 
     @classmethod
@@ -222,38 +202,30 @@ class Posterior(GaussianWeights, Distribution):
         n_data: float | None = None,
         *,
         likelihood: str | None = None,
-        optimizer_path: str | os.PathLike[str] | None = None,
-        optimizer: str | StateReader | None = None,
-        param_names: Sequence[str] | None = None,
-        groups_in_order: bool = False,
-        weights_key: str | None = None,
-        optimizer_key: str | None = None,
         prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
         form: Form = "map",
         structure: str = "diagonal",
+        **options: Unpack[CheckpointKeywords],
     ) -> Posterior:
         """The same from what a trainer saved; the model gets the weights and buffers of the file.
-
-        The rest is as in `from_optimizer`, and as in `CheckpointOptions`.
 
         Args:
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            optimizer: the name of the optimiser that wrote the state; None identifies it.
+            **options: how the file is read, see `CheckpointOptions`.
         """
-        spec = structure_named(structure, recorded=False)
-        options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
-        checkpoint = read_checkpoint(path, options)
+        spec, reading = structure_named(structure, recorded=False), readers.CheckpointOptions(**options)
+        checkpoint = readers.read_checkpoint(path, reading)
         n_data = checkpoint.n_data_or(n_data)
-        match = match_checkpoint(checkpoint, model, options)
-        batch_size = batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
+        match = readers.match_checkpoint(checkpoint, model, reading)
+        batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
         settings = Settings(n_data, {}, power, batch_size, form)
-        if (apart := moments_apart(checkpoint, match)) is not None:
+        if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
-        load = partial(load_weights, checkpoint, model)
+        load = partial(readers.load_weights, checkpoint, model)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, load=load)
 
     @classmethod
@@ -276,7 +248,7 @@ class Posterior(GaussianWeights, Distribution):
                 raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
             if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
                 raise SettingError(f"the variance of {name!r} must be finite and positive")
-        mode = {name: mean[name].detach().to(working_dtype(mean[name].dtype), copy=True) for name in variance}
+        mode = {name: mean[name].detach().to(readers.working_dtype(mean[name].dtype), copy=True) for name in variance}
         moments = {name: (n_data * sigma.detach().to(mode[name])).reciprocal() for name, sigma in variance.items()}
         settings = Settings(n_data, dict.fromkeys(variance, 0.0), power=1.0, batch_size=1)
         omitted = {name: "not given" for name in parameters if name not in variance}
@@ -286,7 +258,7 @@ class Posterior(GaussianWeights, Distribution):
     def _from_match(
         cls,
         model: nn.Module,
-        match: matching.Match,
+        match: Match,
         spec: StructureSpec,
         settings: Settings,
         prior_precision: Prior | None,
@@ -301,7 +273,7 @@ class Posterior(GaussianWeights, Distribution):
                 f"n_data={settings.n_data:g} is less than batch_size={settings.batch_size}: n_data counts the training "
                 "examples, such as len(loader.dataset), not the batches"
             )
-        curvature, gradients = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
+        curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
         moments = curvature.second_moment
         structure = spec.build(Reading(match, moments, gradients))
         follows = isinstance(prior_precision, CovariantPrior)
@@ -315,8 +287,9 @@ class Posterior(GaussianWeights, Distribution):
         if isinstance(prior_precision, CovariantPrior):
             prior = prior_by_name(prior_precision.at(unwrap(model), mode, structure.bases), mode)
             settings = replace(settings, prior_precision=prior, default_prior=False)
-        recorded = None if recorder is None else float(recorder.recorded)
-        origin = origin_of(match) if recorded is None else Origin(match.optimizers, (recorded, recorded), recorded=True)
+        origin = readers.origin_of(match)
+        if recorder is not None:
+            origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         fields: Any = {"origin": origin, "model": unwrap(model), "likelihood": likelihood}
         return cls(mode, structure, settings, curvature.omitted, **fields)
 
@@ -478,7 +451,7 @@ class Posterior(GaussianWeights, Distribution):
         parameters = own_parameters(model)
         found = unpacked(path, tensors, header, parameters)
         for name in found.mode:
-            check_parameter(name, parameters[name])
+            readers.check_parameter(name, parameters[name])
         report, leverage = read_report(path, tensors, header), None
         if "leverage" in header:
             layers = layers_of(model, found.mode)
@@ -590,7 +563,7 @@ def _noise(value: Any) -> Tensor | None:
     if value is None:
         return None
     noise = torch.as_tensor(value)
-    noise = noise.detach().to(working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
+    noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance and spread must be finite and at least 0, got {value!r}")
     return noise
