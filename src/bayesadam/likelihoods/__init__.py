@@ -39,7 +39,7 @@ def agreed(given: str | None, own: str | None) -> str:
     if own not in (None, likelihood(name).name):
         raise SettingError(
             f"the posterior is for likelihood={own!r}, and likelihood={name!r} was given: leave it out, or use "
-            f"replace(posterior, likelihood={name!r}) if the network has such outputs"
+            f"posterior.replace(likelihood={name!r}) if the network has such outputs"
         )
     return name
 

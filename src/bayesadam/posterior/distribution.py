@@ -16,24 +16,15 @@ from bayesadam._warnings import warn
 from bayesadam.errors import InputRangeWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.leverage import Ratios, observed
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive, agreed
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
 from bayesadam.posterior.inputs import departure, inside
+from bayesadam.predict import prediction
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
 from bayesadam.predict.moments import DEFAULT_BUDGET
-from bayesadam.predict.prediction import (
-    Options,
-    Outputs,
-    Positions,
-    PredictiveKind,
-    chosen_positions,
-    component_of,
-    mean_outputs,
-    score_of,
-    with_common_outputs,
-)
+from bayesadam.predict.prediction import Options, Outputs, Positions, PredictiveKind
 
 
 class Distribution(ABC):
@@ -224,18 +215,7 @@ class Distribution(ABC):
         """The likelihood given, or the posterior's own; they must not contradict each other."""
         kept = [q.likelihood for q in (self, *self.members)]
         kept += [q.calibration.likelihood for q in (self, *self.members) if q.calibration is not None]
-        own: LikelihoodName | None = next((name for name in kept if name is not None), None)
-        if given is None and own is None:
-            raise SettingError(
-                'no likelihood was given: Posterior.from_optimizer(..., likelihood="classification") keeps one, or '
-                'predict(x, likelihood="classification")'
-            )
-        if given is not None and own is not None and given != own:
-            raise SettingError(
-                f"likelihood={given!r} contradicts the posterior's own, {own!r}: leave it out, or use "
-                f"posterior.replace(likelihood={given!r})"
-            )
-        return own if given is None else given  # type: ignore[return-value]
+        return agreed(given, next((name for name in kept if name is not None), None))
 
     def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, with a warning before the first that has left the range of the held-out inputs."""
@@ -290,7 +270,7 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
         for member in members:
             member.require_proper()
         if not all(_is_forward(member, options) for member in members):
-            common = with_common_outputs(members, q.weights, inputs, options)
+            common = prediction.with_common_outputs(members, q.weights, inputs, options)
             streams = [replace(common, generator=own.generator) for own in streams]
     components, plan = [], ""
     for member, own in zip(members, streams, strict=True):
@@ -311,11 +291,11 @@ def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Com
     The standard deviation of numbers' f grows with leverage, as temperatures do.
     """
     if member.is_sharded:
-        return component_of(member, inputs, options)
+        return prediction.component_of(member, inputs, options)
     forward = forward_component(member, inputs, options)
     if _is_forward(member, options):
         return forward, "one forward pass"
-    found, how = component_of(member, inputs, options)
+    found, how = prediction.component_of(member, inputs, options)
     growth, ratio = (_of_rows(each, options.positions) for each in (forward.growth, forward.ratio))
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
         found = grown(found, growth)
@@ -398,7 +378,9 @@ def _streams(q: Distribution, options: Options) -> list[Options]:
 
 
 def _score(q: Distribution, inputs: Any, options: Options) -> Score:
-    each = [score_of(member, inputs, own) for member, own in zip(q.members, _streams(q, options), strict=True)]
+    each = [
+        prediction.score_of(member, inputs, own) for member, own in zip(q.members, _streams(q, options), strict=True)
+    ]
     if len(each) == 1:
         return each[0]
     error = average([w**2 for w in q.weights], [one.error.square() for one in each]).sqrt()
@@ -408,13 +390,13 @@ def _score(q: Distribution, inputs: Any, options: Options) -> Score:
     # I(y; m) = H[Σ π_m p_m] − Σ π_m H[p_m] of the mean networks.
     components = []
     for member in q.members:
-        mean = mean_outputs(member, inputs, options)
+        mean = prediction.mean_outputs(member, inputs, options)
         components.append(Component(mean, torch.zeros_like(mean), temperature=member.temperature, averaged=False))
 
     between: Tensor = options.record.predictive(components, q.weights).disagreement()
     flat = between.reshape(len(between), -1)
     if options.positions is None:
         return Score(within + flat.sum(dim=1), error)
-    at = chosen_positions(options.positions, inputs, components[0].mean.shape[1:]).to(flat.device)
+    at = prediction.chosen_positions(options.positions, inputs, components[0].mean.shape[1:]).to(flat.device)
     some = (flat * at).sum(dim=1) if at.dtype == torch.bool else flat.gather(1, at[:, None]).squeeze(1)
     return Score(within + some, error)
