@@ -27,17 +27,7 @@ from bayesadam.gaussian.kronecker import KRONECKER
 from bayesadam.gaussian.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
 from bayesadam.gaussian.settings import Settings
 from bayesadam.gaussian.structure import Named, Stored, Structure, StructureSpec, outlined
-from bayesadam.readers import Origin, working_dtype
-from bayesadam.readers.compression import (
-    check_compression,
-    encode,
-    moment,
-    moment_shape,
-    outline,
-    probe,
-    same_weights,
-    widened,
-)
+from bayesadam.readers import Origin, compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
 
@@ -76,10 +66,10 @@ def packed(
     A file without weights has a few numbers of each parameter instead, under `probe`, and like a compressed one it is
     of the later format, which older releases refuse.
     """
-    check_compression(compress)
+    compression.check_compression(compress)
     roles = structure.tensors()
     lazy = {role: roles.pop(role) for role in _MOMENTS if role in roles}
-    held = {} if weights else {f"probe.{name}": probe(mode[name]) for name in mode}
+    held = {} if weights else {f"probe.{name}": compression.probe(mode[name]) for name in mode}
     held |= {f"{role}.{name}": tensor for role, named in roles.items() for name, tensor in named.items()}
     deltas = settings.prior_precision
     held |= {f"prior_precision.{name}": delta for name, delta in deltas.items() if isinstance(delta, Tensor)}
@@ -88,14 +78,14 @@ def packed(
         like |= {f"mode.{name}": meta(tuple(t.shape), t.dtype) for name, t in outlined(mode).items()}
     for role, named in lazy.items():
         for name, v in outlined(named).items():
-            like |= {f"{role}{end}.{name}": t for end, t in outline(v.shape, v.dtype, compress).items()}
+            like |= {f"{role}{end}.{name}": t for end, t in compression.outline(v.shape, v.dtype, compress).items()}
 
     def read(key: str) -> Tensor:
         role, _, name = key.partition(".")
         if role == "mode":
             return mode[name]
         own = next(each for each in lazy if role.startswith(each))
-        return encode(lazy[own][name], compress)[role.removeprefix(own)]
+        return compression.encode(lazy[own][name], compress)[role.removeprefix(own)]
 
     numbers = {name: delta for name, delta in deltas.items() if not isinstance(delta, Tensor)}
     others = {key: getattr(settings, key) for key in SETTING_NAMES if key != "prior_precision"}
@@ -123,15 +113,15 @@ def decoded(tensors: Named, source: str) -> Named:
         if own is None:
             keys[key] = meta(tuple(tensor.shape), torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype)
         elif f"{own}.{name}" not in keys:
-            shape = moment_shape(tensors, f"{own}.{name}")
+            shape = compression.moment_shape(tensors, f"{own}.{name}")
             kind = tensor.dtype if role == own and tensor.is_floating_point() else torch.float32
             ends = tensors.get(f"{own}_range.{name}", tensors.get(f"{own}_rows.{name}"))
             keys[f"{own}.{name}"] = meta(tuple(shape), kind if ends is None else ends.dtype)
 
     def read(key: str) -> Tensor:
         if key.partition(".")[0] in _MOMENTS:
-            return moment(tensors, key, source)
-        return widened(key, tensors[key])
+            return compression.moment(tensors, key, source)
+        return compression.widened(key, tensors[key])
 
     return Lazy(keys, read)
 
@@ -145,11 +135,11 @@ def weights_of_model(stored: Stored) -> dict[str, Tensor]:
     assert stored.parameters is not None
     named = {name: stored.parameters[name].detach() for name in stored.names}
     mode = {name: theta.to(working_dtype(theta.dtype), copy=True) for name, theta in named.items()}
-    found = {name: probe(whole(theta)) for name, theta in mode.items()}
+    found = {name: compression.probe(whole(theta)) for name, theta in mode.items()}
     known = {name: stored.tensors[f"probe.{name}"] for name in stored.names}
     if any(known[name].shape != numbers.shape for name, numbers in found.items()):
         raise stored.damaged("its probes of the weights are not of their shapes")
-    if not same_weights(known, found):
+    if not compression.same_weights(known, found):
         raise MatchError(
             f"{stored.path} has no weights of its own, and the model's are not those it belongs to: load the weights "
             "that were published with it into the model first"

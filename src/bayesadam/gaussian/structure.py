@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from bayesadam._shards import placed_like, whole
+from bayesadam._shards import placed_like
 from bayesadam._storage import check_owner
 from bayesadam.errors import FileError
 from bayesadam.gaussian.settings import Precision, Settings
@@ -22,11 +22,6 @@ from bayesadam.readers.match import Match
 from bayesadam.readers.rotated import Rotation
 
 Named = Mapping[str, Tensor]
-# δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
-# curvature has more very small eigenvalues, which a large δ would hide.
-EPSILON, ROTATED_EPSILON = 1e-3, 1e-4
-# Where nothing says how many examples were behind one gradient.
-_USUAL_BATCH = 100
 
 
 def outlined(named: Named) -> Named:
@@ -37,11 +32,9 @@ def outlined(named: Named) -> Named:
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Orthonormal directions Q over all weights together, along which a white vector is shorter than elsewhere.
+    """Orthonormal directions over all weights together, `rows` Qᵀ by parameter name, (K, *shape).
 
-    Attributes:
-        rows: Qᵀ by parameter name, (K, *shape).
-        variance: along each, at most 1, (K,).
+    Along them a white vector has a `variance` below 1, (K,).
     """
 
     rows: Named
@@ -181,11 +174,9 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a structure is built from: the optimiser's state, matched once.
+    """What a structure is built from: the optimiser's state, matched once, and v̂ of each parameter.
 
-    Attributes:
-        second_moment: v̂ of each parameter, the recorded gradients' where there are any.
-        gradients: recorded gradients by name, (K, *shape); None without a recorder.
+    With a recorder v̂ is that of its `gradients`, (K, *shape) by name.
     """
 
     match: Match
@@ -208,23 +199,3 @@ class StructureSpec:
     load: Callable[[Stored], Structure]
     needs_gradients: bool = False
     needs_state: bool = False
-
-
-def novelty_share(structure: Structure) -> float:
-    """ε of a structure."""
-    return ROTATED_EPSILON if structure.bases else EPSILON
-
-
-def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
-    """p = 1, s = 1 and δ = ε mean(w c), the mean over all weights, w = N B; with a prior of shape R ε mean(w c/R) R.
-
-    Neither calibration nor the units of the loss change what follows from them. A wrong B scales all variances alike.
-    """
-    batch = settings.batch_size or _USUAL_BATCH
-    base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
-    total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0, base.prior_shape))
-    delta = novelty_share(structure) * base.weight * total / n_weights
-    prior = base.prior_at(delta or 1.0)
-    return replace(
-        base, prior_precision=prior if isinstance(prior, dict) else dict.fromkeys(base.prior_precision, prior)
-    )

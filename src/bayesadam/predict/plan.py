@@ -18,18 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.predict import layers
 from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, repeated
-from bayesadam.predict.layers import (
-    ConvolutionUse,
-    EmbeddingUse,
-    Layout,
-    MatrixUse,
-    SumUse,
-    TransposedMatrixUse,
-    Use,
-    batch_first,
-    batch_second,
-)
+from bayesadam.predict.layers import Layout, MatrixUse, SumUse, Use, batch_first, batch_second
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -126,13 +117,13 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     """The uses of the parameters of one layer with input a and output z."""
     free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
     if isinstance(m, nn.Embedding):
-        return [] if m.max_norm else [(EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
+        return [] if m.max_norm else [(layers.EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
     if isinstance(m, _CONVOLUTIONS):
         own = {"layouts": _FIRST, "input": a, "module": m}
-        uses: list[_Note] = [(ConvolutionUse, m.weight, z, own), (SumUse, m.bias, z, first)]
+        uses: list[_Note] = [(layers.ConvolutionUse, m.weight, z, own), (SumUse, m.bias, z, first)]
         return uses if a.dim() == len(m.kernel_size) + 2 else []
     if isinstance(m, _LINEAR) or _is_transposed_linear(m):
-        matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
+        matrix = MatrixUse if isinstance(m, _LINEAR) else layers.TransposedMatrixUse
         return [(matrix, m.weight, z, {**free, "input": a}), (SumUse, m.bias, z, free)]
     x = a.detach()
     if isinstance(m, nn.LayerNorm):
