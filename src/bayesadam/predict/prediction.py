@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -178,7 +177,7 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
         with alone_with(gaussian.model), gathered(gaussian, options.memory_budget) as whole:
             return component_of(whole, inputs, options)
     with evaluating(gaussian.model):
-        net = _Network.of(gaussian, inputs, options)
+        net = Network.of(gaussian, inputs, options)
         if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
             warn(mismatch)
         chosen = net.options.choice(net.plan.shape)
@@ -205,7 +204,7 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
     gaussian.require_proper()
     gaussian.warn_of_limits()
     with evaluating(gaussian.model):
-        net = _Network.of(gaussian, plain(inputs), options)
+        net = Network.of(gaussian, plain(inputs), options)
         (rows, given), shape = net.probes(), net.plan.shape
         if net.options.positions is not None and len(shape) > 1:
             given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.device)
@@ -214,7 +213,7 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
 
 
 @dataclass(frozen=True, eq=False)
-class _Network:
+class Network:
     """A posterior's model on a batch; `inputs` are pairs with a position where one of each example is asked for."""
 
     gaussian: Any
@@ -225,7 +224,8 @@ class _Network:
     plan: Plan
 
     @classmethod
-    def of(cls, gaussian: Any, inputs: Any, options: Options) -> _Network:
+    def of(cls, gaussian: Any, inputs: Any, options: Options) -> Network:
+        """The network that the options ask for."""
         call, params, positions = Call(gaussian.model, options.forward), parameters_at_mean(gaussian), options.positions
         by_index = isinstance(positions, Tensor) and positions.dtype != torch.bool
         if by_index or (isinstance(positions, str) and positions == "last"):
@@ -237,8 +237,14 @@ class _Network:
         return cls(gaussian, options, call, params, inputs, plan_for(call, params, plain(inputs)))
 
     @property
+    def like(self) -> Tensor:
+        """A parameter, of the type and on the device of all."""
+        return next(iter(self.params.values()))
+
+    @property
     def device(self) -> torch.device:
-        return next(iter(self.params.values())).device
+        """Where the model is."""
+        return self.like.device
 
     @property
     def noise(self) -> Tensor | None:
@@ -278,7 +284,7 @@ def _chosen_at(chosen: Any, position: Tensor) -> Any:
     return at_positions(chosen, position) if by_position else chosen
 
 
-def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, str]:
+def _at_each_position(net: Network, chosen: Top | Tensor) -> tuple[Component, str]:
     """Exact moments of chosen outputs at several positions, one after the other."""
     mask, shape = chosen_positions(net.options.positions, net.inputs, net.plan.shape), net.plan.shape
     counts, order = mask.sum(dim=1), mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
@@ -309,7 +315,7 @@ def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, s
 # --- the linearised network -----------------------------------------------------------------------------------------
 
 
-def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
+def _linearised(net: Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     """Exact moments of all outputs, or of those chosen where an example's are (outputs,)."""
     gaussian, options, rows = net.gaussian, net.options, None
     given: dict[str, Tensor] = {}
@@ -320,12 +326,13 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
     found = net.moments(rows=rows, given=given, covariance=options.covariance, joint=options.joint)
     block, joint = (None if each is None else each[0] for each in (found.covariance, found.joint))
     settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
+    variance, done = found.variance[0], net.plan.outputs if rows is None else rows.count
+    how = f"linearised, exact: {done} backward directions"
     if rows is None:
-        how = f"linearised, exact: {net.plan.outputs} backward directions, one for each output"
-        return Component(found.mean, found.variance[0], block, joint=joint, noise_variance=net.noise, **settings), how
-    k, variance = rows.k, found.variance[0]
-    mean, noise = _chosen(net.noise, given, found.mean, found.indices)
-    component = Component(
+        every = Component(found.mean, variance, block, joint=joint, noise_variance=net.noise, **settings)
+        return every, f"{how}, one for each output"
+    k, (mean, noise) = rows.k, _chosen(net.noise, given, found.mean, found.indices)
+    some = Component(
         mean,
         variance[:, :k],
         None if block is None else block[:, :k, :k],
@@ -335,8 +342,7 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
         logits=found.mean if options.keeps_logits else None,
         **settings,
     )
-    how = f"linearised, exact: {rows.count} backward directions of {net.plan.outputs} outputs"
-    return component, how
+    return some, f"{how} of {net.plan.outputs} outputs"
 
 
 def _chosen(
@@ -354,7 +360,7 @@ def _chosen(
 # --- draws ----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
+def _drawn(net: Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     """Draws of all outputs, some at a time, reduced to those chosen, and their moments.
 
     The mean of the linearised network is known; that of the network itself is estimated from the draws.
@@ -363,9 +369,7 @@ def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     n, sampled = options.n_samples, options.predictive == "sampled"
     numbers = net.plan.outputs * batch_size(net.inputs)
     at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
-    of_net = gaussian, net.call, net.params, net.inputs, net.plan
-    draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget, options.joint)
-    drawn, centre = draw(at_once)
+    drawn, centre = output_draws(net, at_once)
     if sampled and n > 1 and (collapse := record.collapse(drawn, centre)) is not None:
         warn(
             f"{collapse}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
@@ -393,7 +397,7 @@ def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     probs, total = (logits / t).softmax(dim=-1), torch.zeros_like(logits)
     kept, scores = [], []
     for done in range(0, n, at_once):
-        drawn = draw(min(at_once, n - done))[0] if done else drawn
+        drawn = output_draws(net, min(at_once, n - done))[0] if done else drawn
         away = drawn.reshape(len(drawn), *logits.shape) - logits
         total += away.sum(dim=0)
         along = torch.einsum("mbc,nbc->nbm", basis.dense.to(away), away)
