@@ -110,19 +110,14 @@ def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKe
         checkpoint = read_checkpoint(path, **options)
         known = checkpoint.recorded
         gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, prior_precision=1.0, **options)
-        if bases and _rotates(gaussian):
+        match = gaussian.source.match if gaussian.source else None
+        if bases and match is not None and any(entry.reader.factors is not None for entry in match.entries):
             gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, structure="kronecker", **options)
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
         raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error
     weights, scaling = checkpoint.weights, scaling_of_folder(path)
     return Network(label, weights, identities(weights), gaussian, known.n_data, known.batch_size, scaling)
-
-
-def _rotates(gaussian: GaussianWeights) -> bool:
-    """Whether its file has the state of an optimiser with eigenbases."""
-    match = gaussian.source.match if gaussian.source else None
-    return match is not None and any(entry.reader.factors is not None for entry in match.entries)
 
 
 def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases: bool = False) -> list[Network]:
