@@ -162,10 +162,9 @@ class PrunedParameter:
 
 @dataclass(frozen=True)
 class PruningReport:
-    """What masks do to a model; prints as a table.
+    """What masks do to a model, a row for each parameter; prints as a table.
 
     Attributes:
-        rows: one per parameter of the model.
         expected_loss_change: ½ Σ_removed θ² w v̂ᵖ/N, the rise of the mean loss to second order at an optimum, with the
             posterior's precision (its prior left out) over N as the curvature: s B v̂ at p = 1. At the paper's p = ½ it
             compares prunings of one network, and is no loss. None without a posterior that holds every weight removed.

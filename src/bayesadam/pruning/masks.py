@@ -56,12 +56,10 @@ RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
 def weight_scores(
     posterior: GaussianWeights, ranking: Ranking = "snr", names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """The score of every weight, by parameter name; none is NaN.
+    """The score of every weight of some parameters, of all for None, by name; none is NaN.
 
     Args:
-        posterior: over the weights.
         ranking: a name from `RANKINGS`, a function `ranking(theta, v) -> scores` of tensors, or ready scores by name.
-        names: the parameters wanted; None for all of the posterior's.
     """
     posterior.require_whole("ranking weights")
     wanted = list(posterior.mode if names is None else names)
@@ -155,15 +153,13 @@ def prune_checkpoint(
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
 
-    No model and no data are needed, and of the weights one tensor at a time is in memory.
-
-    The report has the parameters with a state; buffers and frozen weights have no row.
+    No model and no data are needed, and of the weights one tensor at a time is in memory. The report has the parameters
+    with a state; buffers and frozen weights have no row.
 
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
         out: the file to write; with the ending `.safetensors` the weights alone.
-        fraction, ranking, scope: as in `pruning_masks`.
-        exclude: as in `pruning_masks`; of the kinds only `"biases"`, for the others need the model.
+        fraction, ranking, scope, exclude: as in `pruning_masks`; of the kinds only `"biases"` needs no model.
         **options: how the file is read, see `CheckpointOptions`.
     """
     checkpoint = read_checkpoint(path, **options)

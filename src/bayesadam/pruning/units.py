@@ -35,7 +35,6 @@ def neuron_masks(
     each layer, and those with a weight outside the posterior.
 
     Args:
-        fraction: the share of units to remove, 0 to 1.
         ranking: of weights, as in `pruning_masks`; a unit's score is the sum over all that would go with it.
         scope, exclude: as in `pruning_masks`, of layers by the names of their weights.
         example_input: a batch that the model takes, to follow the units through it.
@@ -61,8 +60,8 @@ def ranked_units(
     with in_eval_mode(posterior.model):
         every = understand(posterior.model, _arguments(example))
     touched = {units.name: [*_own(units), *(f"{r.name}.weight" for r in units.readers)] for units in every}
-    found = [units for units in every if f"{units.name}.weight" not in whole]
-    found = [units for units in found if all(name in posterior.mode for name in touched[units.name])]
+    known = [units for units in every if all(name in posterior.mode for name in touched[units.name])]
+    found = [units for units in known if f"{units.name}.weight" not in whole]
     scores = weight_scores(posterior, ranking, dict.fromkeys(n for units in found for n in touched[units.name]))
     sums = {}
     for units in found:
