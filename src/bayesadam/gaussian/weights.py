@@ -88,10 +88,9 @@ class Marginals(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The file that a `GaussianWeights` was opened from.
+    """The file that a `GaussianWeights` was opened from, in the format `"posterior"` where it was saved.
 
     Attributes:
-        format: the name of its format; `"posterior"` for a saved posterior.
         why: how it was read, a sentence each.
         weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
         match: each parameter with its optimiser state; None for a saved posterior.
@@ -167,9 +166,8 @@ class GaussianWeights(Marginals):
 
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
-            n_data: N, the number of training examples; None takes what the file says.
-            prior_precision: δ; None takes N × the weight decay of each parameter's group, and 1 where that is 0.
-            batch_size: examples behind one gradient, needed for power=1; None takes what the file says.
+            n_data: N, the number of training examples; None takes what the file says, as of batch_size.
+            prior_precision, power, batch_size, form: as in `Posterior.from_optimizer`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **options: how the file is read, see `CheckpointOptions`.
         """

@@ -301,9 +301,7 @@ class Predictive(ABC):
     def wrong(self, targets: Tensor, tolerance: float | None = None) -> Tensor:
         """Whether the answer to each example is wrong, (batch,) booleans; of several outputs, whether any is.
 
-        Args:
-            targets: the true classes or numbers.
-            tolerance: numbers farther from E[y] are wrong; None for that of `abstention`.
+        Numbers farther from E[y] than a tolerance are wrong, than that of `abstention` for None.
         """
 
     @abstractmethod

@@ -28,14 +28,7 @@ from bayesadam.predict.prediction import Options, Outputs, Positions, Predictive
 
 
 class Distribution(ABC):
-    """q(θ) over named weights, of one network or of several, its weighted `members`.
-
-    Attributes:
-        members: the posteriors, one for each network.
-        weights: of the members, of sum 1.
-        likelihood: of the outputs; None where it was not given.
-        calibration: what `calibrate` did, with its guarantee.
-    """
+    """q(θ) over named weights, of one network or of several, its `members` with `weights` of sum 1."""
 
     members: Any
     weights: Any
@@ -69,12 +62,10 @@ class Distribution(ABC):
 
         Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of
         two or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each.
-
         Inputs that have left the range of those that `calibrate` saw are warned of, once (`InputRangeWarning`).
 
         Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. The whole
-        posterior is gathered for the call, and must fit the memory budget. The model runs in the types of its
-        parameters, without FSDP2's mixed precision.
+        posterior is gathered for the call, within the memory budget, and runs without FSDP2's mixed precision.
 
         | predictive             | f                          | cost                                      |
         |------------------------|----------------------------|-------------------------------------------|
@@ -94,9 +85,7 @@ class Distribution(ABC):
             inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
                 comes first. Arrays of numpy may stand for tensors. Or a loader: a `DataLoader`, a generator, or a list
                 of tuples, lists or mappings.
-            likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
-                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one
-                log-rate per target). None for the posterior's own.
+            likelihood: as `Posterior.from_optimizer` takes it; None for the posterior's own.
             predictive: see the table; r is the relative leverage of the input, and v fitted by
                 `calibrate(..., predictive="forward")`. Classes are at T(x) there. None is `"forward"` of what was
                 calibrated for it, else `"linearised"`, which of classes calibrated by temperature runs the mean network
@@ -172,11 +161,8 @@ class Distribution(ABC):
 
         Of a loader, as `predict` takes it, the scores of all its examples, one after the other.
 
-        It rests on leverage relative to familiar inputs: those that `calibrate` saw, or some given here, ten will do.
-        Without either the inputs are their own reference, which ranks them.
-
-        Args:
-            reference: familiar inputs, without targets; a batch or a loader.
+        It rests on leverage relative to familiar inputs: those that `calibrate` saw, or a batch or a loader of some as
+        `reference`, ten will do. Without either the inputs are their own reference, which ranks them.
         """
         options = Options(self._likelihood(likelihood), forward=forward)
         batches = list(self._batches(inputs, "novelty"))

@@ -41,8 +41,7 @@ class InputRange:
         name: its key in a mapping, its number in a tuple, with dots where they are nested; empty for a tensor alone.
         dtype: its type, such as `"float32"`.
         shape: of one example, None for sizes that varied; None where the number of dimensions did.
-        low: the least value; 0, as `high`, where there were NaN or infinities, or too few examples.
-        high: the greatest value.
+        low: the least value, to the greatest, `high`; both 0 where there were NaN or infinities, or too few examples.
         highest_low: the greatest of the examples' least values, but for one in a hundred.
         lowest_high: the least of the examples' greatest values, likewise.
         least_width: the least of the differences of both, likewise.
@@ -51,11 +50,11 @@ class InputRange:
     name: str
     dtype: str
     shape: tuple[int | None, ...] | None
-    low: float
-    high: float
-    highest_low: float
-    lowest_high: float
-    least_width: float
+    low: float = 0.0
+    high: float = 0.0
+    highest_low: float = 0.0
+    lowest_high: float = 0.0
+    least_width: float = 0.0
 
     @classmethod
     def of(cls, header: Mapping[str, Any]) -> InputRange:
@@ -182,19 +181,18 @@ def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:
     shape = tuple(n[0] if len(set(n)) == 1 else None for n in zip(*shapes, strict=True)) if alike else None
     dtype = str(leaves[0].dtype).removeprefix("torch.")
     if leaves[0].is_complex() or sum(map(len, leaves)) < _FEWEST:
-        return InputRange(name, dtype, shape, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return InputRange(name, dtype, shape)
     low, high = (torch.cat(ends).double().cpu() for ends in zip(*map(_ends, leaves), strict=True))
     if not bool((low.isfinite() & high.isfinite()).all()):
-        return InputRange(name, dtype, shape, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return InputRange(name, dtype, shape)
     least, greatest = float(low.min()), float(high.max())
     whole = not leaves[0].is_floating_point() or all(bool((leaf == leaf.round()).all()) for leaf in leaves)
     if whole and greatest - least <= _CLOSE:
         return InputRange(name, dtype, shape, least, greatest, greatest, least, 0.0)
     rare = int(_RARE * len(low))
-    highest_low, lowest_high = float(low.sort().values[-1 - rare]), float(high.sort().values[rare])
-    return InputRange(
-        name, dtype, shape, least, greatest, highest_low, lowest_high, float((high - low).sort().values[rare])
-    )
+    highest_low, lowest_high = low.sort().values[-1 - rare], high.sort().values[rare]
+    inner = map(float, (highest_low, lowest_high, (high - low).sort().values[rare]))
+    return InputRange(name, dtype, shape, least, greatest, *inner)
 
 
 def _kind(dtype: torch.dtype) -> str:

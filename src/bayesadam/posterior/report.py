@@ -97,7 +97,6 @@ class CalibrationReport:
     """What was done, on how much, before and after, and what the data preferred.
 
     Attributes:
-        likelihood: its name.
         method: `"temperature"`, `"validation"` or `"evidence"`.
         n_fitted: held-out examples behind the settings.
         n_scored: how many of them are behind the guarantees, each left out of its own leverage; none of fewer than 20.
@@ -105,8 +104,6 @@ class CalibrationReport:
             mean network at the best temperature and at 1.
         temperatures: T of the probabilities, of each member of a mixture.
         averaged: whether probabilities average over the posterior.
-        preferred: what the data preferred, in words.
-        guarantee: the scores.
         before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
         inputs: the range of every tensor of the held-out inputs; none in files of earlier releases.
         abstention: which inputs are answered; None where `risk` was not given.

@@ -48,12 +48,8 @@ def biases_before_norms(
 
     The norm removes what they add, so that their gradients are rounding errors; but its running mean has them in it,
     and without them the network is another one. Their second moment is at most a millionth of that of their layer's
-    weight, and they have as many entries as some running mean.
-
-    Args:
-        names: of parameters.
-        moment: v̂ of one of them, or of some of its entries.
-        widths: of the batch norms, see `norm_widths`.
+    weight, and they have as many entries as some running mean. `moment` gives v̂ of a parameter, or of some of its
+    entries; `widths` are those of the batch norms, see `norm_widths`.
     """
     found = []
     for name in names:

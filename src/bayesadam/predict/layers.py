@@ -48,9 +48,7 @@ class Use(ABC):
     """One use of one parameter, or of some of its rows, in a forward pass.
 
     Attributes:
-        name: the parameter.
-        edge: the layer's output z as an edge of the graph, where D arrives, so that z itself may be freed.
-        shape: of z.
+        edge: the layer's output z as an edge of the graph, where D arrives, so that z, of that `shape`, may be freed.
         layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
         rows: the rows of the parameter in use, where it is not the whole.
         rotation: the coordinates in which the parameter's variances are, where they are not its own.

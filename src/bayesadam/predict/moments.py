@@ -89,12 +89,8 @@ class Rows:
     In this order: the outputs chosen, or combinations of them; probes u = A r, A Aᵀ the Hessian H of −log p and r
     random signs, so that E (u · f)² = tr(H Cov f).
 
-    Attributes:
-        k: how many outputs or combinations are chosen.
-        top: whether they are the largest.
-        temperature: T, by which logits are divided in H.
-        shape: of an example's outputs, where probes go over all positions; None for one position.
-        noise_variance: σ², where the likelihood has one.
+    There are k of the first kind, the largest outputs where `top`. In H logits are over the temperature; `shape` is of
+    an example's outputs where probes go over all positions.
     """
 
     record: Likelihood[Any]
@@ -222,15 +218,12 @@ def moments(
     Args:
         params: μ, in the types of the model's parameters.
         variances: for each Σ a function from a parameter's name to its variances S.
-        rows: U; None for the identity.
-        given: the tensors of `rows` for this batch.
+        rows: U, with its tensors for this batch in `given`; None for the identity.
         covariance: the whole (d, d) blocks too.
         joint: the covariances between examples too, of all outputs, by the rows of the Jacobian.
-        budget: bytes for activations and back-propagated outputs.
         bases: the coordinates in which the variances are, of the parameters whose own they are not.
         directions: for each Σ the directions over all weights together in which it is narrower than S, of low-rank
             structures: they need the rows of the Jacobian, a few examples at a time.
-        plan: that of `plan_for` on these inputs, where it is at hand.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     own = directions or [None] * len(variances)

@@ -87,15 +87,11 @@ def _recording(
         # What follows may work in place; D is wanted at the layer's own output.
         return output.clone() if isinstance(output, Tensor) else None
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for module in model.modules():
             if type(module) in _KNOWN or _is_transposed_linear(module):
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _for_each(tensor: Tensor, size: int, features: int) -> Tensor:
@@ -183,14 +179,13 @@ class Plan:
 
     Attributes:
         uses: the parameter and the kind of every use of a layer, in order.
-        layouts: for every use, how the examples lie in its tensors; None leaves the use out.
+        layouts: how the examples lie in the tensors of each use; None leaves it out.
         generic: parameters whose gradients go through autograd, example by example.
         silent: parameters that had no gradient on these examples, so that nothing is known of them.
         repeated: parameters that all examples share as they are, such as position vectors: they are run with a copy for
             each example, so that the gradients of examples can be separated.
-        shape: the shape of one example's output.
-        activations: entries of activations per example.
-        widest: entries per example of the largest of the activations.
+        shape: of one example's output.
+        activations: entries of activations per example, and of the `widest` of them.
         first: f(x; μ) of the first example, (1, ...).
     """
 

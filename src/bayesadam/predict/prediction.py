@@ -35,11 +35,7 @@ _DRAWN_AT_ONCE = 1 << 28
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The keywords of `Distribution.predict`, checked.
-
-    Attributes:
-        chosen: the outputs that `outputs` chooses: the largest, indices or combinations; None for all.
-    """
+    """The keywords of `Distribution.predict`, checked; `chosen` are the largest outputs, indices or combinations."""
 
     likelihood: LikelihoodName
     predictive: PredictiveKind = "linearised"
