@@ -7,7 +7,6 @@ contents, is read by `readers.formats.distributed`, which makes only plain recor
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -26,12 +25,11 @@ from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.kronecker import KRONECKER
 from bayesadam.gaussian.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
 from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import Named, Stored, Structure, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Named, Stored, Structure, StructureSpec, outlined
 from bayesadam.readers import Origin, compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
 
-AnyPath = str | os.PathLike[str]
 STRUCTURES: dict[str, StructureSpec] = {spec.name: spec for spec in (DIAGONAL, KRONECKER, LOW_RANK, LOW_RANK_DIAGONAL)}
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _FLAGS = ("covariant", "default_prior")

@@ -21,6 +21,7 @@ from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
 from bayesadam.readers.rotated import Rotation
 
+AnyPath = str | os.PathLike[str]
 Named = Mapping[str, Tensor]
 
 
@@ -143,7 +144,7 @@ class Structure(ABC):
 class Stored:
     """A saved posterior's tensors under `role.parameter`; without a model's `parameters` they stay on the disk."""
 
-    path: str | os.PathLike[str]
+    path: AnyPath
     tensors: Named
     names: Sequence[str]
     parameters: Mapping[str, nn.Parameter] | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -27,7 +26,7 @@ from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.files import SETTING_NAMES, STRUCTURES, structure_named
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import Directions, Reading, Stored, Structure, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Directions, Named, Reading, Stored, Structure, StructureSpec, outlined
 from bayesadam.gaussian.sums import check_growth, summed
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -36,7 +35,6 @@ from bayesadam.readers.match import Match
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-AnyPath = str | os.PathLike[str]
 # Weights of a layer that its picture is made of.
 _PLOTTED = 1_000_000
 # δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
@@ -100,7 +98,7 @@ class Source:
     path: Path
     format: str
     why: tuple[str, ...]
-    weights: Mapping[str, Tensor]
+    weights: Named
     match: Match | None = None
     apart: str | None = None
 
@@ -136,7 +134,7 @@ class GaussianWeights(Marginals):
         source: the file it was opened from.
     """
 
-    mode: Mapping[str, Tensor]
+    mode: Named
     structure: Structure
     settings: Settings
     omitted: Mapping[str, str] = field(default_factory=dict)
@@ -205,7 +203,7 @@ class GaussianWeights(Marginals):
         return self.structure.variance(self.settings)
 
     @cached_property
-    def coordinate_variance(self) -> Mapping[str, Tensor]:
+    def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
         return self.structure.coordinate_variance(self.settings)
 
@@ -312,7 +310,7 @@ class GaussianWeights(Marginals):
         drawn = self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
-    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+    def log_prob(self, params: Named) -> Tensor:
         """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay."""
         self.require_weights()
         self.require_proper()
@@ -421,9 +419,7 @@ class GaussianWeights(Marginals):
         self.save(out, weights=False, compress=compress)
         readers.warn_of_memory(self.origin, "the network" if self.source is None else self.source.path.name)
 
-    def packed(
-        self, *, weights: bool = True, compress: str | None = None
-    ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         self.require_weights()
         given = (self.mode, self.structure, self.settings, self.origin, self.omitted)
@@ -452,7 +448,7 @@ class GaussianWeights(Marginals):
         with replacing(out) as temporary:
             storage.write_tensors(temporary, outlined(tensors), load)
 
-    def network_tensors(self) -> Mapping[str, Tensor] | None:
+    def network_tensors(self) -> Named | None:
         """Every tensor of the network by name; None where only those of the Gaussian are known."""
         return None if self.source is None else self.source.weights
 
@@ -519,9 +515,7 @@ def of_match(match: Match, settings: Settings, prior_precision: Any, spec: Struc
     return GaussianWeights(mode, structure, settings, match.omitted, origin=readers.origin_of(match), dtypes=types)
 
 
-def with_prior(
-    settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Mapping[str, Tensor]
-) -> Settings:
+def with_prior(settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Named) -> Settings:
     """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
     if prior is not None:
         return replace(settings, prior_precision=prior_by_name(prior, like))
@@ -530,7 +524,7 @@ def with_prior(
 
 
 def unpacked(
-    path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], parameters: Mapping[str, Any] | None
+    path: AnyPath, tensors: Named, header: Mapping[str, Any], parameters: Mapping[str, Any] | None
 ) -> GaussianWeights:
     """The Gaussian in a file's tensors and header, placed as the parameters of a model; without one left on disk."""
     kind = str(header.get("structure"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.gaussian.structure import AnyPath, Named
 from bayesadam.gaussian.weights import Marginals, check_draws
 from bayesadam.posterior.distribution import Distribution, picks
 from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
@@ -122,7 +122,7 @@ class Mixture(Marginals, Distribution):
                 whole[places] = values.to(whole)
         return draws
 
-    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+    def log_prob(self, params: Named) -> Tensor:
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
@@ -144,7 +144,7 @@ class Mixture(Marginals, Distribution):
         """The same mixture on another device or in another floating type; the models stay where they are."""
         return Mixture([m.to(device, dtype) for m in self.members], self.weights, calibration=self.calibration)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write the mixture to one safetensors file, in place of an older one only once it is complete.
 
         Buffers and frozen weights in which the members' networks differ are written too.
@@ -162,7 +162,7 @@ class Mixture(Marginals, Distribution):
         storage.write(path, tensors, header)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
+    def load(cls, path: AnyPath, model: nn.Module) -> Mixture:
         """Read a saved mixture for `model`, one module for all members, which gets the first member's mean as weights.
 
         Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
@@ -303,12 +303,12 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
 
 
-def _besides(model: nn.Module, mode: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _besides(model: nn.Module, mode: Named) -> dict[str, Tensor]:
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.detach() for name, tensor in everything.items() if name not in mode}
 
 
-def _with(path: str | os.PathLike[str], model: nn.Module, besides: Mapping[str, Tensor]) -> nn.Module:
+def _with(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
     """The model, or a copy of it that holds other buffers and frozen weights."""
     if not besides:
         return model

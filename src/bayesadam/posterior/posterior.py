@@ -23,7 +23,7 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Named, Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, with_prior
 from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
 from bayesadam.likelihoods import likelihood as likelihood_named
@@ -199,7 +199,7 @@ class Posterior(GaussianWeights, Distribution):
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         model: nn.Module,
         n_data: float | None = None,
         *,
@@ -234,8 +234,8 @@ class Posterior(GaussianWeights, Distribution):
     def from_moments(
         cls,
         model: nn.Module,
-        mean: Mapping[str, Tensor],
-        variance: Mapping[str, Tensor],
+        mean: Named,
+        variance: Named,
         n_data: float,
         *,
         likelihood: str | None = None,
@@ -347,7 +347,7 @@ class Posterior(GaussianWeights, Distribution):
             yield self.model
 
     @contextmanager
-    def _holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def _holding(self, values: Named) -> Iterator[None]:
         parameters = self.parameters()
         originals = {name: parameters[name].data for name in values}
         buffers = [(m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None]
@@ -430,7 +430,7 @@ class Posterior(GaussianWeights, Distribution):
         return Lazy({**outlined(tensors), **more}, tensors.__getitem__), header
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
+    def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
         """Read a saved posterior for `model`, which gets its mean as weights.
 
         A file without weights leaves the model's as they are, which must be those that were trained: they are compared
@@ -446,9 +446,7 @@ class Posterior(GaussianWeights, Distribution):
         return found
 
     @classmethod
-    def unpacked(
-        cls, path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any], model: nn.Module
-    ) -> Posterior:
+    def unpacked(cls, path: AnyPath, tensors: Named, header: Mapping[str, Any], model: nn.Module) -> Posterior:
         """The posterior that `packed` gave, for `model`; errors name `path`, the file it was read from."""
         parameters = own_parameters(model)
         found = unpacked(path, tensors, header, parameters)
@@ -485,7 +483,7 @@ class Posterior(GaussianWeights, Distribution):
         found = super().__add__(later)
         return replace(found, calibration=None, leverage=None) if isinstance(found, Posterior) else found
 
-    def network_tensors(self) -> Mapping[str, Tensor]:
+    def network_tensors(self) -> Named:
         """Every tensor of the model by name."""
         held = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
@@ -510,7 +508,7 @@ class Posterior(GaussianWeights, Distribution):
         return parameters
 
 
-def copy_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def copy_into(model: nn.Module, values: Named) -> None:
     """Write weights by name into a model's parameters, into their shards where they are sharded."""
     with alone_with(model), torch.no_grad():
         parameters = own_parameters(model)
@@ -542,9 +540,7 @@ def add_report(report: CalibrationReport | None, tensors: dict[str, Tensor], hea
         tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.items()}
 
 
-def read_report(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]
-) -> CalibrationReport | None:
+def read_report(path: AnyPath, tensors: Named, header: Mapping[str, Any]) -> CalibrationReport | None:
     """What `calibrate` had to say, out of a file; None where there is nothing."""
     if header.get("calibration") is None:
         return None

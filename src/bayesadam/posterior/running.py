@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from bayesadam._alone import unwrap
 from bayesadam._shards import is_sharded
 from bayesadam._warnings import warn
+from bayesadam.gaussian.structure import AnyPath
 
 _NAMES = ("running_mean", "running_var")
 # Squares of gradients that are nothing but rounding, over those of their layer's weight.
@@ -61,7 +61,7 @@ def biases_before_norms(
     return tuple(sorted(found))
 
 
-def warn_of_other_statistics(path: str | os.PathLike[str], saved: Any, model: nn.Module) -> None:
+def warn_of_other_statistics(path: AnyPath, saved: Any, model: nn.Module) -> None:
     """Warn where a posterior was saved with other statistics than the model has."""
     if not isinstance(saved, Mapping):
         return

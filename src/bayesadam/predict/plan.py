@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.gaussian.structure import Named
 from bayesadam.predict import layers
 from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, repeated
 from bayesadam.predict.layers import Layout, MatrixUse, SumUse, Use, batch_first, batch_second
@@ -38,9 +39,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
 # --- recording ------------------------------------------------------------------------------------------------------
 
 
-def recorded(
-    call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()
-) -> tuple[list[Use], Tensor]:
+def recorded(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[list[Use], Tensor]:
     """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy each.
 
     Hooks alone, removed in a `finally`. A layer whose class was changed, or a parameter used in another way, is not
@@ -208,7 +207,7 @@ class Plan:
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
+def plan_for(call: Call, params: Named, inputs: Any) -> Plan:
     """`make_plan`, cached for a model as long as its modules, their settings, hooks and the kind of its inputs stay.
 
     What the model computes may depend on more than that (a variable that its forward closes over): the first example is
@@ -250,7 +249,7 @@ def weakly(forward: Forward | None) -> Any:
         return object()
 
 
-def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
+def _operations(call: Call, leaves: Named, inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
     """The first example's output shape, the kinds of the nodes of the graph behind it, and the output itself."""
     try:
         with torch.enable_grad():
@@ -276,7 +275,7 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
     return tuple(found), output.detach()
 
 
-def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
+def make_plan(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
     """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
 
     With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors
@@ -320,7 +319,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     return Plan(*found, shared, output.shape[1:], activations, widest)
 
 
-def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
+def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Named) -> Plan:
     """The plan for one chunk: weights that were silent, or all where other layers are used, go the generic way."""
     same = tuple((use.name, type(use)) for use in uses) == plan.uses
     unknown = plan.silent if same else tuple(leaves)
@@ -335,7 +334,7 @@ def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, T
     return replace(plan, layouts=(None,) * len(uses), generic=live)
 
 
-def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor, size: int) -> None:
+def _check_output(call: Call, leaves: Named, probe: Any, output: Tensor, size: int) -> None:
     """The batch comes first, the output depends on the weights, and an example gives the same alone as among others."""
     if output.shape[0] != size:
         raise BayesAdamError(
@@ -375,7 +374,7 @@ def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: 
     ) from failure
 
 
-def _can_be_repeated(call: Call, leaves: Mapping[str, Tensor], probe: Any, name: str, output: Tensor) -> bool:
+def _can_be_repeated(call: Call, leaves: Named, probe: Any, name: str, output: Tensor) -> bool:
     """Whether the model runs with a copy of the parameter for each example, to the same end."""
     try:
         with torch.enable_grad():
@@ -434,7 +433,7 @@ def _agreeing_layouts(
 _calls: WeakKeyDictionary[nn.Module, dict[Any, tuple[str, torch.Size]]] = WeakKeyDictionary()
 
 
-def at_one_position(call: Call, params: Mapping[str, Tensor], inputs: Any) -> tuple[Call, torch.Size]:
+def at_one_position(call: Call, params: Named, inputs: Any) -> tuple[Call, torch.Size]:
     """The call that takes (inputs, position), and the shape of an example's outputs at all positions.
 
     The last layer runs at that position alone where cutting its inputs gives what cutting the outputs does. That is

@@ -14,6 +14,7 @@ from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, likelihood
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
@@ -215,7 +216,7 @@ class Network:
     gaussian: Any
     options: Options
     call: Call
-    params: Mapping[str, Tensor]
+    params: Named
     inputs: Any
     plan: Plan
 
@@ -341,9 +342,7 @@ def _linearised(net: Network, chosen: Top | Tensor | None) -> tuple[Component, s
     return some, f"{how} of {net.plan.outputs} outputs"
 
 
-def _chosen(
-    noise: Tensor | None, given: Mapping[str, Tensor], logits: Tensor, indices: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _chosen(noise: Tensor | None, given: Named, logits: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
     """Means and σ² of outputs by index, (b, k), or of combinations u: u · f and Σ u² σ², 0 without a σ²."""
     noise = noise if noise is None else noise.to(logits).expand(logits.shape[-1])
     if "combinations" not in given:

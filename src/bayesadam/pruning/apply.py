@@ -20,6 +20,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 
 Model = TypeVar("Model", bound=nn.Module)
+Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class Owner(NamedTuple):
@@ -85,11 +86,7 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
 class HeldWeights:
     """Holds some weights, where a mask is True, at values, until `remove` or the end of the `with` block."""
 
-    def __init__(
-        self,
-        held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]],
-        optimizer: Optimizer | Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]], optimizer: Optimizers) -> None:
         self._held = held
         self._hooks = [each.register_step_post_hook(self.apply) for each in listed_optimizers(optimizer)]
         for parameter, fixed, _ in held:
@@ -115,9 +112,7 @@ class HeldWeights:
         self.remove()
 
 
-def keep_pruned(
-    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]
-) -> HeldWeights:
+def keep_pruned(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizers) -> HeldWeights:
     """Prune the model, and keep it pruned through fine-tuning: in a `with` block, or until `remove`.
 
     Gradients of pruned weights are 0 before they reach clipping or the optimiser; masks are applied after every step.
@@ -126,7 +121,7 @@ def keep_pruned(
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in _removals(model, masks)], optimizer)
 
 
-def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
+def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizers) -> HeldWeights:
     """Train only the weights at which the masks are True: in a `with` block, or until `remove`.
 
     Gradients of the others are 0 before they reach clipping or the optimiser, and after every step these are put back.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.apply import prune
 from bayesadam.pruning.graph import Reader, Units, understand
-from bayesadam.pruning.masks import Ranking, Scope, excluded, nothing_removed, removals, weight_scores
+from bayesadam.pruning.masks import Exclude, Ranking, Scope, excluded, nothing_removed, removals, weight_scores
 
 
 def neuron_masks(
@@ -26,7 +26,7 @@ def neuron_masks(
     *,
     ranking: Ranking = "snr",
     scope: Scope = "global",
-    exclude: str | Sequence[str] = (),
+    exclude: Exclude = (),
     example_input: Any,
 ) -> dict[str, Tensor]:
     """Masks that remove whole units, with the incoming weights, the bias and the outgoing weights of each.
@@ -52,7 +52,7 @@ def neuron_masks(
 
 
 def ranked_units(
-    posterior: Posterior, ranking: Ranking, exclude: str | Sequence[str], example: Any
+    posterior: Posterior, ranking: Ranking, exclude: Exclude, example: Any
 ) -> tuple[list[Units], dict[str, Tensor]]:
     """The layers whose units can be taken out, and the score of each unit by the name of its layer's weight."""
     require_posterior(posterior, "pruning")
