@@ -41,10 +41,8 @@ class Diagonal(Structure):
 
     def _into(self, named: Named) -> Named:
         """Weights by name as coordinates."""
-        moments = self.second_moment
-        turned = {
-            n: self.bases[n].into(t.to(moments[n]), moments[n].dim()) for n, t in named.items() if n in self.bases
-        }
+        bases, moments = self.bases, self.second_moment
+        turned = {n: bases[n].into(t.to(moments[n]), moments[n].dim()) for n, t in named.items() if n in bases}
         return {**named, **turned} if turned else named
 
     def _out_of(self, named: dict[str, Tensor]) -> dict[str, Tensor]:

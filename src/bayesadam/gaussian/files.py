@@ -125,11 +125,7 @@ def decoded(tensors: Named, source: str) -> Named:
 
 
 def weights_of_model(stored: Stored) -> dict[str, Tensor]:
-    """θ_t of a file without weights: the model's, which must be those the posterior was read with.
-
-    Raises:
-        MatchError: the model's weights differ from the file's probes by more than a tenth of these, in the mean square.
-    """
+    """θ_t of a file without weights: the model's, within a tenth of the file's probes in the mean square."""
     assert stored.parameters is not None
     named = {name: stored.parameters[name].detach() for name in stored.names}
     mode = {name: theta.to(working_dtype(theta.dtype), copy=True) for name, theta in named.items()}

@@ -27,10 +27,7 @@ _THREADED_FROM = 4 * _BLOCK
 
 
 def fresh_seed(generator: torch.Generator | None, named: Mapping[str, Tensor] | None = None) -> int:
-    """One 63-bit seed from the user's generator, or from torch's default one.
-
-    Of parameters that are sharded it is the first process's, so that the parts belong to one draw.
-    """
+    """One 63-bit seed from the user's generator or torch's own; of sharded parameters the first process's."""
     device = generator.device if generator is not None else torch.device("cpu")
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=device))
     shard = next((tensor for tensor in (named or {}).values() if is_sharded(tensor)), None)
@@ -44,10 +41,7 @@ def stream_seed(seed: int, name: str, *indices: int) -> int:
 
 
 def standard_normal(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
-    """ε ~ N(0, 1) of a shape, in the type and place of `like`, from a stream of its own.
-
-    On a CPU numpy draws: it is several times faster than torch there.
-    """
+    """ε ~ N(0, 1) in the type and place of `like`; on a CPU by numpy, several times faster than torch there."""
     if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
         random = np.random.Generator(np.random.SFC64(seed))
         kind = np.float32 if like.dtype == torch.float32 else np.float64

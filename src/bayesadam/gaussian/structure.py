@@ -33,10 +33,7 @@ def outlined(named: Named) -> Named:
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Orthonormal directions over all weights together, `rows` Qᵀ by parameter name, (K, *shape).
-
-    Along them a white vector has a `variance` below 1, (K,).
-    """
+    """Orthonormal Qᵀ by parameter name, (K, *shape), along which a white vector has variances below 1, (K,)."""
 
     rows: Named
     variance: Tensor
@@ -175,10 +172,7 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a structure is built from: the optimiser's state, matched once, and v̂ of each parameter.
-
-    With a recorder v̂ is that of its `gradients`, (K, *shape) by name.
-    """
+    """The optimiser's state, matched once, and v̂ of each parameter: of `gradients`, (K, *shape), if recorded."""
 
     match: Match
     second_moment: Named

@@ -57,10 +57,7 @@ class CountLikelihood(NumericLikelihood):
 
 
 class Poisson(CountLikelihood):
-    """y ~ Poisson(exp f): counts with a log link, whose Hessian exp f does not depend on y.
-
-    p(y) = E_f[Poisson(y; exp f)], f Gaussian for each target, or over the draws of f where the prediction sampled.
-    """
+    """y ~ Poisson(exp f), f Gaussian for each target or drawn; the Hessian exp f does not depend on y."""
 
     name = "poisson"
 

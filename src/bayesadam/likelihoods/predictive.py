@@ -192,10 +192,7 @@ class Predictive(ABC):
 
     @property
     def joint_covariance(self) -> Tensor | None:
-        """Cov[f] between inputs, (batch · outputs, batch · outputs), of a prediction with `joint=True`.
-
-        Outputs of one input are neighbours, as in `mean.flatten()`.
-        """
+        """Cov[f] between inputs, of `mean.flatten()` with itself, of a prediction with `joint=True`."""
         each = [(c.joint, (c.mean - self.mean).flatten()) for c in self.components]
         found = [joint if len(each) == 1 else joint + d[:, None] * d for joint, d in each if joint is not None]
         return average(self.weights, found) if len(found) == len(each) else None

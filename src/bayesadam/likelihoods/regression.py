@@ -1,7 +1,4 @@
-"""Numbers: y = f + N(0, σ²), one noise variance per output, or y = m + N(0, exp g) with outputs m, then g.
-
-Counts and other numbers derive from `NumericLikelihood`, which is here too, as is their predictive.
-"""
+"""Numbers: their predictive and `NumericLikelihood`; y = f + N(0, σ²), or y = m + N(0, exp g), outputs m, then g."""
 
 from __future__ import annotations
 
@@ -238,10 +235,7 @@ class GaussianLikelihood(NumericLikelihood):
 
 
 class Regression(GaussianLikelihood):
-    """y = f + N(0, σ²), a Gaussian for every output, squared error in training.
-
-    Validation cannot see what δ does outside the data, so evidence is the default of `calibrate`.
-    """
+    """y = f + N(0, σ²). Validation cannot see what δ does outside the data, so evidence is the default."""
 
     name = "regression"
     noise = True

@@ -362,7 +362,5 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
             raise SettingError(f"method='kronecker' needs eigenbases, and {network.label} has none: record gradients")
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
-            found = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients"
-            raise SettingError(
-                f"{found}, and merging needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)"
-            )
+            found = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging"
+            raise SettingError(f"{found} needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)")

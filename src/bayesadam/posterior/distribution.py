@@ -272,10 +272,7 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
 
 
 def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Component, str]:
-    """f of one network: the mean network alone where probabilities are its own, else moments or draws as well.
-
-    The standard deviation of numbers' f grows with leverage, as temperatures do.
-    """
+    """f of one network; the standard deviation of numbers' f grows with leverage, as temperatures do."""
     if member.is_sharded:
         return prediction.component_of(member, inputs, options)
     forward = forward_component(member, inputs, options)
@@ -331,9 +328,7 @@ def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     variance = torch.zeros((), dtype=outputs.dtype, device=outputs.device).expand_as(outputs)
     if options.predictive == "forward" and not options.record.tempered:
         if member.spread is None:
-            raise SettingError(
-                "predictive='forward' of numbers needs calibrate(posterior, held_out, predictive='forward') first"
-            )
+            raise SettingError("predictive='forward' of numbers needs calibrate(..., predictive='forward') first")
         variance = by_leverage(options.record, outputs, ratios.gentle, member.spread)
     return Component(
         outputs,
@@ -364,9 +359,8 @@ def _streams(q: Distribution, options: Options) -> list[Options]:
 
 
 def _score(q: Distribution, inputs: Any, options: Options) -> Score:
-    each = [
-        prediction.score_of(member, inputs, own) for member, own in zip(q.members, _streams(q, options), strict=True)
-    ]
+    pairs = zip(q.members, _streams(q, options), strict=True)
+    each = [prediction.score_of(member, inputs, own) for member, own in pairs]
     if len(each) == 1:
         return each[0]
     error = average([w**2 for w in q.weights], [one.error.square() for one in each]).sqrt()

@@ -97,10 +97,7 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
 
 
 def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
-    """How a batch differs from the held-out inputs, in words with the remedy; None where it does not.
-
-    Where a tensor is on a GPU it is waited for once.
-    """
+    """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
     compared = []
     for known, leaf in _pairs(ranges, inputs):
         if (words := _of_another_kind(known, leaf)) is not None:

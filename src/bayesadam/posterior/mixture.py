@@ -145,10 +145,7 @@ class Mixture(Marginals, Distribution):
         return Mixture([m.to(device, dtype) for m in self.members], self.weights, calibration=self.calibration)
 
     def save(self, path: AnyPath) -> None:
-        """Write the mixture to one safetensors file, in place of an older one only once it is complete.
-
-        Buffers and frozen weights in which the members' networks differ are written too.
-        """
+        """Write one safetensors file, with all in which the networks differ, in place of an older one once complete."""
         tensors: dict[str, Tensor] = {}
         headers = []
         for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):

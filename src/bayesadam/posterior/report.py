@@ -32,10 +32,7 @@ def settings_of(posteriors: Iterable[Any]) -> dict[str, Range]:
 
 
 def described(posterior: Any) -> list[tuple[str, str]]:
-    """The likelihood, the settings and what calibration did to a posterior or a mixture, a name and a text each.
-
-    Where calibration changed a setting it is `before → now`. A temperature of 1 is left out.
-    """
+    """The likelihood, the settings, as `before → now` where calibration changed them, and what it did, line by line."""
     report = posterior.calibration
     lines = [] if posterior.likelihood is None else [("likelihood", posterior.likelihood)]
     for name, value in settings_of(posterior.members).items():

@@ -207,10 +207,7 @@ Pulled = tuple[Use, Tensor, Layout]
 
 
 def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
-    """Σ_w J²_bcw S_w for each S, (k, b, c), or with `covariance` Σ_w J_bcw J_bdw S_w, (k, b, c, c).
-
-    `pulled` are all uses of one parameter, or of the same rows of it.
-    """
+    """Σ_w J²_bcw S_w, (k, b, c), or Σ_w J_bcw J_bdw S_w, (k, b, c, c), for each S, of all uses of the same rows."""
     first = pulled[0][0]
     variances = [first.of(s) for s in variances]
     pulled = [(use, d.to(variances[0].dtype), layout) for use, d, layout in pulled]

@@ -264,10 +264,7 @@ _Batch = tuple[Any, Mapping[str, Tensor]]
 
 
 def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
-    """Examples at a time and rows at a time: about four copies of the activations, and two for each row.
-
-    A GPU that one row of all examples keeps busy takes one at a time, for less memory.
-    """
+    """Examples and rows at a time: four copies of the activations, and two for each row; one row on a busy GPU."""
     rows = plan.outputs if task.rows is None else task.rows.count
     like = next(iter(task.params.values()))
     most = max(1, _BUSY // (plan.activations * size)) if like.is_cuda else _OUTPUTS_AT_ONCE
@@ -415,7 +412,6 @@ def batched_grad(
     flat: Tensor, tensors: Sequence[Tensor] | Sequence[GradientEdge], basis: Tensor
 ) -> Sequence[Tensor | None]:
     """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None without a path."""
-
     options: Any = {"retain_graph": True, "allow_unused": True}
     try:
         if len(basis) > 1:

@@ -79,14 +79,10 @@ class Options:
             )
         object.__setattr__(self, "chosen", found)
         if not isinstance(self.positions, Tensor) and self.positions not in (None, "all", "last"):
-            raise SettingError(
-                f"positions must be 'all', 'last', an index for each example, or a boolean mask, got {self.positions!r}"
-            )
+            raise SettingError(f"positions must be 'all', 'last', indices or a boolean mask, got {self.positions!r}")
         asked = self.covariance or self.chosen is not None or self.positions is not None
         if self.predictive == "forward" and asked:
-            raise SettingError(
-                "predictive='forward' runs the mean network alone: covariance, outputs and positions need another"
-            )
+            raise SettingError("predictive='forward' has the mean alone: covariance, outputs, positions need another")
         if self.joint and (self.predictive == "forward" or self.chosen is not None or self.positions is not None):
             raise SettingError(
                 "joint=True is of all outputs of every input, by moments or draws: leave out outputs= and positions=, "
@@ -115,9 +111,7 @@ class Options:
     def choice(self, shape: torch.Size) -> Top | Tensor | None:
         """The outputs asked for where an example's have that shape; the largest of many classes; None for all."""
         if (self.chosen is not None or self.positions is not None) and not shape:
-            raise SettingError(
-                "outputs= and positions= choose among several: this network has one number for each example"
-            )
+            raise SettingError("outputs= and positions= choose among several: this network has one number an example")
         if self.chosen is not None:
             return self.chosen
         if self.has_many(shape):
@@ -132,14 +126,11 @@ class Options:
 
 
 def chosen_positions(positions: Positions | None, inputs: Any, shape: torch.Size) -> Tensor:
-    """Positions by index, (batch,), or a mask, (batch, positions), of outputs of that shape, positions first.
-
-    The last one is that of the inputs' `attention_mask`, where there is one.
-    """
+    """Indices, (batch,), the last by the inputs' `attention_mask`, or a mask, (batch, positions), of such outputs."""
     size, count = batch_size(inputs), shape[:-1].numel()
     if len(shape) < 2:
         raise MatchError(
-            f"positions are of outputs (batch, positions, outputs), but an example's have shape {tuple(shape)}"
+            f"positions are of outputs (batch, positions, outputs): an example's have shape {tuple(shape)}"
         )
     if positions is None or (isinstance(positions, str) and positions == "all"):
         return torch.ones(size, count, dtype=torch.bool)
@@ -356,10 +347,7 @@ def _chosen(noise: Tensor | None, given: Named, logits: Tensor, indices: Tensor)
 
 
 def _drawn(net: Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
-    """Draws of all outputs, some at a time, reduced to those chosen, and their moments.
-
-    The mean of the linearised network is known; that of the network itself is estimated from the draws.
-    """
+    """Draws of all outputs, some at a time, reduced to those chosen, and moments; the linearised mean is known."""
     gaussian, options, record = net.gaussian, net.options, net.options.record
     n, sampled = options.n_samples, options.predictive == "sampled"
     numbers = net.plan.outputs * batch_size(net.inputs)

@@ -173,10 +173,9 @@ class PruningReport:
         cls, parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor], expected_loss_change: float | None = None
     ) -> PruningReport:
         """The report of masks, by the names of the parameters; one without a mask stays whole."""
-        rows = [
-            (name, p.numel(), int(masks[name].sum()) if name in masks else p.numel()) for name, p in parameters.items()
-        ]
-        return cls(tuple(PrunedParameter(*row) for row in rows), expected_loss_change)
+        kept = {name: int(mask.sum()) for name, mask in masks.items()}
+        rows = (PrunedParameter(name, p.numel(), kept.get(name, p.numel())) for name, p in parameters.items())
+        return cls(tuple(rows), expected_loss_change)
 
     @property
     def total(self) -> PrunedParameter:

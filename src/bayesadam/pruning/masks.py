@@ -193,10 +193,7 @@ def removals(scores: Named, scope: Scope, fraction: Any, spared: int = 0) -> Nam
 
 
 def _lowest(scores: Named, names: Sequence[str], count: int) -> Callable[[str], Tensor]:
-    """By name a mask, True at `count` weights over all names: lowest score first, equal ones by position.
-
-    The score of rank `count` is found digit by digit, 16 bits at a time, with one tensor in memory at a time.
-    """
+    """By name a mask, True at the `count` lowest scores over all, equal ones by position, found 16 bits at a time."""
     wide = any(outlined(scores)[name].dtype not in (torch.float16, torch.bfloat16, torch.float32) for name in names)
     kind, bits = (torch.float64, 64) if wide else (torch.float32, 32)
 
