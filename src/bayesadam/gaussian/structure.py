@@ -181,12 +181,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class StructureSpec:
-    """A structure as the registry knows it.
+    """A structure as the registry knows it; a KeyError of `load` is a tensor that a file lacks.
 
-    Attributes:
-        load: builds it from the tensors of a file; a KeyError is a tensor that is missing.
-        needs_gradients: whether it is built from recorded gradients alone.
-        needs_state: whether it needs the optimiser's own second moment too where gradients are recorded.
+    Some need recorded gradients, and of these some the optimiser's own second moment too, its state.
     """
 
     name: str

@@ -86,13 +86,10 @@ class Marginals(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The file that a `GaussianWeights` was opened from, in the format `"posterior"` where it was saved.
+    """The file that a `GaussianWeights` was opened from, in the format `"posterior"`, without a `match`, where saved.
 
-    Attributes:
-        why: how it was read, a sentence each.
-        weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
-        match: each parameter with its optimiser state; None for a saved posterior.
-        apart: how weights and state differ in age, in words; None where nothing shows it.
+    `weights` are every tensor of the network, buffers too, read when accessed. `why` says how the file was read, and
+    `apart`, if they do, how weights and state differ in age.
     """
 
     path: Path

@@ -122,7 +122,6 @@ class LogitPredictive(Predictive):
                 `"raps"` for the same without a long tail of unlikely classes.
             by_class: the guarantee for each class by itself, which needs 1/(1 − level) held-out examples of it; a class
                 with fewer is in every set.
-            seed: of the random numbers.
         """
         check_level(level)
         probs = self.class_probs

@@ -124,9 +124,7 @@ class MergedLayer:
 class MergeReport:
     """What a merge of the models `labels` did to every module of which one has curvature; prints as a table of layers.
 
-    Attributes:
-        overlap: the least of two models over all weights, as by `similarity`.
-        notes: what was merged in another way, and what was not known, in words.
+    `overlap` is the least `similarity` of two; `notes` say what was merged in another way, and what was not known.
     """
 
     method: str

@@ -137,7 +137,6 @@ class Distribution(ABC):
         It has gradients with respect to inputs that require them. Of a mixture it is one member's, picked by weight.
 
         Args:
-            seed: determines the function.
             predictive: `"linearised"`, f(x; μ) + J (θ − μ), the function whose moments `predict` has; or `"sampled"`,
                 the network itself with the weights θ.
         """

@@ -42,9 +42,7 @@ class InputRange:
         dtype: its type, such as `"float32"`.
         shape: of one example, None for sizes that varied; None where the number of dimensions did.
         low: the least value, to the greatest, `high`; both 0 where there were NaN or infinities, or too few examples.
-        highest_low: the greatest of the examples' least values, but for one in a hundred.
-        lowest_high: the least of the examples' greatest values, likewise.
-        least_width: the least of the differences of both, likewise.
+        highest_low, lowest_high, least_width: l⁺, h⁻ and w⁻ above.
     """
 
     name: str

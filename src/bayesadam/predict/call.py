@@ -68,7 +68,6 @@ class Call:
     """f(θ, inputs) → (batch, ...) of one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
     Attributes:
-        model: the model.
         forward: `forward(model, inputs)` for models whose call is unusual; its first tensor or `.logits` is taken.
         at: None for all positions. Else inputs are pairs (inputs, position) and outputs are those of one position of
             each example, (batch, outputs): `""` takes them from the model's output, a name cuts that layer's input.

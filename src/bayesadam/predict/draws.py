@@ -129,11 +129,7 @@ def draws_activations(net: Network) -> bool:
 
 
 def activation_draws(net: Network, n: int) -> Tensor:
-    """Local reparameterisation: z ~ N(a μᵀ + b, a² Sᵀ + s) instead of weights; (n, batch, ...).
-
-    Each example has weights of its own, so the draws have the right distribution example by example, at lower variance
-    and far fewer random numbers than weight draws.
-    """
+    """Local reparameterisation, z ~ N(a μᵀ + b, a² Sᵀ + s) for weights: right example by example; (n, batch, ...)."""
     call, params, like = net.call, net.params, net.like
     variances = {name: v.to(params[name]) for name, v in net.gaussian.coordinate_variance.items()}
     seed, layers = fresh_seed(net.options.generator), count()

@@ -159,9 +159,7 @@ class ConvolutionUse(ProductUse):
 class SumUse(Use):
     """z = w ⊙ x̂ + …, with one weight a feature: biases (x̂ = 1) and the affine parts of norms.
 
-    Attributes:
-        scale: gives x̂, of z's shape, when it is needed; None for a bias.
-        channel: whether the features are z's second dimension, as in a convolution, or its last ones.
+    `scale` gives x̂ of a norm. Features are z's second dimension, as in a convolution, where `channel`, or its last.
     """
 
     scale: Callable[[], Tensor] | None = None
