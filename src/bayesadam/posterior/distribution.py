@@ -247,6 +247,11 @@ def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
     return list(map(int, np.searchsorted(np.cumsum(weights)[:-1], random.random(n), side="right")))
 
 
+def stream_of(seed: int, number: int) -> torch.Generator:
+    """A member's own random numbers."""
+    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
+
+
 def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
     """p(y) = Σ π_m p_m(y) of a batch; `n_samples` are drawn from each member, from a stream of its own."""
     members, record = q.members, likelihood_of("regression") if options.is_combination else options.record
@@ -353,8 +358,7 @@ def _streams(q: Distribution, options: Options) -> list[Options]:
     if len(q.members) == 1:
         return [options]
     seed = fresh_seed(options.generator)
-    seeds = [stream_seed(seed, "member", number) for number in range(len(q.members))]
-    return [replace(options, generator=torch.Generator().manual_seed(each)) for each in seeds]
+    return [replace(options, generator=stream_of(seed, number)) for number in range(len(q.members))]
 
 
 def _score(q: Distribution, inputs: Any, options: Options) -> Score:

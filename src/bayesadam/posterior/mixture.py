@@ -18,10 +18,10 @@ from bayesadam._checks import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.structure import AnyPath, Named
 from bayesadam.gaussian.weights import Marginals, check_draws
-from bayesadam.posterior.distribution import Distribution, picks
+from bayesadam.posterior.distribution import Distribution, picks, stream_of
 from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
 from bayesadam.posterior.report import CalibrationReport, described, table
 
@@ -113,11 +113,11 @@ class Mixture(Marginals, Distribution):
         seed = fresh_seed(generator)
         picked = picks(self.weights, n or 1, seed)
         if n is None:
-            return self.members[picked[0]].sample(generator=_stream(seed, picked[0]))
+            return self.members[picked[0]].sample(generator=stream_of(seed, picked[0]))
         draws: dict[str, Tensor] = {}
         for number in sorted(set(picked)):
             places = [place for place, pick in enumerate(picked) if pick == number]
-            for name, values in self.members[number].sample(len(places), generator=_stream(seed, number)).items():
+            for name, values in self.members[number].sample(len(places), generator=stream_of(seed, number)).items():
                 whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
                 whole[places] = values.to(whole)
         return draws
@@ -133,7 +133,7 @@ class Mixture(Marginals, Distribution):
         self.require_proper()
         seed = fresh_seed(generator)
         (number,) = picks(self.weights, 1, seed)
-        with self.members[number].sampled(generator=_stream(seed, number)) as model:
+        with self.members[number].sampled(generator=stream_of(seed, number)) as model:
             yield model
 
     def replace(self, **changes: Any) -> Mixture:
@@ -237,11 +237,6 @@ def require_posterior(posterior: object, what: str) -> None:
     """Raise unless it is the posterior of one network."""
     require_one_network(posterior, what)
     require_kind(posterior, Posterior, "posterior")
-
-
-def _stream(seed: int, number: int) -> torch.Generator:
-    """A member's own random numbers."""
-    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
 
 
 def _check_members(members: tuple[Posterior, ...]) -> None:

@@ -343,27 +343,22 @@ class Posterior(GaussianWeights, Distribution):
         """
         draw = self.sample(generator=generator)
         shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
-        with alone_with(self.model), holding(self.model, shards), self._holding(draw):
-            yield self.model
-
-    @contextmanager
-    def _holding(self, values: Named) -> Iterator[None]:
-        parameters = self.parameters()
-        originals = {name: parameters[name].data for name in values}
-        buffers = [(m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None]
-        copies = [(buffer, buffer.clone()) for _, _, buffer in buffers]
-        try:
-            for name, value in values.items():
-                parameters[name].data = value.to(originals[name].device)
-            yield
-        finally:
-            for name, data in originals.items():
-                parameters[name].data = data
-            with torch.no_grad():
-                for module, key, buffer in buffers:
-                    module._buffers[key] = buffer
-                for buffer, before in copies:
-                    _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
+        with alone_with(self.model), holding(self.model, shards):
+            parameters = self.parameters()
+            originals = {name: parameters[name].data for name in draw}
+            held = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
+            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in held]
+            try:
+                for name, value in draw.items():
+                    parameters[name].data = value.to(originals[name].device)
+                yield self.model
+            finally:
+                for name, data in originals.items():
+                    parameters[name].data = data
+                with torch.no_grad():
+                    for module, key, buffer, before in buffers:
+                        module._buffers[key] = buffer
+                        _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""

@@ -195,7 +195,7 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
         net = Network.of(gaussian, plain(inputs), options)
         (rows, given), shape = net.probes(), net.plan.shape
         if net.options.positions is not None and len(shape) > 1:
-            given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.device)
+            given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.like.device)
         found = net.moments(rows=replace(rows, shape=shape), given=given)
     return Score.of(found.variance[0].T / 2)
 
@@ -230,11 +230,6 @@ class Network:
         return next(iter(self.params.values()))
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.like.device
-
-    @property
     def noise(self) -> Tensor | None:
         """σ², where the likelihood has one."""
         return self.gaussian.noise_variance if self.options.record.noise else None
@@ -246,8 +241,8 @@ class Network:
         rows = Rows(self.options.record, probes=n, temperature=t, noise_variance=self.noise)
         if n == 0:
             return rows, {}
-        generator = torch.Generator(device=self.device).manual_seed(fresh_seed(self.options.generator))
-        how: Any = {"generator": generator, "device": self.device, "dtype": torch.int8}
+        generator = torch.Generator(device=self.like.device).manual_seed(fresh_seed(self.options.generator))
+        how: Any = {"generator": generator, "device": self.like.device, "dtype": torch.int8}
         return rows, {"signs": 2 * torch.randint(2, (batch_size(self.inputs), n, self.plan.outputs), **how) - 1}
 
     def moments(self, *others: Any, **options: Any) -> Moments:
@@ -279,7 +274,7 @@ def _at_each_position(net: Network, chosen: Top | Tensor) -> tuple[Component, st
     most, how, parts = int(counts.max()), "", []
     call, _ = at_one_position(net.call, net.params, net.inputs)
     for position in order[:, :most].T:
-        inputs = (net.inputs, position.to(net.device))
+        inputs = (net.inputs, position.to(net.like.device))
         there = replace(net, call=call, inputs=inputs, plan=plan_for(call, net.params, inputs))
         found, how = _linearised(there, _chosen_at(chosen, position))
         parts.append(found)
@@ -310,7 +305,7 @@ def _linearised(net: Network, chosen: Top | Tensor | None) -> tuple[Component, s
     if chosen is not None:
         rows, signs = net.probes()
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
-        given = {name: tensor.to(net.device) for name, tensor in given.items()} | signs
+        given = {name: tensor.to(net.like.device) for name, tensor in given.items()} | signs
     found = net.moments(rows=rows, given=given, covariance=options.covariance, joint=options.joint)
     block, joint = (None if each is None else each[0] for each in (found.covariance, found.joint))
     settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
