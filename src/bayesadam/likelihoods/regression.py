@@ -377,8 +377,9 @@ def cross(c: Component) -> Tensor:
 def given_second(c: Component, g: Tensor) -> tuple[Tensor, Tensor]:
     """E[m | g], (n, batch, ..., k), and Var[m | g] of Gaussian outputs m, then g, at values of g."""
     (m, centre), (of_m, of_g) = c.mean.to(g).chunk(2, dim=-1), c.variance.to(g).chunk(2, dim=-1)
-    slope = cross(c).to(g) / of_g.clamp(min=torch.finfo(g.dtype).tiny)
-    return m + slope * (g - centre), (of_m - slope * cross(c).to(g)).clamp(min=0)
+    shared = cross(c).to(g)
+    slope = shared / of_g.clamp(min=torch.finfo(g.dtype).tiny)
+    return m + slope * (g - centre), (of_m - slope * shared).clamp(min=0)
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:

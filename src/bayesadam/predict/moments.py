@@ -229,12 +229,11 @@ def moments(
     own = directions or [None] * len(variances)
     task = _Task(call, leaves, variances, rows, covariance, budget, bases or {}, own)
     plan = plan_for(call, params, inputs) if plan is None else plan
-    batch, size = (inputs, given or {}), batch_size(inputs)
-    between = None
+    given, size, between = given or {}, batch_size(inputs), None
     if joint or has_graph(inputs) or any(each is not None for each in own):
         with torch.set_grad_enabled(has_graph(inputs)):
             mean = call.flat({name: leaf.detach() for name, leaf in leaves.items()}, inputs)
-        basis = task.basis(mean.detach(), batch[1])
+        basis = task.basis(mean.detach(), given)
         if joint:
             between, variance, block = _between(task, inputs, basis)
         else:
@@ -245,9 +244,9 @@ def moments(
         at_a_time, at_once = _chunking(task, plan, size)
         found = []
         for start in range(0, size, at_a_time):
-            cut = slice(start, start + at_a_time)
-            part = examples(inputs, cut.start, cut.stop), {name: t[cut] for name, t in batch[1].items()}
-            found.append(_chunk(task, plan, at_once, part))
+            stop = start + at_a_time
+            own_given = {name: tensor[start:stop] for name, tensor in given.items()}
+            found.append(_chunk(task, plan, at_once, examples(inputs, start, stop), own_given))
     mean, variance, block, indices = (
         torch.cat(parts, dim=d) for parts, d in zip(zip(*found, strict=True), (0, 1, 1, 0), strict=True)
     )
@@ -256,11 +255,6 @@ def moments(
         variance = variance.reshape(-1, *shape)
     mean = mean.reshape(shape).to(variance.dtype)
     return Moments(mean, variance, block if covariance or joint else None, indices, between)
-
-
-# Mean, variances, blocks, which are empty where they are not asked for, and indices of some examples.
-_Found = tuple[Tensor, Tensor, Tensor, Tensor]
-_Batch = tuple[Any, Mapping[str, Tensor]]
 
 
 def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
@@ -282,9 +276,8 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
         at_once = max(1, at_once // 2)
 
 
-def _chunk(task: _Task, plan: Plan, at_once: int, batch: _Batch) -> _Found:
-    """Of some examples, layer by layer."""
-    inputs, given = batch
+def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any, given: Named) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, variances, blocks, which are empty where not asked for, and indices of some examples, layer by layer."""
     with torch.enable_grad():
         uses, output = recorded(task.call, task.params, inputs, plan.repeated)
         flat = output.reshape(batch_size(inputs), -1)

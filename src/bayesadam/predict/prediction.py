@@ -245,20 +245,12 @@ class Network:
         how: Any = {"generator": generator, "device": self.like.device, "dtype": torch.int8}
         return rows, {"signs": 2 * torch.randint(2, (batch_size(self.inputs), n, self.plan.outputs), **how) - 1}
 
-    def moments(self, *others: Any, **options: Any) -> Moments:
-        """Under the posterior, and under others of the same mean."""
-        gaussians = [self.gaussian, *others]
-        return moments(
-            self.call,
-            self.params,
-            [each.coordinate_variance.__getitem__ for each in gaussians],
-            self.inputs,
-            budget=self.options.memory_budget,
-            bases=self.gaussian.structure.bases,
-            directions=[each.directions for each in gaussians],
-            plan=self.plan,
-            **options,
-        )
+    def moments(self, **options: Any) -> Moments:
+        """Those of the linearised network under the posterior."""
+        q = self.gaussian
+        how: Any = {"bases": q.structure.bases, "directions": [q.directions], "plan": self.plan, **options}
+        variances, budget = [q.coordinate_variance.__getitem__], self.options.memory_budget
+        return moments(self.call, self.params, variances, self.inputs, budget=budget, **how)
 
 
 def _chosen_at(chosen: Any, position: Tensor) -> Any:
