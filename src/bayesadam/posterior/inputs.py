@@ -80,10 +80,6 @@ class InputRange:
         inner = (low <= self.highest_low + inwards) & (high >= self.lowest_high - inwards)
         return outer & inner & (high - low >= _WIDTH * self.least_width)
 
-    def __str__(self) -> str:
-        sizes = "?" if self.shape is None else "×".join("?" if n is None else str(n) for n in self.shape) or "1"
-        return f"{self.name} {self.dtype} {sizes}, {self.low:.3g} to {self.high:.3g}".lstrip()
-
 
 def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
     """The range of every tensor in the inputs of some batches."""
