@@ -173,11 +173,7 @@ class LowRank(Structure):
 
 
 def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank:
-    """V = (1/K) Σ g gᵀ of recorded gradients, (K, *shape) by parameter name.
-
-    With a second moment of a longer memory, what that has and the gradients have not is the diagonal rest:
-    r = max(v̂ − diag V, 0).
-    """
+    """V = (1/K) Σ g gᵀ of recorded gradients; r = max(v̂ − diag V, 0) with a second moment of a longer memory."""
     count = len(next(iter(gradients.values())))
     rows, singular = _orthonormal({name: g / math.sqrt(count) for name, g in gradients.items()})
     found = LowRank(rows, singular.square(), no_rest(rows))

@@ -53,11 +53,7 @@ def standard_normal(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
 def draw(
     mode: Tensor, second_moment: Tensor, rule: PrecisionRule, *, seed: int, n: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own.
-
-    Besides the result at most a few blocks of memory are used, on CUDA with Triton none. A sharded parameter is
-    gathered and drawn on every process, which keeps its part.
-    """
+    """μ + ε (w v̂ᵖ + δ)^(-1/2), (n, *shape) or the parameter's own; of a sharded one each process keeps its part."""
     if is_sharded(mode):
         rule = replace(rule, delta=whole(rule.delta)) if isinstance(rule.delta, Tensor) else rule
         return placed_like(draw(whole(mode), whole(second_moment), rule, seed=seed, n=n, dtype=dtype), mode)
@@ -90,11 +86,7 @@ def _fill_row_by_row(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule
 
 
 def _fill_on_cpu(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int) -> None:
-    """Block by block in cache, blocks shared among threads.
-
-    numpy does the arithmetic: its normals are drawn several times faster than torch's, outside the interpreter lock,
-    and its ufuncs stay on the calling thread.
-    """
+    """Block by block in cache, by threads: numpy's normals are faster than torch's, and drawn outside the lock."""
     width = min(_BLOCK, theta.numel())
     height = _BLOCK // width
     means, moments = theta.numpy(), v.numpy()

@@ -68,10 +68,7 @@ class Marginals(ABC):
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
 
     def plot(self, *, ax: Any = None) -> Any:
-        """The signal-to-noise ratios of the weights, layer by layer, with matplotlib; returns the axes.
-
-        Ratios of 0 are not shown; of a layer with more than a million weights every k-th is.
-        """
+        """The signal-to-noise ratios of the weights above 0, layer by layer, with matplotlib; returns the axes."""
         require("matplotlib")
         from bayesadam import _plots as plots
 

@@ -127,10 +127,7 @@ def inside(ranges: Sequence[InputRange], inputs: Any) -> Tensor | None:
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
-    """Two examples such as the held-out ones, to trace a model with; None where a shape is not known.
-
-    Real numbers are 0, in the given type; others are the largest seen, so that masks leave nothing out.
-    """
+    """Two examples to trace with, real numbers 0, others the largest seen; None where a shape is not known."""
     made: dict[str, Tensor] = {}
     for known in ranges:
         if known.shape is None or None in known.shape or "." in known.name:

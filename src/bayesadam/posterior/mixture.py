@@ -75,10 +75,7 @@ class Mixture(Marginals, Distribution):
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """E[θ] = Σ π_m μ_m by parameter name: a moment, and no weights to run a network with.
-
-        Networks from different starts lie in different basins, and the middle between them in none.
-        """
+        """E[θ] = Σ π_m μ_m by parameter name: a moment, in no network's basin, and no weights to run one with."""
         return self._averaged([member.mean for member in self.members])
 
     @property

@@ -450,10 +450,7 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, basis: Basis, w
 
 
 def _between(task: _Task, inputs: Any, basis: Basis) -> tuple[Tensor, Tensor, Tensor]:
-    """J Σ Jᵀ of all outputs of all examples, (k, b c, b c), its diagonal, (k, b, c), and blocks, (k, b, c, c).
-
-    The rows of the Jacobian are formed for as many parameters at a time as the budget holds.
-    """
+    """J Σ Jᵀ of all outputs of all examples, (k, b c, b c), its diagonal, (k, b, c), and blocks, (k, b, c, c)."""
     b, c = len(basis.indices), len(basis)
     params, graph = {name: tensor.detach() for name, tensor in task.params.items()}, has_graph(inputs)
     # Rows, white rows, and what made them.

@@ -434,10 +434,9 @@ _calls: WeakKeyDictionary[nn.Module, dict[Any, tuple[str, torch.Size]]] = WeakKe
 
 
 def at_one_position(call: Call, params: Named, inputs: Any) -> tuple[Call, torch.Size]:
-    """The call that takes (inputs, position), and the shape of an example's outputs at all positions.
+    """The call that takes (inputs, position), and the shape of an example's outputs at all positions; cached.
 
-    The last layer runs at that position alone where cutting its inputs gives what cutting the outputs does. That is
-    tried on one example, and cached for the model and the kind of its inputs.
+    The last layer runs at that position alone where cutting its input gives, on one example, what cutting outputs does.
     """
     known, key = _calls.setdefault(call.model, {}), (weakly(call.forward), _kind(inputs))
     if key in known:
