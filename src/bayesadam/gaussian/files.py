@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,13 @@ from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.kronecker import KRONECKER
 from bayesadam.gaussian.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
 from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import AnyPath, Named, Stored, Structure, StructureSpec, outlined
-from bayesadam.readers import Origin, compression, working_dtype
+from bayesadam.gaussian.structure import AnyPath, Named, Stored, StructureSpec, outlined
+from bayesadam.readers import compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
+
+if TYPE_CHECKING:
+    from bayesadam.gaussian.weights import GaussianWeights
 
 STRUCTURES: dict[str, StructureSpec] = {spec.name: spec for spec in (DIAGONAL, KRONECKER, LOW_RANK, LOW_RANK_DIAGONAL)}
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
@@ -49,23 +52,14 @@ def structure_named(name: str, *, recorded: bool) -> StructureSpec:
     return STRUCTURES[name]
 
 
-def packed(
-    mode: Named,
-    structure: Structure,
-    settings: Settings,
-    origin: Origin,
-    omitted: Mapping[str, str],
-    *,
-    weights: bool = True,
-    compress: str | None = None,
-) -> tuple[Named, dict[str, Any]]:
+def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[Named, dict[str, Any]]:
     """What a file holds: tensors under `role.parameter`, those on disk read when they are accessed, and the header.
 
     A file without weights has a few numbers of each parameter instead, under `probe`, and like a compressed one it is
     of the later format, which older releases refuse.
     """
     compression.check_compression(compress)
-    roles = structure.tensors()
+    mode, settings, roles = q.mode, q.settings, q.structure.tensors()
     lazy = {role: roles.pop(role) for role in _MOMENTS if role in roles}
     held = {} if weights else {f"probe.{name}": compression.probe(mode[name]) for name in mode}
     held |= {f"{role}.{name}": tensor for role, named in roles.items() for name, tensor in named.items()}
@@ -91,11 +85,11 @@ def packed(
     header = {
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
-        "structure": structure.kind,
+        "structure": q.structure.kind,
         "parameters": list(mode),
         "settings": {**others, "prior_precision": numbers},
-        **origin.header(),
-        "omitted": dict(omitted),
+        **q.origin.header(),
+        "omitted": dict(q.omitted),
         **({} if weights else {"has_weights": False}),
         **({} if compress is None else {"compress": compress}),
     }

@@ -16,7 +16,7 @@ from bayesadam.errors import ImproperError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.noise import standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision, Settings
-from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
+from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec, Types
 from bayesadam.readers import is_orthonormal, read_match, working_dtype
 
 # Above this share of its rank γ says that directions are missing.
@@ -115,9 +115,7 @@ class LowRank(Structure):
             for name, variance in self.coordinate_variance(settings).items()
         }
 
-    def sample(
-        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
-    ) -> dict[str, Tensor]:
+    def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
         """μ + D^(−½) (ε − Q (1 − (1 + σ²)^(−½)) Qᵀ ε)."""
         found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
         leading = () if n is None else (n,)

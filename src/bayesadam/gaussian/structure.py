@@ -10,7 +10,7 @@ from functools import reduce
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesadam._shards import placed_like
 from bayesadam._storage import check_owner
@@ -23,6 +23,7 @@ from bayesadam.readers.rotated import Rotation
 
 AnyPath = str | os.PathLike[str]
 Named = Mapping[str, Tensor]
+Types = Mapping[str, torch.dtype]
 
 
 def outlined(named: Named) -> Named:
@@ -102,9 +103,7 @@ class Structure(ABC):
         """The marginal variances diag Σ."""
 
     @abstractmethod
-    def sample(
-        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
-    ) -> dict[str, Tensor]:
+    def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
         """Draws in the given types; a parameter's draw depends on the seed and its own name alone."""
 
     @abstractmethod
@@ -144,7 +143,7 @@ class Stored:
     path: AnyPath
     tensors: Named
     names: Sequence[str]
-    parameters: Mapping[str, nn.Parameter] | None
+    parameters: Named | None
 
     def weights(self, role: str) -> Named:
         """Finite tensors of the parameters' shapes, on their devices; none of them negative but in `mode`."""

@@ -416,8 +416,7 @@ class GaussianWeights(Marginals):
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         self.require_weights()
-        given = (self.mode, self.structure, self.settings, self.origin, self.omitted)
-        return files.packed(*given, weights=weights, compress=compress)
+        return files.packed(self, weights=weights, compress=compress)
 
     def write_sample(self, out: AnyPath, *, seed: int = 0) -> None:
         """Draw weights and write them, tensor by tensor, to a safetensors file with all else that the network has.
@@ -517,9 +516,7 @@ def with_prior(settings: Settings, prior: Any, weight_decay: Mapping[str, float]
     return replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in weight_decay.values())
 
 
-def unpacked(
-    path: AnyPath, tensors: Named, header: Mapping[str, Any], parameters: Mapping[str, Any] | None
-) -> GaussianWeights:
+def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameters: Named | None) -> GaussianWeights:
     """The Gaussian in a file's tensors and header, placed as the parameters of a model; without one left on disk."""
     kind = str(header.get("structure"))
     if kind == "mixture":
