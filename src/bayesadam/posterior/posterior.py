@@ -232,13 +232,7 @@ class Posterior(GaussianWeights, Distribution):
 
     @classmethod
     def from_moments(
-        cls,
-        model: nn.Module,
-        mean: Named,
-        variance: Named,
-        n_data: float,
-        *,
-        likelihood: str | None = None,
+        cls, model: nn.Module, mean: Named, variance: Named, n_data: float, *, likelihood: str | None = None
     ) -> Posterior:
         """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
 
