@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE, function_draws
+from bayesadam.likelihoods.component import Component, function_draws
+from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE
 from bayesadam.likelihoods.regression import (
     NumericLikelihood,
     cross,

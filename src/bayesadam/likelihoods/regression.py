@@ -14,20 +14,9 @@ from torch.distributions import MultivariateNormal
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.abstention import doubt_of_numbers
-from bayesadam.likelihoods.component import Component
+from bayesadam.likelihoods.component import Component, function_draws, normal_like, position_blocks, rows
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
-from bayesadam.likelihoods.predictive import (
-    CalibrationMethod,
-    Likelihood,
-    Predictive,
-    average,
-    function_draws,
-    mixed,
-    normal_like,
-    pooled,
-    position_blocks,
-    rows,
-)
+from bayesadam.likelihoods.predictive import CalibrationMethod, Likelihood, Predictive, average, mixed, pooled
 
 _ENTROPY_DRAWS = 256
 _HALVINGS = 64
