@@ -9,17 +9,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.component import Component, function_draws
+from bayesadam.likelihoods.component import Component, cross, function_draws
 from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE
-from bayesadam.likelihoods.regression import (
-    NumericLikelihood,
-    cross,
-    first_half,
-    given_second,
-    nodes,
-    nodes_like,
-    summed,
-)
+from bayesadam.likelihoods.regression import NumericLikelihood, first_half, given_second, nodes, nodes_like, summed
 
 # Nodes to the unit of log p; of the cumulative distribution of Poisson counts, which has steep steps, and of others.
 _NODES_PER_UNIT, _STEEP_NODES_PER_UNIT, _FEW_NODES_PER_UNIT = 2, 16, 1

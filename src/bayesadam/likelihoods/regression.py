@@ -14,7 +14,7 @@ from torch.distributions import MultivariateNormal
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.abstention import doubt_of_numbers
-from bayesadam.likelihoods.component import Component, function_draws, normal_like, position_blocks, rows
+from bayesadam.likelihoods.component import Component, cross, function_draws, normal_like, rows
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
 from bayesadam.likelihoods.predictive import CalibrationMethod, Likelihood, Predictive, average, mixed, pooled
 
@@ -353,14 +353,6 @@ class Heteroscedastic(GaussianLikelihood):
         weights, g = nodes(_NODES_PER_UNIT, centre, width, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
         mean, variance = given_second(c, g)
         return weights, mean, (variance + g.exp()).sqrt()
-
-
-def cross(c: Component) -> Tensor:
-    """Cov[m, g] of each target of outputs m, then g; 0 where it is not known."""
-    if c.covariance is None:
-        return c.mean.new_zeros(())
-    k = c.mean.shape[-1] // 2
-    return position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
 
 
 def given_second(c: Component, g: Tensor) -> tuple[Tensor, Tensor]:
