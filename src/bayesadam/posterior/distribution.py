@@ -16,7 +16,7 @@ from bayesadam._warnings import warn
 from bayesadam.errors import InputRangeWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.leverage import Ratios, observed
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive, agreed
+from bayesadam.likelihoods import Link, Predictive, agreed
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
@@ -39,7 +39,7 @@ class Distribution(ABC):
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName | None = None,
+        likelihood: str | None = None,
         predictive: PredictiveKind | None = None,
         n_samples: int = 30,
         covariance: bool = False,
@@ -128,7 +128,7 @@ class Distribution(ABC):
         seed: int = 0,
         *,
         predictive: PredictiveKind = "linearised",
-        likelihood: LikelihoodName | None = None,
+        likelihood: str | None = None,
         forward: Forward | None = None,
         memory_budget: int = DEFAULT_BUDGET,
     ) -> Function:
@@ -149,12 +149,7 @@ class Distribution(ABC):
         return Function(self.members[number], options, stream_seed(seed, "member", number))
 
     def novelty(
-        self,
-        inputs: Any,
-        *,
-        likelihood: LikelihoodName | None = None,
-        reference: Any = None,
-        forward: Forward | None = None,
+        self, inputs: Any, *, likelihood: str | None = None, reference: Any = None, forward: Forward | None = None
     ) -> Tensor:
         """How unlike the training data each example is, (batch,), as `predict(...).novelty`; one forward pass.
 
@@ -178,7 +173,7 @@ class Distribution(ABC):
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName | None = None,
+        likelihood: str | None = None,
         positions: Positions | None = None,
         probes: int = 2,
         forward: Forward | None = None,
@@ -196,7 +191,7 @@ class Distribution(ABC):
         each = [_score(self, batch, options) for batch in self._batches(inputs, "epistemic")]
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))
 
-    def _likelihood(self, given: LikelihoodName | None) -> LikelihoodName:
+    def _likelihood(self, given: str | None) -> str:
         """The likelihood given, or the posterior's own; they must not contradict each other."""
         kept = [q.likelihood for q in (self, *self.members)]
         kept += [q.calibration.likelihood for q in (self, *self.members) if q.calibration is not None]

@@ -31,12 +31,12 @@ from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
 from bayesadam.predict.call import Forward
-from bayesadam.readers import CheckpointKeywords, Recorder
+from bayesadam.readers import Recorder
 from bayesadam.readers.formats.lazy import Lazy
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
 _GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
@@ -204,25 +204,32 @@ class Posterior(GaussianWeights, Distribution):
         n_data: float | None = None,
         *,
         likelihood: str | None = None,
+        optimizer_path: AnyPath | None = None,
+        optimizer: str | readers.StateReader | None = None,
+        param_names: Sequence[str] | None = None,
+        groups_in_order: bool = False,
+        weights_key: str | None = None,
+        optimizer_key: str | None = None,
         prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
         form: Form = "map",
         structure: str = "diagonal",
-        **options: Unpack[CheckpointKeywords],
     ) -> Posterior:
         """The same from what a trainer saved; the model gets the weights and buffers of the file.
+
+        The rest is as in `from_optimizer`, and as in `CheckpointOptions`.
 
         Args:
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            **options: how the file is read, see `CheckpointOptions`.
         """
-        spec, reading = structure_named(structure, recorded=False), readers.CheckpointOptions(**options)
-        checkpoint = readers.read_checkpoint(path, reading)
+        spec, keys = structure_named(structure, recorded=False), (weights_key, optimizer_key)
+        options = readers.CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, *keys)
+        checkpoint = readers.read_checkpoint(path, options)
         n_data = checkpoint.n_data_or(n_data)
-        match = readers.match_checkpoint(checkpoint, model, reading)
+        match = readers.match_checkpoint(checkpoint, model, options)
         batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
         settings = Settings(n_data, {}, power, batch_size, form)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:

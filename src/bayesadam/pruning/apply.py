@@ -16,6 +16,7 @@ from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.gaussian.settings import curvature
+from bayesadam.gaussian.structure import Named
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 
@@ -169,9 +170,7 @@ class PruningReport:
     expected_loss_change: float | None = None
 
     @classmethod
-    def of(
-        cls, parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor], expected_loss_change: float | None = None
-    ) -> PruningReport:
+    def of(cls, parameters: Named, masks: Named, expected_loss_change: float | None = None) -> PruningReport:
         """The report of masks, by the names of the parameters; one without a mask stays whole."""
         kept = {name: int(mask.sum()) for name, mask in masks.items()}
         rows = (PrunedParameter(name, p.numel(), kept.get(name, p.numel())) for name, p in parameters.items())
