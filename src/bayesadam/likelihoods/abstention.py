@@ -41,7 +41,7 @@ class Abstention:
         by: `"confidence"`, of `Predictive.doubt`, or `"novelty"`.
         tolerance: numbers farther from E[y] are wrong.
         threshold: the greatest doubt that is answered; None where no threshold was certain enough.
-        answered: of the n held-out examples those that are answered, some of them `errors`.
+        answered, errors: of the n held-out examples how many are answered, and how many of these are wrong.
         bound: the Clopper-Pearson bound of that share at the level of its test, at most `risk`.
     """
 

@@ -224,7 +224,7 @@ class GaussianLikelihood(NumericLikelihood):
 
 
 class Regression(GaussianLikelihood):
-    """y = f + N(0, σ²). Validation cannot see what δ does outside the data, so evidence is the default."""
+    """y = f + N(0, σ²). Validation cannot see what δ does outside the data, so `calibrate` takes evidence."""
 
     name = "regression"
     noise = True

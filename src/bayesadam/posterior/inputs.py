@@ -41,7 +41,7 @@ class InputRange:
         name: its key in a mapping, its number in a tuple, with dots where they are nested; empty for a tensor alone.
         dtype: its type, such as `"float32"`.
         shape: of one example, None for sizes that varied; None where the number of dimensions did.
-        low: the least value, to the greatest, `high`; both 0 where there were NaN or infinities, or too few examples.
+        low, high: the least and the greatest value; 0 where there were NaN or infinities, or too few examples.
         highest_low, lowest_high, least_width: l⁺, h⁻ and w⁻ above.
     """
 

@@ -39,11 +39,7 @@ def _holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     for prefix, module in modules:
         for key, parameter in module._parameters.items():
             tensor = params.get(prefix + key)
-            if tensor is None or parameter is None:
-                continue
-            usual, given = parameter.shape, tensor.shape
-            # Of its shape, or a copy of it for each example.
-            if usual in (given, given[1:]) or (usual[:1] == (1,) and given[1:] == usual[1:]):
+            if tensor is not None and parameter is not None and _may_replace(tensor.shape, parameter.shape):
                 own[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
                 found.add(prefix + key)
     if len(found) < len(params):
@@ -61,6 +57,11 @@ def _holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for where, key, tensor in held:
             where[key] = tensor
+
+
+def _may_replace(shape: torch.Size, own: torch.Size) -> bool:
+    """Whether a tensor may stand for a parameter: of its shape, or a copy of it for each example."""
+    return shape == own or shape[1:] == own or (own[:1] == (1,) and shape[1:] == own[1:])
 
 
 @dataclass(frozen=True)

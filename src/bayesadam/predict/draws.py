@@ -107,9 +107,6 @@ def _over_draws(net: Network, outputs: Callable[[Any], Tensor], draw: Draw, n: i
     return torch.cat(results)
 
 
-# --- activations ----------------------------------------------------------------------------------------------------
-
-
 def draws_activations(net: Network) -> bool:
     """Whether every weight sits in an `nn.Linear` that is used once, on one row per example."""
     linear = [prefix for prefix, module in net.call.model.named_modules() if type(module) is nn.Linear]
@@ -129,7 +126,7 @@ def draws_activations(net: Network) -> bool:
 
 
 def activation_draws(net: Network, n: int) -> Tensor:
-    """Local reparameterisation, z ~ N(a μᵀ + b, a² Sᵀ + s) for weights: right example by example; (n, batch, ...)."""
+    """Local reparameterisation: z ~ N(a μᵀ + b, a² Sᵀ + s), weights of its own for each example; (n, batch, ...)."""
     call, params, like = net.call, net.params, net.like
     variances = {name: v.to(params[name]) for name, v in net.gaussian.coordinate_variance.items()}
     seed, layers = fresh_seed(net.options.generator), count()

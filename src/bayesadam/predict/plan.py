@@ -184,7 +184,7 @@ class Plan:
         repeated: parameters that all examples share as they are, such as position vectors: they are run with a copy for
             each example, so that the gradients of examples can be separated.
         shape: of one example's output.
-        activations: entries of activations per example, and of the `widest` of them.
+        activations, widest: entries per example of all activations, and of the largest of them.
         first: f(x; μ) of the first example, (1, ...).
     """
 
