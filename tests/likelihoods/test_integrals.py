@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal, Poisson
 
 from bayesadam.likelihoods import Component, likelihood
-from bayesadam.likelihoods.predictive import function_draws
+from bayesadam.likelihoods.component import function_draws
 from floats import approx, assert_close
 
 Z = torch.linspace(-9, 9, 721, dtype=torch.float64)

@@ -20,7 +20,7 @@ from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Component, agreed
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import ClassLikelihood, check_classes
-from bayesadam.likelihoods.predictive import rows
+from bayesadam.likelihoods.component import rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict.call import Forward, batch_size, batches_of, to_device

@@ -21,7 +21,7 @@ from bayesadam.leverage import Leverage, Ratios, from_inputs, observed
 from bayesadam.likelihoods import Component, Likelihood, agreed
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import IGNORED
-from bayesadam.likelihoods.predictive import position_blocks
+from bayesadam.likelihoods.component import position_blocks
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Call, Forward, batches_of, evaluating, to_device
 from bayesadam.predict.moments import Rows as ChosenRows

@@ -1,7 +1,4 @@
-"""The paper's draw, θ + ε (w v̂^½ + δ)^(-1/2), as one CUDA kernel.
-
-θ and v̂ are read once, the draw is written once, random numbers never touch memory.
-"""
+"""The paper's draw, θ + ε (w v̂^½ + δ)^(-1/2), as one CUDA kernel: random numbers never touch memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import draw, stream_seed
 from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
-from bayesadam.gaussian.structure import Named, Structure, StructureSpec
+from bayesadam.gaussian.structure import Named, Structure, StructureSpec, Types
 from bayesadam.readers.rotated import Rotation
 
 
@@ -41,10 +41,8 @@ class Diagonal(Structure):
 
     def _into(self, named: Named) -> Named:
         """Weights by name as coordinates."""
-        moments = self.second_moment
-        turned = {
-            n: self.bases[n].into(t.to(moments[n]), moments[n].dim()) for n, t in named.items() if n in self.bases
-        }
+        bases, moments = self.bases, self.second_moment
+        turned = {n: bases[n].into(t.to(moments[n]), moments[n].dim()) for n, t in named.items() if n in bases}
         return {**named, **turned} if turned else named
 
     def _out_of(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,9 +95,7 @@ class Diagonal(Structure):
         shares = [self._rule(name, settings).share(v) for name, v in self.second_moment.items()]
         return sum(float(whole(share.sum(dtype=wide(share)))) for share in shares)
 
-    def sample(
-        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
-    ) -> dict[str, Tensor]:
+    def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
         """μ + ε (w v̂ᵖ + δ)^(-1/2) in the coordinates, in one pass over θ and v̂."""
         drawn = {}
         for name, theta in self._into(mode).items():

@@ -7,13 +7,12 @@ contents, is read by `readers.formats.distributed`, which makes only plain recor
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,22 +25,14 @@ from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.kronecker import KRONECKER
 from bayesadam.gaussian.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
 from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import Named, Stored, Structure, StructureSpec, outlined
-from bayesadam.readers import Origin, working_dtype
-from bayesadam.readers.compression import (
-    check_compression,
-    encode,
-    moment,
-    moment_shape,
-    outline,
-    probe,
-    same_weights,
-    widened,
-)
+from bayesadam.gaussian.structure import AnyPath, Named, Stored, StructureSpec, outlined
+from bayesadam.readers import compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
 
-AnyPath = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from bayesadam.gaussian.weights import GaussianWeights
+
 STRUCTURES: dict[str, StructureSpec] = {spec.name: spec for spec in (DIAGONAL, KRONECKER, LOW_RANK, LOW_RANK_DIAGONAL)}
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _FLAGS = ("covariant", "default_prior")
@@ -61,25 +52,16 @@ def structure_named(name: str, *, recorded: bool) -> StructureSpec:
     return STRUCTURES[name]
 
 
-def packed(
-    mode: Named,
-    structure: Structure,
-    settings: Settings,
-    origin: Origin,
-    omitted: Mapping[str, str],
-    *,
-    weights: bool = True,
-    compress: str | None = None,
-) -> tuple[Named, dict[str, Any]]:
+def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[Named, dict[str, Any]]:
     """What a file holds: tensors under `role.parameter`, those on disk read when they are accessed, and the header.
 
     A file without weights has a few numbers of each parameter instead, under `probe`, and like a compressed one it is
     of the later format, which older releases refuse.
     """
-    check_compression(compress)
-    roles = structure.tensors()
+    compression.check_compression(compress)
+    mode, settings, roles = q.mode, q.settings, q.structure.tensors()
     lazy = {role: roles.pop(role) for role in _MOMENTS if role in roles}
-    held = {} if weights else {f"probe.{name}": probe(mode[name]) for name in mode}
+    held = {} if weights else {f"probe.{name}": compression.probe(mode[name]) for name in mode}
     held |= {f"{role}.{name}": tensor for role, named in roles.items() for name, tensor in named.items()}
     deltas = settings.prior_precision
     held |= {f"prior_precision.{name}": delta for name, delta in deltas.items() if isinstance(delta, Tensor)}
@@ -88,14 +70,14 @@ def packed(
         like |= {f"mode.{name}": meta(tuple(t.shape), t.dtype) for name, t in outlined(mode).items()}
     for role, named in lazy.items():
         for name, v in outlined(named).items():
-            like |= {f"{role}{end}.{name}": t for end, t in outline(v.shape, v.dtype, compress).items()}
+            like |= {f"{role}{end}.{name}": t for end, t in compression.outline(v.shape, v.dtype, compress).items()}
 
     def read(key: str) -> Tensor:
         role, _, name = key.partition(".")
         if role == "mode":
             return mode[name]
         own = next(each for each in lazy if role.startswith(each))
-        return encode(lazy[own][name], compress)[role.removeprefix(own)]
+        return compression.encode(lazy[own][name], compress)[role.removeprefix(own)]
 
     numbers = {name: delta for name, delta in deltas.items() if not isinstance(delta, Tensor)}
     others = {key: getattr(settings, key) for key in SETTING_NAMES if key != "prior_precision"}
@@ -103,11 +85,11 @@ def packed(
     header = {
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
-        "structure": structure.kind,
+        "structure": q.structure.kind,
         "parameters": list(mode),
         "settings": {**others, "prior_precision": numbers},
-        **origin.header(),
-        "omitted": dict(omitted),
+        **q.origin.header(),
+        "omitted": dict(q.omitted),
         **({} if weights else {"has_weights": False}),
         **({} if compress is None else {"compress": compress}),
     }
@@ -123,33 +105,29 @@ def decoded(tensors: Named, source: str) -> Named:
         if own is None:
             keys[key] = meta(tuple(tensor.shape), torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype)
         elif f"{own}.{name}" not in keys:
-            shape = moment_shape(tensors, f"{own}.{name}")
+            shape = compression.moment_shape(tensors, f"{own}.{name}")
             kind = tensor.dtype if role == own and tensor.is_floating_point() else torch.float32
             ends = tensors.get(f"{own}_range.{name}", tensors.get(f"{own}_rows.{name}"))
             keys[f"{own}.{name}"] = meta(tuple(shape), kind if ends is None else ends.dtype)
 
     def read(key: str) -> Tensor:
         if key.partition(".")[0] in _MOMENTS:
-            return moment(tensors, key, source)
-        return widened(key, tensors[key])
+            return compression.moment(tensors, key, source)
+        return compression.widened(key, tensors[key])
 
     return Lazy(keys, read)
 
 
 def weights_of_model(stored: Stored) -> dict[str, Tensor]:
-    """θ_t of a file without weights: the model's, which must be those the posterior was read with.
-
-    Raises:
-        MatchError: the model's weights differ from the file's probes by more than a tenth of these, in the mean square.
-    """
+    """θ_t of a file without weights: the model's, within a tenth of the file's probes in the mean square."""
     assert stored.parameters is not None
     named = {name: stored.parameters[name].detach() for name in stored.names}
     mode = {name: theta.to(working_dtype(theta.dtype), copy=True) for name, theta in named.items()}
-    found = {name: probe(whole(theta)) for name, theta in mode.items()}
+    found = {name: compression.probe(whole(theta)) for name, theta in mode.items()}
     known = {name: stored.tensors[f"probe.{name}"] for name in stored.names}
     if any(known[name].shape != numbers.shape for name, numbers in found.items()):
         raise stored.damaged("its probes of the weights are not of their shapes")
-    if not same_weights(known, found):
+    if not compression.same_weights(known, found):
         raise MatchError(
             f"{stored.path} has no weights of its own, and the model's are not those it belongs to: load the weights "
             "that were published with it into the model first"

@@ -16,7 +16,7 @@ from bayesadam.errors import ImproperError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.noise import standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision, Settings
-from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
+from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec, Types
 from bayesadam.readers import is_orthonormal, read_match, working_dtype
 
 # Above this share of its rank γ says that directions are missing.
@@ -115,9 +115,7 @@ class LowRank(Structure):
             for name, variance in self.coordinate_variance(settings).items()
         }
 
-    def sample(
-        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
-    ) -> dict[str, Tensor]:
+    def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
         """μ + D^(−½) (ε − Q (1 − (1 + σ²)^(−½)) Qᵀ ε)."""
         found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
         leading = () if n is None else (n,)
@@ -173,11 +171,7 @@ class LowRank(Structure):
 
 
 def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank:
-    """V = (1/K) Σ g gᵀ of recorded gradients, (K, *shape) by parameter name.
-
-    With a second moment of a longer memory, what that has and the gradients have not is the diagonal rest:
-    r = max(v̂ − diag V, 0).
-    """
+    """V = (1/K) Σ g gᵀ of recorded gradients; r = max(v̂ − diag V, 0) with a second moment of a longer memory."""
     count = len(next(iter(gradients.values())))
     rows, singular = _orthonormal({name: g / math.sqrt(count) for name, g in gradients.items()})
     found = LowRank(rows, singular.square(), no_rest(rows))

@@ -27,10 +27,7 @@ _THREADED_FROM = 4 * _BLOCK
 
 
 def fresh_seed(generator: torch.Generator | None, named: Mapping[str, Tensor] | None = None) -> int:
-    """One 63-bit seed from the user's generator, or from torch's default one.
-
-    Of parameters that are sharded it is the first process's, so that the parts belong to one draw.
-    """
+    """One 63-bit seed from the user's generator or torch's own; of sharded parameters the first process's."""
     device = generator.device if generator is not None else torch.device("cpu")
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=device))
     shard = next((tensor for tensor in (named or {}).values() if is_sharded(tensor)), None)
@@ -44,10 +41,7 @@ def stream_seed(seed: int, name: str, *indices: int) -> int:
 
 
 def standard_normal(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
-    """ε ~ N(0, 1) of a shape, in the type and place of `like`, from a stream of its own.
-
-    On a CPU numpy draws: it is several times faster than torch there.
-    """
+    """ε ~ N(0, 1) in the type and place of `like`; on a CPU by numpy, several times faster than torch there."""
     if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
         random = np.random.Generator(np.random.SFC64(seed))
         kind = np.float32 if like.dtype == torch.float32 else np.float64
@@ -59,11 +53,7 @@ def standard_normal(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
 def draw(
     mode: Tensor, second_moment: Tensor, rule: PrecisionRule, *, seed: int, n: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own.
-
-    Besides the result at most a few blocks of memory are used, on CUDA with Triton none. A sharded parameter is
-    gathered and drawn on every process, which keeps its part.
-    """
+    """μ + ε (w v̂ᵖ + δ)^(-1/2), (n, *shape) or the parameter's own; of a sharded one each process keeps its part."""
     if is_sharded(mode):
         rule = replace(rule, delta=whole(rule.delta)) if isinstance(rule.delta, Tensor) else rule
         return placed_like(draw(whole(mode), whole(second_moment), rule, seed=seed, n=n, dtype=dtype), mode)
@@ -96,11 +86,7 @@ def _fill_row_by_row(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule
 
 
 def _fill_on_cpu(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int) -> None:
-    """Block by block in cache, blocks shared among threads.
-
-    numpy does the arithmetic: its normals are drawn several times faster than torch's, outside the interpreter lock,
-    and its ufuncs stay on the calling thread.
-    """
+    """Block by block in cache, by threads: numpy's normals are faster than torch's, and drawn outside the lock."""
     width = min(_BLOCK, theta.numel())
     height = _BLOCK // width
     means, moments = theta.numpy(), v.numpy()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesadam._shards import placed_like, whole
+from bayesadam._shards import placed_like
 from bayesadam._storage import check_owner
 from bayesadam.errors import FileError
 from bayesadam.gaussian.settings import Precision, Settings
@@ -21,12 +21,9 @@ from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
 from bayesadam.readers.rotated import Rotation
 
+AnyPath = str | os.PathLike[str]
 Named = Mapping[str, Tensor]
-# δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
-# curvature has more very small eigenvalues, which a large δ would hide.
-EPSILON, ROTATED_EPSILON = 1e-3, 1e-4
-# Where nothing says how many examples were behind one gradient.
-_USUAL_BATCH = 100
+Types = Mapping[str, torch.dtype]
 
 
 def outlined(named: Named) -> Named:
@@ -37,12 +34,7 @@ def outlined(named: Named) -> Named:
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Orthonormal directions Q over all weights together, along which a white vector is shorter than elsewhere.
-
-    Attributes:
-        rows: Qᵀ by parameter name, (K, *shape).
-        variance: along each, at most 1, (K,).
-    """
+    """Orthonormal Qᵀ by parameter name, (K, *shape), along which a white vector has variances below 1, (K,)."""
 
     rows: Named
     variance: Tensor
@@ -111,9 +103,7 @@ class Structure(ABC):
         """The marginal variances diag Σ."""
 
     @abstractmethod
-    def sample(
-        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
-    ) -> dict[str, Tensor]:
+    def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
         """Draws in the given types; a parameter's draw depends on the seed and its own name alone."""
 
     @abstractmethod
@@ -150,10 +140,10 @@ class Structure(ABC):
 class Stored:
     """A saved posterior's tensors under `role.parameter`; without a model's `parameters` they stay on the disk."""
 
-    path: str | os.PathLike[str]
+    path: AnyPath
     tensors: Named
     names: Sequence[str]
-    parameters: Mapping[str, nn.Parameter] | None
+    parameters: Named | None
 
     def weights(self, role: str) -> Named:
         """Finite tensors of the parameters' shapes, on their devices; none of them negative but in `mode`."""
@@ -181,12 +171,7 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a structure is built from: the optimiser's state, matched once.
-
-    Attributes:
-        second_moment: v̂ of each parameter, the recorded gradients' where there are any.
-        gradients: recorded gradients by name, (K, *shape); None without a recorder.
-    """
+    """The optimiser's state, matched once, and v̂ of each parameter: of `gradients`, (K, *shape), if recorded."""
 
     match: Match
     second_moment: Named
@@ -195,12 +180,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class StructureSpec:
-    """A structure as the registry knows it.
+    """A structure as the registry knows it; a KeyError of `load` is a tensor that a file lacks.
 
-    Attributes:
-        load: builds it from the tensors of a file; a KeyError is a tensor that is missing.
-        needs_gradients: whether it is built from recorded gradients alone.
-        needs_state: whether it needs the optimiser's own second moment too where gradients are recorded.
+    Some need recorded gradients, and of these some the optimiser's own second moment too, its state.
     """
 
     name: str
@@ -208,23 +190,3 @@ class StructureSpec:
     load: Callable[[Stored], Structure]
     needs_gradients: bool = False
     needs_state: bool = False
-
-
-def novelty_share(structure: Structure) -> float:
-    """ε of a structure."""
-    return ROTATED_EPSILON if structure.bases else EPSILON
-
-
-def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
-    """p = 1, s = 1 and δ = ε mean(w c), the mean over all weights, w = N B; with a prior of shape R ε mean(w c/R) R.
-
-    Neither calibration nor the units of the loss change what follows from them. A wrong B scales all variances alike.
-    """
-    batch = settings.batch_size or _USUAL_BATCH
-    base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
-    total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0, base.prior_shape))
-    delta = novelty_share(structure) * base.weight * total / n_weights
-    prior = base.prior_at(delta or 1.0)
-    return replace(
-        base, prior_precision=prior if isinstance(prior, dict) else dict.fromkeys(base.prior_precision, prior)
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
+from bayesadam import readers
 from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._files import replacing
@@ -26,43 +26,22 @@ from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.files import SETTING_NAMES, STRUCTURES, structure_named
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import (
-    Directions,
-    Reading,
-    Stored,
-    Structure,
-    StructureSpec,
-    novelty_settings,
-    outlined,
-)
+from bayesadam.gaussian.structure import AnyPath, Directions, Named, Reading, Stored, Structure, StructureSpec, outlined
 from bayesadam.gaussian.sums import check_growth, summed
-from bayesadam.readers import (
-    UNKNOWN,
-    Checkpoint,
-    CheckpointKeywords,
-    CheckpointOptions,
-    Origin,
-    batch_size_or_tracked,
-    explain,
-    format_of,
-    identities,
-    match_checkpoint,
-    moments_apart,
-    origin_of,
-    read_checkpoint,
-    read_match,
-    warn_of_memory,
-    working_dtype,
-)
+from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-AnyPath = str | os.PathLike[str]
 # Weights of a layer that its picture is made of.
 _PLOTTED = 1_000_000
+# δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
+# curvature has more very small eigenvalues, which a large δ would hide.
+_SHARE, _ROTATED_SHARE = 1e-3, 1e-4
+# Where nothing says how many examples were behind one gradient.
+_USUAL_BATCH = 100
 
 
 class Marginals(ABC):
@@ -89,10 +68,7 @@ class Marginals(ABC):
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
 
     def plot(self, *, ax: Any = None) -> Any:
-        """The signal-to-noise ratios of the weights, layer by layer, with matplotlib; returns the axes.
-
-        Ratios of 0 are not shown; of a layer with more than a million weights every k-th is.
-        """
+        """The signal-to-noise ratios of the weights above 0, layer by layer, with matplotlib; returns the axes."""
         require("matplotlib")
         from bayesadam import _plots as plots
 
@@ -107,20 +83,16 @@ class Marginals(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The file that a `GaussianWeights` was opened from.
+    """The file that a `GaussianWeights` was opened from, in the format `"posterior"`, without a `match`, where saved.
 
-    Attributes:
-        format: the name of its format; `"posterior"` for a saved posterior.
-        why: how it was read, a sentence each.
-        weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
-        match: each parameter with its optimiser state; None for a saved posterior.
-        apart: how weights and state differ in age, in words; None where nothing shows it.
+    `weights` are every tensor of the network, buffers too, read when accessed. `why` says how the file was read, and
+    `apart`, if they do, how weights and state differ in age.
     """
 
     path: Path
     format: str
     why: tuple[str, ...]
-    weights: Mapping[str, Tensor]
+    weights: Named
     match: Match | None = None
     apart: str | None = None
 
@@ -156,7 +128,7 @@ class GaussianWeights(Marginals):
         source: the file it was opened from.
     """
 
-    mode: Mapping[str, Tensor]
+    mode: Named
     structure: Structure
     settings: Settings
     omitted: Mapping[str, str] = field(default_factory=dict)
@@ -186,13 +158,12 @@ class GaussianWeights(Marginals):
 
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
-            n_data: N, the number of training examples; None takes what the file says.
-            prior_precision: δ; None takes N × the weight decay of each parameter's group, and 1 where that is 0.
-            batch_size: examples behind one gradient, needed for power=1; None takes what the file says.
+            n_data: N, the number of training examples; None takes what the file says, as of batch_size.
+            prior_precision, power, batch_size, form: as in `Posterior.from_optimizer`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **options: how the file is read, see `CheckpointOptions`.
         """
-        reading = CheckpointOptions(**options)
+        reading = readers.CheckpointOptions(**options)
         file = path.path if isinstance(path, Checkpoint) else Path(path)
         if is_saved(path, reading.optimizer_path):
             if (power, batch_size, form, structure) != (0.5, None, "map", "diagonal"):
@@ -202,15 +173,15 @@ class GaussianWeights(Marginals):
                 )
             return _open_saved(file, n_data, prior_precision)
         spec = structure_named(structure, recorded=False)
-        checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(file, reading)
+        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, reading)
         n_data = checkpoint.n_data_or(n_data)
-        match = match_checkpoint(checkpoint, options=reading)
-        batch_size = batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
+        match = readers.match_checkpoint(checkpoint, options=reading)
+        batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
         settings = Settings(n_data, {}, power, batch_size, form)
-        apart = moments_apart(checkpoint, match)
+        apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
-        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, match, apart)
+        source = Source(file, checkpoint.format, readers.explain(checkpoint, match), checkpoint.weights, match, apart)
         return replace(of_match(match, settings, prior_precision, spec), source=source)
 
     @property
@@ -226,7 +197,7 @@ class GaussianWeights(Marginals):
         return self.structure.variance(self.settings)
 
     @cached_property
-    def coordinate_variance(self) -> Mapping[str, Tensor]:
+    def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
         return self.structure.coordinate_variance(self.settings)
 
@@ -237,8 +208,17 @@ class GaussianWeights(Marginals):
 
     @cached_property
     def for_novelty(self) -> Self:
-        """The same curvature under the settings of novelty, p = 1 and δ = ε mean(w c), whatever calibration chose."""
-        return replace(self, settings=novelty_settings(self.structure, self.settings, self.n_weights))
+        """The same at p = s = 1, w = N B and δ = ε mean(w c) over all weights; ε mean(w c/R) R with a prior of shape R.
+
+        Neither calibration nor the units of the loss change it. A wrong B scales all variances alike.
+        """
+        batch = self.batch_size or _USUAL_BATCH
+        base = replace(self.settings, power=1.0, scale=1.0, batch_size=batch, form="map")
+        total = sum(float(whole(c.sum(dtype=c.dtype))) for c in self.structure.curvatures(1.0, base.prior_shape))
+        share = _ROTATED_SHARE if self.structure.bases else _SHARE
+        prior = base.prior_at(share * base.weight * total / self.n_weights or 1.0)
+        prior = prior if isinstance(prior, dict) else dict.fromkeys(self.prior_precision, prior)
+        return replace(self, settings=replace(base, prior_precision=prior))
 
     @property
     def effective_dimension(self) -> float:
@@ -324,7 +304,7 @@ class GaussianWeights(Marginals):
         drawn = self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
-    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+    def log_prob(self, params: Named) -> Tensor:
         """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay."""
         self.require_weights()
         self.require_proper()
@@ -431,15 +411,12 @@ class GaussianWeights(Marginals):
         """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use."""
         require_safetensors(out)
         self.save(out, weights=False, compress=compress)
-        warn_of_memory(self.origin, "the network" if self.source is None else self.source.path.name)
+        readers.warn_of_memory(self.origin, "the network" if self.source is None else self.source.path.name)
 
-    def packed(
-        self, *, weights: bool = True, compress: str | None = None
-    ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         self.require_weights()
-        given = (self.mode, self.structure, self.settings, self.origin, self.omitted)
-        return files.packed(*given, weights=weights, compress=compress)
+        return files.packed(self, weights=weights, compress=compress)
 
     def write_sample(self, out: AnyPath, *, seed: int = 0) -> None:
         """Draw weights and write them, tensor by tensor, to a safetensors file with all else that the network has.
@@ -451,7 +428,7 @@ class GaussianWeights(Marginals):
         self.require_whole("a file of weights")
         drawn = fresh_seed(torch.Generator().manual_seed(seed))
         tensors = self.network_tensors() or self.mode
-        identity = identities(tensors)
+        identity = readers.identities(tensors)
         owners = {identity[name]: name for name in self.mode}
         together = self._drawn(drawn, None) if self.structure.has_directions else {}
 
@@ -464,7 +441,7 @@ class GaussianWeights(Marginals):
         with replacing(out) as temporary:
             storage.write_tensors(temporary, outlined(tensors), load)
 
-    def network_tensors(self) -> Mapping[str, Tensor] | None:
+    def network_tensors(self) -> Named | None:
         """Every tensor of the network by name; None where only those of the Gaussian are known."""
         return None if self.source is None else self.source.weights
 
@@ -519,21 +496,19 @@ def of_match(match: Match, settings: Settings, prior_precision: Any, spec: Struc
     """The Gaussian of parameters matched to optimiser states; tensors are read, and checked, when accessed."""
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
-    like = {name: meta(tuple(e.parameter.shape), working_dtype(types[name])) for name, e in entries.items()}
+    like = {name: meta(tuple(e.parameter.shape), readers.working_dtype(types[name])) for name, e in entries.items()}
 
     def moment(name: str) -> Tensor:
-        return read_match(replace(match, entries=(entries[name],))).second_moment[name]
+        return readers.read_match(replace(match, entries=(entries[name],))).second_moment[name]
 
     mode = Lazy(like, lambda name: entries[name].weight.to(like[name].dtype))
     decays = {name: entry.weight_decay for name, entry in entries.items()}
     settings = with_prior(settings, prior_precision, decays, like)
     structure = spec.build(Reading(match, Lazy(like, moment)))
-    return GaussianWeights(mode, structure, settings, match.omitted, origin=origin_of(match), dtypes=types)
+    return GaussianWeights(mode, structure, settings, match.omitted, origin=readers.origin_of(match), dtypes=types)
 
 
-def with_prior(
-    settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Mapping[str, Tensor]
-) -> Settings:
+def with_prior(settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Named) -> Settings:
     """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
     if prior is not None:
         return replace(settings, prior_precision=prior_by_name(prior, like))
@@ -541,9 +516,7 @@ def with_prior(
     return replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in weight_decay.values())
 
 
-def unpacked(
-    path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], parameters: Mapping[str, Any] | None
-) -> GaussianWeights:
+def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameters: Named | None) -> GaussianWeights:
     """The Gaussian in a file's tensors and header, placed as the parameters of a model; without one left on disk."""
     kind = str(header.get("structure"))
     if kind == "mixture":
@@ -558,8 +531,12 @@ def unpacked(
         has_weights = bool(header.get("has_weights", True))
         if has_weights:
             mode = stored.weights("mode")
+        elif parameters is not None:
+            mode = files.weights_of_model(stored)
         else:
-            mode = _no_weights(structure, names) if parameters is None else files.weights_of_model(stored)
+            # Zeros of the parameters' shapes, each in the memory of one number.
+            like = outlined(structure.second_moment)
+            mode = {name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape) for name in names}
         known: dict[str, Any] = dict(numbers.pop("prior_precision"))
         prior = {name: stored.tensors.get(f"prior_precision.{name}", known.get(name)) for name in names}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
@@ -575,13 +552,7 @@ def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) 
     """Whether a file is a saved posterior, and not the state of weights in another file."""
     if isinstance(path, Checkpoint):
         return path.optimizer_path is None and path.format == "posterior"
-    return optimizer_path is None and format_of(Path(path)).name == "posterior"
-
-
-def _no_weights(structure: Structure, names: list[str]) -> dict[str, Tensor]:
-    """Zeros of the parameters' shapes, each in the memory of one number."""
-    like = outlined(structure.second_moment)
-    return {name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape) for name in names}
+    return optimizer_path is None and readers.format_of(Path(path)).name == "posterior"
 
 
 def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights:

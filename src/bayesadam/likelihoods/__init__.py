@@ -6,20 +6,12 @@ from typing import Any
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.classification import Binary, Classification, LogitPredictive
 from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.negative_binomial import NegativeBinomial
-from bayesadam.likelihoods.poisson import Poisson
+from bayesadam.likelihoods.counts import NegativeBinomial, Poisson
 from bayesadam.likelihoods.predictive import Likelihood, Link, Predictive
 from bayesadam.likelihoods.regression import Heteroscedastic, NumericPredictive, Regression
 
 # A new likelihood is added here, and nowhere else.
-_ALL: tuple[Likelihood[Any], ...] = (
-    Regression(),
-    Classification(),
-    Binary(),
-    Heteroscedastic(),
-    Poisson(),
-    NegativeBinomial(),
-)
+_ALL = (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson(), NegativeBinomial())
 LIKELIHOODS: Mapping[str, Likelihood[Any]] = {each.name: each for each in _ALL}
 # One of the registry's names, which are checked where they are used.
 LikelihoodName = str
@@ -47,7 +39,7 @@ def agreed(given: str | None, own: str | None) -> str:
     if own not in (None, likelihood(name).name):
         raise SettingError(
             f"the posterior is for likelihood={own!r}, and likelihood={name!r} was given: leave it out, or use "
-            f"replace(posterior, likelihood={name!r}) if the network has such outputs"
+            f"posterior.replace(likelihood={name!r}) if the network has such outputs"
         )
     return name
 

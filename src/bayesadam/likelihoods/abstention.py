@@ -16,7 +16,7 @@ errors that would help, and the bound is exact; where it falls, simulations keep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -40,10 +40,8 @@ class Abstention:
         confidence: in this share of all calibrations.
         by: `"confidence"`, of `Predictive.doubt`, or `"novelty"`.
         tolerance: numbers farther from E[y] are wrong.
-        n: held-out examples.
         threshold: the greatest doubt that is answered; None where no threshold was certain enough.
-        answered: held-out examples that are answered.
-        errors: how many of them are wrong.
+        answered, errors: of the n held-out examples how many are answered, and how many of these are wrong.
         bound: the Clopper-Pearson bound of that share at the level of its test, at most `risk`.
     """
 
@@ -190,14 +188,12 @@ def abstention(
     doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, by: AnswerBy, tolerance: float | None
 ) -> Abstention:
     """The rule that held-out doubts and errors allow."""
-    plain = Abstention(risk, confidence, by, tolerance, len(doubt))
+    rule = Abstention(risk, confidence, by, tolerance, len(doubt))
     found = certified(doubt, wrong, risk=risk, confidence=confidence)
     if found is None:
-        return plain
-    bound = upper_bound(found.errors, found.answered - 1, found.level)
-    return Abstention(
-        risk, confidence, by, tolerance, len(doubt), found.threshold, found.answered, found.errors, min(bound, risk)
-    )
+        return rule
+    bound = min(upper_bound(found.errors, found.answered - 1, found.level), risk)
+    return replace(rule, threshold=found.threshold, answered=found.answered, errors=found.errors, bound=bound)
 
 
 def remedy(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -> str:

@@ -15,20 +15,9 @@ from torch import Tensor
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.abstention import doubt_of_classes
-from bayesadam.likelihoods.component import Component
+from bayesadam.likelihoods.component import Component, function_draws, like, position_blocks, rows
 from bayesadam.likelihoods.conformal import Guarantee, SetMethod, check_level, class_scores, threshold, uniform_like
-from bayesadam.likelihoods.predictive import (
-    FEWEST_TO_JUDGE,
-    Likelihood,
-    Link,
-    Predictive,
-    average,
-    function_draws,
-    like,
-    pooled,
-    position_blocks,
-    rows,
-)
+from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE, Likelihood, Link, Predictive, average, pooled
 
 # The class index that torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
 IGNORED = -100
@@ -122,7 +111,6 @@ class LogitPredictive(Predictive):
                 `"raps"` for the same without a long tail of unlikely classes.
             by_class: the guarantee for each class by itself, which needs 1/(1 − level) held-out examples of it; a class
                 with fewer is in every set.
-            seed: of the random numbers.
         """
         check_level(level)
         probs = self.class_probs

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesadam.errors import MatchError
+
 
 @dataclass(frozen=True, eq=False)
 class Score:
@@ -61,3 +63,54 @@ class Component:
     outputs: Tensor | None = None
     logits: Tensor | None = None
     joint: Tensor | None = None
+
+
+def function_draws(component: Component, n: int, generator: torch.Generator | None) -> Tensor:
+    """n draws of f: the component's own, or Gaussian ones."""
+    if component.draws is not None and len(component.draws) >= n:
+        return component.draws[:n]
+    mean, covariance = component.mean, component.covariance
+    noise = normal_like(mean, n, generator)
+    if covariance is None:
+        return mean + noise * component.variance.sqrt()
+    # Positive semi-definite: a jitter of rounding size makes it factorise.
+    scale = covariance.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
+    eye = torch.eye(covariance.shape[-1], dtype=scale.dtype, device=scale.device)
+    root = torch.linalg.cholesky(covariance + 10 * torch.finfo(scale.dtype).eps * scale.clamp(min=1e-30) * eye)
+    flat = torch.einsum("bcd,nbd->nbc", root, noise.reshape(n, len(mean), -1))
+    return mean + flat.view_as(noise)
+
+
+def normal_like(mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers, (n, *mean.shape)."""
+    return torch.randn(n, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """(batch, ...) as (batch, outputs), also where an output is a single number, (batch,)."""
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def position_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
+    """The covariance within the last dimension at each position, (batch, ..., o, o), from that of all outputs."""
+    size = mean.shape[-1]
+    positions = mean[0].numel() // size
+    blocks = covariance.view(-1, positions, size, positions, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    return blocks.reshape(*mean.shape, size)
+
+
+def cross(c: Component) -> Tensor:
+    """Cov[m, g] of each target of outputs m, then g; 0 where it is not known."""
+    if c.covariance is None:
+        return c.mean.new_zeros(())
+    k = c.mean.shape[-1] // 2
+    return position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+
+
+def like(y: Tensor, mean: Tensor) -> Tensor:
+    """Targets in the outputs' shape: (batch,) serves (batch, 1), and the other way round."""
+    if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:
+        y = y.reshape(mean.shape)
+    if y.shape != mean.shape:
+        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}")
+    return y.to(mean)

@@ -64,10 +64,7 @@ def class_scores(probs: Tensor, method: SetMethod, uniform: Tensor) -> Tensor:
 
 
 def uniform_like(probs: Tensor, seed: int) -> Tensor:
-    """One number between 0 and 1 for each row of probabilities: the same for the same batch, others for another.
-
-    Numbers that were the same for all batches would carry their own deviation from uniform into every coverage.
-    """
+    """A number in (0, 1) for each row: the same for the same batch only, or its own bias would be in every coverage."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(probs.detach().cpu().contiguous().numpy().tobytes()))
     return torch.rand(probs.shape[:-1], generator=generator, dtype=torch.float64).to(probs.device)
 

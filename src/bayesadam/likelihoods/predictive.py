@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bayesadam._extras import require
-from bayesadam.errors import CalibrationError, MatchError, SettingError
+from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.likelihoods.abstention import Abstention
-from bayesadam.likelihoods.component import Component, Score
+from bayesadam.likelihoods.component import Component, Score, like, rows
 from bayesadam.likelihoods.conformal import Guarantee, p_values
 
 if TYPE_CHECKING:
@@ -87,22 +87,11 @@ class Likelihood(ABC, Generic[P]):
         assert component.ratio is not None
         return component.ratio
 
-    def predictive(
-        self,
-        components: Sequence[Component],
-        weights: Sequence[float] = (1.0,),
-        *,
-        link: Link = "probit",
-        guarantee: Guarantee | None = None,
-        plan: str = "",
-        abstention: Abstention | None = None,
-        in_range: Tensor | None = None,
-    ) -> P:
-        """The distribution of y given f of one network, or of several with weights π."""
+    def predictive(self, components: Sequence[Component], weights: Sequence[float] = (1.0,), **fields: Any) -> P:
+        """The distribution of y given f of one network, or of several with weights π, with other fields of its kind."""
         for component in components:
             self.locations(component.mean if component.logits is None else component.logits)
-        kept: Any = {"guarantee": guarantee, "plan": plan, "abstention": abstention, "in_range": in_range}
-        return self.kind(self, tuple(components), tuple(weights), link, **kept)
+        return self.kind(self, tuple(components), tuple(weights), **fields)
 
     def n_outputs(self, targets: Tensor) -> int:
         """The number of outputs that a network needs for the targets of a data set, (n,) or (n, k)."""
@@ -203,10 +192,7 @@ class Predictive(ABC):
 
     @property
     def joint_covariance(self) -> Tensor | None:
-        """Cov[f] between inputs, (batch · outputs, batch · outputs), of a prediction with `joint=True`.
-
-        Outputs of one input are neighbours, as in `mean.flatten()`.
-        """
+        """Cov[f] between inputs, of `mean.flatten()` with itself, of a prediction with `joint=True`."""
         each = [(c.joint, (c.mean - self.mean).flatten()) for c in self.components]
         found = [joint if len(each) == 1 else joint + d[:, None] * d for joint, d in each if joint is not None]
         return average(self.weights, found) if len(found) == len(each) else None
@@ -312,9 +298,7 @@ class Predictive(ABC):
     def wrong(self, targets: Tensor, tolerance: float | None = None) -> Tensor:
         """Whether the answer to each example is wrong, (batch,) booleans; of several outputs, whether any is.
 
-        Args:
-            targets: the true classes or numbers.
-            tolerance: numbers farther from E[y] are wrong; None for that of `abstention`.
+        Numbers farther from E[y] than a tolerance are wrong, than that of `abstention` for None.
         """
 
     @abstractmethod
@@ -398,46 +382,3 @@ def pooled(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:
     if len(scores) == 1:
         return scores[0]
     return torch.logsumexp(torch.stack([s + math.log(w) for w, s in zip(weights, scores, strict=True)]), dim=0)
-
-
-def function_draws(component: Component, n: int, generator: torch.Generator | None) -> Tensor:
-    """n draws of f: the component's own, or Gaussian ones."""
-    if component.draws is not None and len(component.draws) >= n:
-        return component.draws[:n]
-    mean, covariance = component.mean, component.covariance
-    noise = normal_like(mean, n, generator)
-    if covariance is None:
-        return mean + noise * component.variance.sqrt()
-    # Positive semi-definite: a jitter of rounding size makes it factorise.
-    scale = covariance.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
-    eye = torch.eye(covariance.shape[-1], dtype=scale.dtype, device=scale.device)
-    root = torch.linalg.cholesky(covariance + 10 * torch.finfo(scale.dtype).eps * scale.clamp(min=1e-30) * eye)
-    flat = torch.einsum("bcd,nbd->nbc", root, noise.reshape(n, len(mean), -1))
-    return mean + flat.view_as(noise)
-
-
-def normal_like(mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers, (n, *mean.shape)."""
-    return torch.randn(n, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-
-
-def rows(tensor: Tensor) -> Tensor:
-    """(batch, ...) as (batch, outputs), also where an output is a single number, (batch,)."""
-    return tensor.reshape(tensor.shape[0], -1)
-
-
-def position_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
-    """The covariance within the last dimension at each position, (batch, ..., o, o), from that of all outputs."""
-    size = mean.shape[-1]
-    positions = mean[0].numel() // size
-    blocks = covariance.view(-1, positions, size, positions, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    return blocks.reshape(*mean.shape, size)
-
-
-def like(y: Tensor, mean: Tensor) -> Tensor:
-    """Targets in the outputs' shape: (batch,) serves (batch, 1), and the other way round."""
-    if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:
-        y = y.reshape(mean.shape)
-    if y.shape != mean.shape:
-        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}")
-    return y.to(mean)

@@ -1,7 +1,4 @@
-"""Numbers: y = f + N(0, σ²), one noise variance per output, or y = m + N(0, exp g) with outputs m, then g.
-
-Counts and other numbers derive from `NumericLikelihood`, which is here too, as is their predictive.
-"""
+"""Numbers: their predictive and `NumericLikelihood`; y = f + N(0, σ²), or y = m + N(0, exp g), outputs m, then g."""
 
 from __future__ import annotations
 
@@ -17,20 +14,9 @@ from torch.distributions import MultivariateNormal
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.abstention import doubt_of_numbers
-from bayesadam.likelihoods.component import Component
+from bayesadam.likelihoods.component import Component, cross, function_draws, normal_like, rows
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
-from bayesadam.likelihoods.predictive import (
-    CalibrationMethod,
-    Likelihood,
-    Predictive,
-    average,
-    function_draws,
-    mixed,
-    normal_like,
-    pooled,
-    position_blocks,
-    rows,
-)
+from bayesadam.likelihoods.predictive import CalibrationMethod, Likelihood, Predictive, average, mixed, pooled
 
 _ENTROPY_DRAWS = 256
 _HALVINGS = 64
@@ -238,10 +224,7 @@ class GaussianLikelihood(NumericLikelihood):
 
 
 class Regression(GaussianLikelihood):
-    """y = f + N(0, σ²), a Gaussian for every output, squared error in training.
-
-    Validation cannot see what δ does outside the data, so evidence is the default of `calibrate`.
-    """
+    """y = f + N(0, σ²). Validation cannot see what δ does outside the data, so `calibrate` takes evidence."""
 
     name = "regression"
     noise = True
@@ -366,15 +349,18 @@ class Heteroscedastic(GaussianLikelihood):
 
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """One for each node, or draw, of g."""
-        (mean, centre), (variance, width) = c.mean.chunk(2, dim=-1), c.variance.chunk(2, dim=-1)
+        centre, width = (part.chunk(2, dim=-1)[1] for part in (c.mean, c.variance))
         weights, g = nodes(_NODES_PER_UNIT, centre, width, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
-        away = g - centre
-        if c.covariance is not None:
-            k = mean.shape[-1]
-            cross = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
-            slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
-            mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
-        return weights, mean.expand_as(away), (variance + g.exp()).sqrt()
+        mean, variance = given_second(c, g)
+        return weights, mean, (variance + g.exp()).sqrt()
+
+
+def given_second(c: Component, g: Tensor) -> tuple[Tensor, Tensor]:
+    """E[m | g], (n, batch, ..., k), and Var[m | g] of Gaussian outputs m, then g, at values of g."""
+    (m, centre), (of_m, of_g) = c.mean.to(g).chunk(2, dim=-1), c.variance.to(g).chunk(2, dim=-1)
+    shared = cross(c).to(g)
+    slope = shared / of_g.clamp(min=torch.finfo(g.dtype).tiny)
+    return m + slope * (g - centre), (of_m - slope * shared).clamp(min=0)
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,13 @@ from torch import Tensor
 from bayesadam._checks import positive
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.gaussian.structure import AnyPath
+from bayesadam.gaussian.weights import require_safetensors
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
-from bayesadam.merging.networks import AnyPath, BaseSource, Network, Source, check_alike, network_of, networks_of
-from bayesadam.merging.report import MergeReport, Sums
+from bayesadam.merging.methods import MergeReport, Sums
+from bayesadam.merging.networks import BaseSource, Network, Source, check_alike, network_of, networks_of
 from bayesadam.readers import CheckpointKeywords, warn_of_memory, working_dtype
 from bayesadam.readers.curvature import PIECE
 from bayesadam.readers.formats.lazy import meta
@@ -90,9 +92,8 @@ def merge_checkpoints(
     **options: Unpack[CheckpointKeywords],
 ) -> MergeReport:
     """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged."""
+    require_safetensors(out)
     out = Path(out)
-    if out.suffix != ".safetensors":
-        raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
     sources = [*paths, *([] if base is None else [base])]
     keep_apart(out, *(Path(part) for each in sources for part in (each if isinstance(each, tuple) else (each,))))
     plan = plan_of(paths, method, base, weights, options)
@@ -361,7 +362,5 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
             raise SettingError(f"method='kronecker' needs eigenbases, and {network.label} has none: record gradients")
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
-            found = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients"
-            raise SettingError(
-                f"{found}, and merging needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)"
-            )
+            found = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging"
+            raise SettingError(f"{found} needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)")

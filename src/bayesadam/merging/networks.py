@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
-from bayesadam.gaussian.structure import outlined
+from bayesadam.gaussian.structure import AnyPath, outlined
 from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
 from bayesadam.posterior import Posterior
@@ -20,7 +20,6 @@ from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
 
-AnyPath = str | os.PathLike[str]
 Source = GaussianWeights | AnyPath | tuple[AnyPath, AnyPath]
 BaseSource = Source | nn.Module | Mapping[str, Tensor]
 
@@ -91,16 +90,13 @@ def network_of(
 def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
     """Its mode, with the buffers and the parameters that are not in it as they are in its model or file."""
     gaussian.require_whole("merging")
-    if not isinstance(gaussian, Posterior):
-        weights = gaussian.mode if gaussian.source is None else gaussian.source.weights
-        identity: Mapping[str, Hashable] = identities(weights)
-        return Network(label, weights, identity, gaussian, gaussian.n_data, gaussian.batch_size)
-    held = gaussian.model.state_dict(keep_vars=True)
-    tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
-    first = {id(tensors[name]): theta for name, theta in gaussian.mode.items()}
-    weights = {name: first.get(id(tensor), tensor.detach()).to(tensor.dtype) for name, tensor in tensors.items()}
-    identity = {name: id(tensor) for name, tensor in tensors.items()}
-    scaling = scaling_of_model(gaussian.model)
+    held, scaling = gaussian.network_tensors(), None
+    weights = gaussian.mode if held is None else held
+    identity = identities(weights)
+    if isinstance(gaussian, Posterior):
+        first = {identity[name]: theta for name, theta in gaussian.mode.items()}
+        weights = {name: first.get(identity[name], t).to(t.dtype) for name, t in weights.items()}
+        scaling = scaling_of_model(gaussian.model)
     return Network(label, weights, identity, gaussian, gaussian.n_data, gaussian.batch_size, scaling)
 
 
@@ -110,19 +106,14 @@ def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKe
         checkpoint = read_checkpoint(path, **options)
         known = checkpoint.recorded
         gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, prior_precision=1.0, **options)
-        if bases and _rotates(gaussian):
+        match = gaussian.source.match if gaussian.source else None
+        if bases and match is not None and any(entry.reader.factors is not None for entry in match.entries):
             gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, structure="kronecker", **options)
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
         raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error
     weights, scaling = checkpoint.weights, scaling_of_folder(path)
     return Network(label, weights, identities(weights), gaussian, known.n_data, known.batch_size, scaling)
-
-
-def _rotates(gaussian: GaussianWeights) -> bool:
-    """Whether its file has the state of an optimiser with eigenbases."""
-    match = gaussian.source.match if gaussian.source else None
-    return match is not None and any(entry.reader.factors is not None for entry in match.entries)
 
 
 def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases: bool = False) -> list[Network]:

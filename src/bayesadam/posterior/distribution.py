@@ -16,35 +16,19 @@ from bayesadam._warnings import warn
 from bayesadam.errors import InputRangeWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.leverage import Ratios, observed
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods import Link, Predictive, agreed
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
 from bayesadam.posterior.inputs import departure, inside
+from bayesadam.predict import prediction
 from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
 from bayesadam.predict.moments import DEFAULT_BUDGET
-from bayesadam.predict.prediction import (
-    Options,
-    Outputs,
-    Positions,
-    PredictiveKind,
-    chosen_positions,
-    component_of,
-    mean_outputs,
-    score_of,
-    with_common_outputs,
-)
+from bayesadam.predict.prediction import Options, Outputs, Positions, PredictiveKind
 
 
 class Distribution(ABC):
-    """q(θ) over named weights, of one network or of several, its weighted `members`.
-
-    Attributes:
-        members: the posteriors, one for each network.
-        weights: of the members, of sum 1.
-        likelihood: of the outputs; None where it was not given.
-        calibration: what `calibrate` did, with its guarantee.
-    """
+    """q(θ) over named weights, of one network or of several, its `members` with `weights` of sum 1."""
 
     members: Any
     weights: Any
@@ -55,7 +39,7 @@ class Distribution(ABC):
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName | None = None,
+        likelihood: str | None = None,
         predictive: PredictiveKind | None = None,
         n_samples: int = 30,
         covariance: bool = False,
@@ -78,12 +62,10 @@ class Distribution(ABC):
 
         Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of
         two or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each.
-
         Inputs that have left the range of those that `calibrate` saw are warned of, once (`InputRangeWarning`).
 
         Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. The whole
-        posterior is gathered for the call, and must fit the memory budget. The model runs in the types of its
-        parameters, without FSDP2's mixed precision.
+        posterior is gathered for the call, within the memory budget, and runs without FSDP2's mixed precision.
 
         | predictive             | f                          | cost                                      |
         |------------------------|----------------------------|-------------------------------------------|
@@ -103,9 +85,7 @@ class Distribution(ABC):
             inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
                 comes first. Arrays of numpy may stand for tensors. Or a loader: a `DataLoader`, a generator, or a list
                 of tuples, lists or mappings.
-            likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
-                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one
-                log-rate per target). None for the posterior's own.
+            likelihood: as `Posterior.from_optimizer` takes it; None for the posterior's own.
             predictive: see the table; r is the relative leverage of the input, and v fitted by
                 `calibrate(..., predictive="forward")`. Classes are at T(x) there. None is `"forward"` of what was
                 calibrated for it, else `"linearised"`, which of classes calibrated by temperature runs the mean network
@@ -148,7 +128,7 @@ class Distribution(ABC):
         seed: int = 0,
         *,
         predictive: PredictiveKind = "linearised",
-        likelihood: LikelihoodName | None = None,
+        likelihood: str | None = None,
         forward: Forward | None = None,
         memory_budget: int = DEFAULT_BUDGET,
     ) -> Function:
@@ -157,7 +137,6 @@ class Distribution(ABC):
         It has gradients with respect to inputs that require them. Of a mixture it is one member's, picked by weight.
 
         Args:
-            seed: determines the function.
             predictive: `"linearised"`, f(x; μ) + J (θ − μ), the function whose moments `predict` has; or `"sampled"`,
                 the network itself with the weights θ.
         """
@@ -170,22 +149,14 @@ class Distribution(ABC):
         return Function(self.members[number], options, stream_seed(seed, "member", number))
 
     def novelty(
-        self,
-        inputs: Any,
-        *,
-        likelihood: LikelihoodName | None = None,
-        reference: Any = None,
-        forward: Forward | None = None,
+        self, inputs: Any, *, likelihood: str | None = None, reference: Any = None, forward: Forward | None = None
     ) -> Tensor:
         """How unlike the training data each example is, (batch,), as `predict(...).novelty`; one forward pass.
 
         Of a loader, as `predict` takes it, the scores of all its examples, one after the other.
 
-        It rests on leverage relative to familiar inputs: those that `calibrate` saw, or some given here, ten will do.
-        Without either the inputs are their own reference, which ranks them.
-
-        Args:
-            reference: familiar inputs, without targets; a batch or a loader.
+        It rests on leverage relative to familiar inputs: those that `calibrate` saw, or a batch or a loader of some as
+        `reference`, ten will do. Without either the inputs are their own reference, which ranks them.
         """
         options = Options(self._likelihood(likelihood), forward=forward)
         batches = list(self._batches(inputs, "novelty"))
@@ -202,7 +173,7 @@ class Distribution(ABC):
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName | None = None,
+        likelihood: str | None = None,
         positions: Positions | None = None,
         probes: int = 2,
         forward: Forward | None = None,
@@ -220,22 +191,11 @@ class Distribution(ABC):
         each = [_score(self, batch, options) for batch in self._batches(inputs, "epistemic")]
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))
 
-    def _likelihood(self, given: LikelihoodName | None) -> LikelihoodName:
+    def _likelihood(self, given: str | None) -> str:
         """The likelihood given, or the posterior's own; they must not contradict each other."""
         kept = [q.likelihood for q in (self, *self.members)]
         kept += [q.calibration.likelihood for q in (self, *self.members) if q.calibration is not None]
-        own: LikelihoodName | None = next((name for name in kept if name is not None), None)
-        if given is None and own is None:
-            raise SettingError(
-                'no likelihood was given: Posterior.from_optimizer(..., likelihood="classification") keeps one, or '
-                'predict(x, likelihood="classification")'
-            )
-        if given is not None and own is not None and given != own:
-            raise SettingError(
-                f"likelihood={given!r} contradicts the posterior's own, {own!r}: leave it out, or use "
-                f"posterior.replace(likelihood={given!r})"
-            )
-        return own if given is None else given  # type: ignore[return-value]
+        return agreed(given, next((name for name in kept if name is not None), None))
 
     def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, with a warning before the first that has left the range of the held-out inputs."""
@@ -282,6 +242,11 @@ def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
     return list(map(int, np.searchsorted(np.cumsum(weights)[:-1], random.random(n), side="right")))
 
 
+def stream_of(seed: int, number: int) -> torch.Generator:
+    """A member's own random numbers."""
+    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
+
+
 def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
     """p(y) = Σ π_m p_m(y) of a batch; `n_samples` are drawn from each member, from a stream of its own."""
     members, record = q.members, likelihood_of("regression") if options.is_combination else options.record
@@ -290,7 +255,7 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
         for member in members:
             member.require_proper()
         if not all(_is_forward(member, options) for member in members):
-            common = with_common_outputs(members, q.weights, inputs, options)
+            common = prediction.with_common_outputs(members, q.weights, inputs, options)
             streams = [replace(common, generator=own.generator) for own in streams]
     components, plan = [], ""
     for member, own in zip(members, streams, strict=True):
@@ -306,16 +271,13 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
 
 
 def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Component, str]:
-    """f of one network: the mean network alone where probabilities are its own, else moments or draws as well.
-
-    The standard deviation of numbers' f grows with leverage, as temperatures do.
-    """
+    """f of one network; the standard deviation of numbers' f grows with leverage, as temperatures do."""
     if member.is_sharded:
-        return component_of(member, inputs, options)
+        return prediction.component_of(member, inputs, options)
     forward = forward_component(member, inputs, options)
     if _is_forward(member, options):
         return forward, "one forward pass"
-    found, how = component_of(member, inputs, options)
+    found, how = prediction.component_of(member, inputs, options)
     growth, ratio = (_of_rows(each, options.positions) for each in (forward.growth, forward.ratio))
     if growth is not None and not options.record.tempered and len(growth) == len(found.mean):
         found = grown(found, growth)
@@ -365,9 +327,7 @@ def forward_component(member: Any, inputs: Any, options: Options) -> Component:
     variance = torch.zeros((), dtype=outputs.dtype, device=outputs.device).expand_as(outputs)
     if options.predictive == "forward" and not options.record.tempered:
         if member.spread is None:
-            raise SettingError(
-                "predictive='forward' of numbers needs calibrate(posterior, held_out, predictive='forward') first"
-            )
+            raise SettingError("predictive='forward' of numbers needs calibrate(..., predictive='forward') first")
         variance = by_leverage(options.record, outputs, ratios.gentle, member.spread)
     return Component(
         outputs,
@@ -393,12 +353,12 @@ def _streams(q: Distribution, options: Options) -> list[Options]:
     if len(q.members) == 1:
         return [options]
     seed = fresh_seed(options.generator)
-    seeds = [stream_seed(seed, "member", number) for number in range(len(q.members))]
-    return [replace(options, generator=torch.Generator().manual_seed(each)) for each in seeds]
+    return [replace(options, generator=stream_of(seed, number)) for number in range(len(q.members))]
 
 
 def _score(q: Distribution, inputs: Any, options: Options) -> Score:
-    each = [score_of(member, inputs, own) for member, own in zip(q.members, _streams(q, options), strict=True)]
+    pairs = zip(q.members, _streams(q, options), strict=True)
+    each = [prediction.score_of(member, inputs, own) for member, own in pairs]
     if len(each) == 1:
         return each[0]
     error = average([w**2 for w in q.weights], [one.error.square() for one in each]).sqrt()
@@ -408,13 +368,13 @@ def _score(q: Distribution, inputs: Any, options: Options) -> Score:
     # I(y; m) = H[Σ π_m p_m] − Σ π_m H[p_m] of the mean networks.
     components = []
     for member in q.members:
-        mean = mean_outputs(member, inputs, options)
+        mean = prediction.mean_outputs(member, inputs, options)
         components.append(Component(mean, torch.zeros_like(mean), temperature=member.temperature, averaged=False))
 
     between: Tensor = options.record.predictive(components, q.weights).disagreement()
     flat = between.reshape(len(between), -1)
     if options.positions is None:
         return Score(within + flat.sum(dim=1), error)
-    at = chosen_positions(options.positions, inputs, components[0].mean.shape[1:]).to(flat.device)
+    at = prediction.chosen_positions(options.positions, inputs, components[0].mean.shape[1:]).to(flat.device)
     some = (flat * at).sum(dim=1) if at.dtype == torch.bool else flat.gather(1, at[:, None]).squeeze(1)
     return Score(within + some, error)

@@ -41,21 +41,18 @@ class InputRange:
         name: its key in a mapping, its number in a tuple, with dots where they are nested; empty for a tensor alone.
         dtype: its type, such as `"float32"`.
         shape: of one example, None for sizes that varied; None where the number of dimensions did.
-        low: the least value; 0, as `high`, where there were NaN or infinities, or too few examples.
-        high: the greatest value.
-        highest_low: the greatest of the examples' least values, but for one in a hundred.
-        lowest_high: the least of the examples' greatest values, likewise.
-        least_width: the least of the differences of both, likewise.
+        low, high: the least and the greatest value; 0 where there were NaN or infinities, or too few examples.
+        highest_low, lowest_high, least_width: l⁺, h⁻ and w⁻ above.
     """
 
     name: str
     dtype: str
     shape: tuple[int | None, ...] | None
-    low: float
-    high: float
-    highest_low: float
-    lowest_high: float
-    least_width: float
+    low: float = 0.0
+    high: float = 0.0
+    highest_low: float = 0.0
+    lowest_high: float = 0.0
+    least_width: float = 0.0
 
     @classmethod
     def of(cls, header: Mapping[str, Any]) -> InputRange:
@@ -83,10 +80,6 @@ class InputRange:
         inner = (low <= self.highest_low + inwards) & (high >= self.lowest_high - inwards)
         return outer & inner & (high - low >= _WIDTH * self.least_width)
 
-    def __str__(self) -> str:
-        sizes = "?" if self.shape is None else "×".join("?" if n is None else str(n) for n in self.shape) or "1"
-        return f"{self.name} {self.dtype} {sizes}, {self.low:.3g} to {self.high:.3g}".lstrip()
-
 
 def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
     """The range of every tensor in the inputs of some batches."""
@@ -98,10 +91,7 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
 
 
 def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
-    """How a batch differs from the held-out inputs, in words with the remedy; None where it does not.
-
-    Where a tensor is on a GPU it is waited for once.
-    """
+    """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
     compared = []
     for known, leaf in _pairs(ranges, inputs):
         if (words := _of_another_kind(known, leaf)) is not None:
@@ -137,10 +127,7 @@ def inside(ranges: Sequence[InputRange], inputs: Any) -> Tensor | None:
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
-    """Two examples such as the held-out ones, to trace a model with; None where a shape is not known.
-
-    Real numbers are 0, in the given type; others are the largest seen, so that masks leave nothing out.
-    """
+    """Two examples to trace with, real numbers 0, others the largest seen; None where a shape is not known."""
     made: dict[str, Tensor] = {}
     for known in ranges:
         if known.shape is None or None in known.shape or "." in known.name:
@@ -182,19 +169,18 @@ def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:
     shape = tuple(n[0] if len(set(n)) == 1 else None for n in zip(*shapes, strict=True)) if alike else None
     dtype = str(leaves[0].dtype).removeprefix("torch.")
     if leaves[0].is_complex() or sum(map(len, leaves)) < _FEWEST:
-        return InputRange(name, dtype, shape, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return InputRange(name, dtype, shape)
     low, high = (torch.cat(ends).double().cpu() for ends in zip(*map(_ends, leaves), strict=True))
     if not bool((low.isfinite() & high.isfinite()).all()):
-        return InputRange(name, dtype, shape, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return InputRange(name, dtype, shape)
     least, greatest = float(low.min()), float(high.max())
     whole = not leaves[0].is_floating_point() or all(bool((leaf == leaf.round()).all()) for leaf in leaves)
     if whole and greatest - least <= _CLOSE:
         return InputRange(name, dtype, shape, least, greatest, greatest, least, 0.0)
     rare = int(_RARE * len(low))
-    highest_low, lowest_high = float(low.sort().values[-1 - rare]), float(high.sort().values[rare])
-    return InputRange(
-        name, dtype, shape, least, greatest, highest_low, lowest_high, float((high - low).sort().values[rare])
-    )
+    highest_low, lowest_high = low.sort().values[-1 - rare], high.sort().values[rare]
+    inner = map(float, (highest_low, lowest_high, (high - low).sort().values[rare]))
+    return InputRange(name, dtype, shape, least, greatest, *inner)
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,10 @@ from bayesadam._checks import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.gaussian.structure import AnyPath, Named
 from bayesadam.gaussian.weights import Marginals, check_draws
-from bayesadam.posterior.distribution import Distribution, picks
+from bayesadam.posterior.distribution import Distribution, picks, stream_of
 from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
 from bayesadam.posterior.report import CalibrationReport, described, table
 
@@ -75,10 +75,7 @@ class Mixture(Marginals, Distribution):
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """E[θ] = Σ π_m μ_m by parameter name: a moment, and no weights to run a network with.
-
-        Networks from different starts lie in different basins, and the middle between them in none.
-        """
+        """E[θ] = Σ π_m μ_m by parameter name: a moment, in no network's basin, and no weights to run one with."""
         return self._averaged([member.mean for member in self.members])
 
     @property
@@ -113,16 +110,16 @@ class Mixture(Marginals, Distribution):
         seed = fresh_seed(generator)
         picked = picks(self.weights, n or 1, seed)
         if n is None:
-            return self.members[picked[0]].sample(generator=_stream(seed, picked[0]))
+            return self.members[picked[0]].sample(generator=stream_of(seed, picked[0]))
         draws: dict[str, Tensor] = {}
         for number in sorted(set(picked)):
             places = [place for place, pick in enumerate(picked) if pick == number]
-            for name, values in self.members[number].sample(len(places), generator=_stream(seed, number)).items():
+            for name, values in self.members[number].sample(len(places), generator=stream_of(seed, number)).items():
                 whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
                 whole[places] = values.to(whole)
         return draws
 
-    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+    def log_prob(self, params: Named) -> Tensor:
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
@@ -133,7 +130,7 @@ class Mixture(Marginals, Distribution):
         self.require_proper()
         seed = fresh_seed(generator)
         (number,) = picks(self.weights, 1, seed)
-        with self.members[number].sampled(generator=_stream(seed, number)) as model:
+        with self.members[number].sampled(generator=stream_of(seed, number)) as model:
             yield model
 
     def replace(self, **changes: Any) -> Mixture:
@@ -144,11 +141,8 @@ class Mixture(Marginals, Distribution):
         """The same mixture on another device or in another floating type; the models stay where they are."""
         return Mixture([m.to(device, dtype) for m in self.members], self.weights, calibration=self.calibration)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the mixture to one safetensors file, in place of an older one only once it is complete.
-
-        Buffers and frozen weights in which the members' networks differ are written too.
-        """
+    def save(self, path: AnyPath) -> None:
+        """Write one safetensors file, with all in which the networks differ, in place of an older one once complete."""
         tensors: dict[str, Tensor] = {}
         headers = []
         for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
@@ -162,7 +156,7 @@ class Mixture(Marginals, Distribution):
         storage.write(path, tensors, header)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
+    def load(cls, path: AnyPath, model: nn.Module) -> Mixture:
         """Read a saved mixture for `model`, one module for all members, which gets the first member's mean as weights.
 
         Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
@@ -242,11 +236,6 @@ def require_posterior(posterior: object, what: str) -> None:
     require_kind(posterior, Posterior, "posterior")
 
 
-def _stream(seed: int, number: int) -> torch.Generator:
-    """A member's own random numbers."""
-    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
-
-
 def _check_members(members: tuple[Posterior, ...]) -> None:
     """Refuse what is no set of whole posteriors over one architecture, naming the first difference."""
     if not members:
@@ -303,12 +292,12 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
 
 
-def _besides(model: nn.Module, mode: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _besides(model: nn.Module, mode: Named) -> dict[str, Tensor]:
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.detach() for name, tensor in everything.items() if name not in mode}
 
 
-def _with(path: str | os.PathLike[str], model: nn.Module, besides: Mapping[str, Tensor]) -> nn.Module:
+def _with(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
     """The model, or a copy of it that holds other buffers and frozen weights."""
     if not besides:
         return model

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
+from bayesadam import readers
 from bayesadam._alone import alone_with, listed_optimizers, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
@@ -22,7 +23,7 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Named, Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, with_prior
 from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
 from bayesadam.likelihoods import likelihood as likelihood_named
@@ -30,27 +31,9 @@ from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
 from bayesadam.predict.call import Forward
-from bayesadam.readers import (
-    CheckpointOptions,
-    Origin,
-    Recorder,
-    StateReader,
-    batch_size_or_tracked,
-    check_parameter,
-    load_weights,
-    match_checkpoint,
-    match_optimizers,
-    moments_apart,
-    origin_of,
-    own_parameters,
-    read_checkpoint,
-    read_match,
-    read_recorder,
-    warn_of_few,
-    working_dtype,
-)
-from bayesadam.readers import match as matching
+from bayesadam.readers import Recorder
 from bayesadam.readers.formats.lazy import Lazy
+from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,15 +105,17 @@ class Posterior(GaussianWeights, Distribution):
         form: Form = "map",
         structure: str = "diagonal",
         recorder: Recorder | None = None,
-        reader: str | StateReader | None = None,
+        reader: str | readers.StateReader | None = None,
     ) -> Posterior:
         """Read the posterior off a live optimiser; no data, no change to either.
 
         Args:
             optimizer: the optimiser that trained it, or a list of several over one model.
             n_data: N, the number of training examples.
-            likelihood: of the outputs: `"regression"`, `"classification"`, `"binary"`, `"heteroscedastic"`, `"poisson"`
-                or `"negative-binomial"`; kept, so that `predict` needs none.
+            likelihood: of the outputs: `"regression"`, `"classification"` (logits in the last dimension), `"binary"`
+                (one logit per output), `"heteroscedastic"` (means, then log-variances, in the last dimension),
+                `"poisson"` (one log-rate per target) or `"negative-binomial"` (log-means, then log-dispersions); kept,
+                so that `predict` needs none.
             prior_precision: δ, one number or one per parameter name, or a `LoraPrior`; None takes N × the weight decay
                 of each parameter's group, and 1 where there is none. 0.0 is the paper's equation to the letter.
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
@@ -152,7 +137,7 @@ class Posterior(GaussianWeights, Distribution):
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
         match = match_optimizers(model, optimizer, chosen)
-        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, recorder=recorder)
 
     @classmethod
@@ -168,10 +153,7 @@ class Posterior(GaussianWeights, Distribution):
         power: float = 1.0,
         batch_size: int | None = None,
     ) -> Posterior:
-        """Of recorded gradients alone: `Recorder.from_batches` serves a model already trained, by whatever optimiser.
-
-        The rest is as in `from_optimizer`; the batch size is known from `from_batches`.
-        """
+        """Of recorded gradients alone: `Recorder.from_batches`, which knows the batch size, serves any trained one."""
         require_kind(recorder, Recorder, "recorder")
         found = cls.from_optimizer(
             model,
@@ -184,7 +166,7 @@ class Posterior(GaussianWeights, Distribution):
             structure=structure,
             recorder=recorder,
         )
-        warn_of_few(found.origin, "the posterior")
+        readers.warn_of_few(found.origin, "the posterior")
         return found
 
     @classmethod
@@ -195,7 +177,7 @@ class Posterior(GaussianWeights, Distribution):
         n_data: float,
         *,
         likelihood: str | None = None,
-        optimizer: str | StateReader = "adam",
+        optimizer: str | readers.StateReader = "adam",
         param_names: Sequence[str] | None = None,
         prior_precision: Prior | None = None,
         power: float = 0.5,
@@ -210,20 +192,20 @@ class Posterior(GaussianWeights, Distribution):
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
         spec = structure_named(structure, recorded=False)
-        match = matching.match_state_dict(model, state_dict, optimizer, param_names)
-        settings = Settings(n_data, {}, power, batch_size_or_tracked(match, batch_size), form)
+        match = match_state_dict(model, state_dict, optimizer, param_names)
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood)
 
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         model: nn.Module,
         n_data: float | None = None,
         *,
         likelihood: str | None = None,
-        optimizer_path: str | os.PathLike[str] | None = None,
-        optimizer: str | StateReader | None = None,
+        optimizer_path: AnyPath | None = None,
+        optimizer: str | readers.StateReader | None = None,
         param_names: Sequence[str] | None = None,
         groups_in_order: bool = False,
         weights_key: str | None = None,
@@ -242,29 +224,22 @@ class Posterior(GaussianWeights, Distribution):
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            optimizer: the name of the optimiser that wrote the state; None identifies it.
         """
-        spec = structure_named(structure, recorded=False)
-        options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
-        checkpoint = read_checkpoint(path, options)
+        spec, keys = structure_named(structure, recorded=False), (weights_key, optimizer_key)
+        options = readers.CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, *keys)
+        checkpoint = readers.read_checkpoint(path, options)
         n_data = checkpoint.n_data_or(n_data)
-        match = match_checkpoint(checkpoint, model, options)
-        batch_size = batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
+        match = readers.match_checkpoint(checkpoint, model, options)
+        batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
         settings = Settings(n_data, {}, power, batch_size, form)
-        if (apart := moments_apart(checkpoint, match)) is not None:
+        if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
-        load = partial(load_weights, checkpoint, model)
+        load = partial(readers.load_weights, checkpoint, model)
         return cls._from_match(model, match, spec, settings, prior_precision, likelihood, load=load)
 
     @classmethod
     def from_moments(
-        cls,
-        model: nn.Module,
-        mean: Mapping[str, Tensor],
-        variance: Mapping[str, Tensor],
-        n_data: float,
-        *,
-        likelihood: str | None = None,
+        cls, model: nn.Module, mean: Named, variance: Named, n_data: float, *, likelihood: str | None = None
     ) -> Posterior:
         """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
 
@@ -276,7 +251,7 @@ class Posterior(GaussianWeights, Distribution):
                 raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
             if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
                 raise SettingError(f"the variance of {name!r} must be finite and positive")
-        mode = {name: mean[name].detach().to(working_dtype(mean[name].dtype), copy=True) for name in variance}
+        mode = {name: mean[name].detach().to(readers.working_dtype(mean[name].dtype), copy=True) for name in variance}
         moments = {name: (n_data * sigma.detach().to(mode[name])).reciprocal() for name, sigma in variance.items()}
         settings = Settings(n_data, dict.fromkeys(variance, 0.0), power=1.0, batch_size=1)
         omitted = {name: "not given" for name in parameters if name not in variance}
@@ -286,7 +261,7 @@ class Posterior(GaussianWeights, Distribution):
     def _from_match(
         cls,
         model: nn.Module,
-        match: matching.Match,
+        match: Match,
         spec: StructureSpec,
         settings: Settings,
         prior_precision: Prior | None,
@@ -301,7 +276,7 @@ class Posterior(GaussianWeights, Distribution):
                 f"n_data={settings.n_data:g} is less than batch_size={settings.batch_size}: n_data counts the training "
                 "examples, such as len(loader.dataset), not the batches"
             )
-        curvature, gradients = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
+        curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
         moments = curvature.second_moment
         structure = spec.build(Reading(match, moments, gradients))
         follows = isinstance(prior_precision, CovariantPrior)
@@ -315,8 +290,9 @@ class Posterior(GaussianWeights, Distribution):
         if isinstance(prior_precision, CovariantPrior):
             prior = prior_by_name(prior_precision.at(unwrap(model), mode, structure.bases), mode)
             settings = replace(settings, prior_precision=prior, default_prior=False)
-        recorded = None if recorder is None else float(recorder.recorded)
-        origin = origin_of(match) if recorded is None else Origin(match.optimizers, (recorded, recorded), recorded=True)
+        origin = readers.origin_of(match)
+        if recorder is not None:
+            origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         fields: Any = {"origin": origin, "model": unwrap(model), "likelihood": likelihood}
         return cls(mode, structure, settings, curvature.omitted, **fields)
 
@@ -368,27 +344,22 @@ class Posterior(GaussianWeights, Distribution):
         """
         draw = self.sample(generator=generator)
         shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
-        with alone_with(self.model), holding(self.model, shards), self._holding(draw):
-            yield self.model
-
-    @contextmanager
-    def _holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        parameters = self.parameters()
-        originals = {name: parameters[name].data for name in values}
-        buffers = [(m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None]
-        copies = [(buffer, buffer.clone()) for _, _, buffer in buffers]
-        try:
-            for name, value in values.items():
-                parameters[name].data = value.to(originals[name].device)
-            yield
-        finally:
-            for name, data in originals.items():
-                parameters[name].data = data
-            with torch.no_grad():
-                for module, key, buffer in buffers:
-                    module._buffers[key] = buffer
-                for buffer, before in copies:
-                    _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
+        with alone_with(self.model), holding(self.model, shards):
+            parameters = self.parameters()
+            originals = {name: parameters[name].data for name in draw}
+            held = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
+            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in held]
+            try:
+                for name, value in draw.items():
+                    parameters[name].data = value.to(originals[name].device)
+                yield self.model
+            finally:
+                for name, data in originals.items():
+                    parameters[name].data = data
+                with torch.no_grad():
+                    for module, key, buffer, before in buffers:
+                        module._buffers[key] = buffer
+                        _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
@@ -455,7 +426,7 @@ class Posterior(GaussianWeights, Distribution):
         return Lazy({**outlined(tensors), **more}, tensors.__getitem__), header
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
+    def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
         """Read a saved posterior for `model`, which gets its mean as weights.
 
         A file without weights leaves the model's as they are, which must be those that were trained: they are compared
@@ -471,14 +442,12 @@ class Posterior(GaussianWeights, Distribution):
         return found
 
     @classmethod
-    def unpacked(
-        cls, path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any], model: nn.Module
-    ) -> Posterior:
+    def unpacked(cls, path: AnyPath, tensors: Named, header: Mapping[str, Any], model: nn.Module) -> Posterior:
         """The posterior that `packed` gave, for `model`; errors name `path`, the file it was read from."""
         parameters = own_parameters(model)
         found = unpacked(path, tensors, header, parameters)
         for name in found.mode:
-            check_parameter(name, parameters[name])
+            readers.check_parameter(name, parameters[name])
         report, leverage = read_report(path, tensors, header), None
         if "leverage" in header:
             layers = layers_of(model, found.mode)
@@ -510,7 +479,7 @@ class Posterior(GaussianWeights, Distribution):
         found = super().__add__(later)
         return replace(found, calibration=None, leverage=None) if isinstance(found, Posterior) else found
 
-    def network_tensors(self) -> Mapping[str, Tensor]:
+    def network_tensors(self) -> Named:
         """Every tensor of the model by name."""
         held = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
@@ -535,7 +504,7 @@ class Posterior(GaussianWeights, Distribution):
         return parameters
 
 
-def copy_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def copy_into(model: nn.Module, values: Named) -> None:
     """Write weights by name into a model's parameters, into their shards where they are sharded."""
     with alone_with(model), torch.no_grad():
         parameters = own_parameters(model)
@@ -567,9 +536,7 @@ def add_report(report: CalibrationReport | None, tensors: dict[str, Tensor], hea
         tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.items()}
 
 
-def read_report(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]
-) -> CalibrationReport | None:
+def read_report(path: AnyPath, tensors: Named, header: Mapping[str, Any]) -> CalibrationReport | None:
     """What `calibrate` had to say, out of a file; None where there is nothing."""
     if header.get("calibration") is None:
         return None
@@ -590,7 +557,7 @@ def _noise(value: Any) -> Tensor | None:
     if value is None:
         return None
     noise = torch.as_tensor(value)
-    noise = noise.detach().to(working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
+    noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance and spread must be finite and at least 0, got {value!r}")
     return noise

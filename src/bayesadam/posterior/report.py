@@ -32,10 +32,7 @@ def settings_of(posteriors: Iterable[Any]) -> dict[str, Range]:
 
 
 def described(posterior: Any) -> list[tuple[str, str]]:
-    """The likelihood, the settings and what calibration did to a posterior or a mixture, a name and a text each.
-
-    Where calibration changed a setting it is `before → now`. A temperature of 1 is left out.
-    """
+    """The likelihood, the settings, as `before → now` where calibration changed them, and what it did, line by line."""
     report = posterior.calibration
     lines = [] if posterior.likelihood is None else [("likelihood", posterior.likelihood)]
     for name, value in settings_of(posterior.members).items():
@@ -97,7 +94,6 @@ class CalibrationReport:
     """What was done, on how much, before and after, and what the data preferred.
 
     Attributes:
-        likelihood: its name.
         method: `"temperature"`, `"validation"` or `"evidence"`.
         n_fitted: held-out examples behind the settings.
         n_scored: how many of them are behind the guarantees, each left out of its own leverage; none of fewer than 20.
@@ -106,8 +102,6 @@ class CalibrationReport:
         errors: their standard errors; none in files of earlier releases.
         temperatures: T of the probabilities, of each member of a mixture.
         averaged: whether probabilities average over the posterior.
-        preferred: what the data preferred, in words.
-        guarantee: the scores.
         before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
         inputs: the range of every tensor of the held-out inputs; none in files of earlier releases.
         abstention: which inputs are answered; None where `risk` was not given.

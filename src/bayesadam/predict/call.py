@@ -69,7 +69,6 @@ class Call:
     """f(θ, inputs) → (batch, ...) of one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
     Attributes:
-        model: the model.
         forward: `forward(model, inputs)` for models whose call is unusual; its first tensor or `.logits` is taken.
         at: None for all positions. Else inputs are pairs (inputs, position) and outputs are those of one position of
             each example, (batch, outputs): `""` takes them from the model's output, a name cuts that layer's input.
@@ -215,10 +214,7 @@ def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[Non
 
 
 def plain(inputs: Any, *, graph: bool = False) -> Any:
-    """Mappings of any kind as dicts, so that batches can be cut and joined; never inference tensors.
-
-    They have no graph, unless that is asked for and gradients are recorded.
-    """
+    """A batch that can be cut and joined: mappings as dicts, no inference tensors, no graph unless asked for."""
     graph = graph and torch.is_grad_enabled()
 
     def differentiable(leaf: Any) -> Any:
@@ -337,10 +333,7 @@ def for_model(inputs: Any, model: nn.Module, *, graph: bool = False) -> Any:
 
 
 def _split(batch: Any) -> tuple[Any, Any, bool]:
-    """Inputs, targets and whether they are the model's own labels; None for targets where there are none.
-
-    They are what a mapping or a named tuple has under a label's name, else the last of two or more.
-    """
+    """Inputs, targets, those under a label's name or else the last, and whether they are the model's own labels."""
     if isinstance(batch, Batch):
         return batch
     if isinstance(batch, Mapping):

@@ -48,9 +48,7 @@ class Use(ABC):
     """One use of one parameter, or of some of its rows, in a forward pass.
 
     Attributes:
-        name: the parameter.
-        edge: the layer's output z as an edge of the graph, where D arrives, so that z itself may be freed.
-        shape: of z.
+        edge: the layer's output z as an edge of the graph, where D arrives, so that z, of that `shape`, may be freed.
         layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
         rows: the rows of the parameter in use, where it is not the whole.
         rotation: the coordinates in which the parameter's variances are, where they are not its own.
@@ -161,9 +159,7 @@ class ConvolutionUse(ProductUse):
 class SumUse(Use):
     """z = w ⊙ x̂ + …, with one weight a feature: biases (x̂ = 1) and the affine parts of norms.
 
-    Attributes:
-        scale: gives x̂, of z's shape, when it is needed; None for a bias.
-        channel: whether the features are z's second dimension, as in a convolution, or its last ones.
+    `scale` gives x̂ of a norm. Features are z's second dimension, as in a convolution, where `channel`, or its last.
     """
 
     scale: Callable[[], Tensor] | None = None
@@ -209,10 +205,7 @@ Pulled = tuple[Use, Tensor, Layout]
 
 
 def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
-    """Σ_w J²_bcw S_w for each S, (k, b, c), or with `covariance` Σ_w J_bcw J_bdw S_w, (k, b, c, c).
-
-    `pulled` are all uses of one parameter, or of the same rows of it.
-    """
+    """Σ_w J²_bcw S_w, (k, b, c), or Σ_w J_bcw J_bdw S_w, (k, b, c, c), for each S, of all uses of the same rows."""
     first = pulled[0][0]
     variances = [first.of(s) for s in variances]
     pulled = [(use, d.to(variances[0].dtype), layout) for use, d, layout in pulled]

@@ -89,12 +89,8 @@ class Rows:
     In this order: the outputs chosen, or combinations of them; probes u = A r, A Aᵀ the Hessian H of −log p and r
     random signs, so that E (u · f)² = tr(H Cov f).
 
-    Attributes:
-        k: how many outputs or combinations are chosen.
-        top: whether they are the largest.
-        temperature: T, by which logits are divided in H.
-        shape: of an example's outputs, where probes go over all positions; None for one position.
-        noise_variance: σ², where the likelihood has one.
+    There are k of the first kind, the largest outputs where `top`. In H logits are over the temperature; `shape` is of
+    an example's outputs where probes go over all positions.
     """
 
     record: Likelihood[Any]
@@ -222,26 +218,22 @@ def moments(
     Args:
         params: μ, in the types of the model's parameters.
         variances: for each Σ a function from a parameter's name to its variances S.
-        rows: U; None for the identity.
-        given: the tensors of `rows` for this batch.
+        rows: U, with its tensors for this batch in `given`; None for the identity.
         covariance: the whole (d, d) blocks too.
         joint: the covariances between examples too, of all outputs, by the rows of the Jacobian.
-        budget: bytes for activations and back-propagated outputs.
         bases: the coordinates in which the variances are, of the parameters whose own they are not.
         directions: for each Σ the directions over all weights together in which it is narrower than S, of low-rank
             structures: they need the rows of the Jacobian, a few examples at a time.
-        plan: that of `plan_for` on these inputs, where it is at hand.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     own = directions or [None] * len(variances)
     task = _Task(call, leaves, variances, rows, covariance, budget, bases or {}, own)
     plan = plan_for(call, params, inputs) if plan is None else plan
-    batch, size = (inputs, given or {}), batch_size(inputs)
-    between = None
+    given, size, between = given or {}, batch_size(inputs), None
     if joint or has_graph(inputs) or any(each is not None for each in own):
         with torch.set_grad_enabled(has_graph(inputs)):
             mean = call.flat({name: leaf.detach() for name, leaf in leaves.items()}, inputs)
-        basis = task.basis(mean.detach(), batch[1])
+        basis = task.basis(mean.detach(), given)
         if joint:
             between, variance, block = _between(task, inputs, basis)
         else:
@@ -252,9 +244,9 @@ def moments(
         at_a_time, at_once = _chunking(task, plan, size)
         found = []
         for start in range(0, size, at_a_time):
-            cut = slice(start, start + at_a_time)
-            part = examples(inputs, cut.start, cut.stop), {name: t[cut] for name, t in batch[1].items()}
-            found.append(_chunk(task, plan, at_once, part))
+            stop = start + at_a_time
+            own_given = {name: tensor[start:stop] for name, tensor in given.items()}
+            found.append(_chunk(task, plan, at_once, examples(inputs, start, stop), own_given))
     mean, variance, block, indices = (
         torch.cat(parts, dim=d) for parts, d in zip(zip(*found, strict=True), (0, 1, 1, 0), strict=True)
     )
@@ -265,16 +257,8 @@ def moments(
     return Moments(mean, variance, block if covariance or joint else None, indices, between)
 
 
-# Mean, variances, blocks, which are empty where they are not asked for, and indices of some examples.
-_Found = tuple[Tensor, Tensor, Tensor, Tensor]
-_Batch = tuple[Any, Mapping[str, Tensor]]
-
-
 def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
-    """Examples at a time and rows at a time: about four copies of the activations, and two for each row.
-
-    A GPU that one row of all examples keeps busy takes one at a time, for less memory.
-    """
+    """Examples and rows at a time: four copies of the activations, and two for each row; one row on a busy GPU."""
     rows = plan.outputs if task.rows is None else task.rows.count
     like = next(iter(task.params.values()))
     most = max(1, _BUSY // (plan.activations * size)) if like.is_cuda else _OUTPUTS_AT_ONCE
@@ -292,9 +276,8 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
         at_once = max(1, at_once // 2)
 
 
-def _chunk(task: _Task, plan: Plan, at_once: int, batch: _Batch) -> _Found:
-    """Of some examples, layer by layer."""
-    inputs, given = batch
+def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any, given: Named) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, variances, blocks, which are empty where not asked for, and indices of some examples, layer by layer."""
     with torch.enable_grad():
         uses, output = recorded(task.call, task.params, inputs, plan.repeated)
         flat = output.reshape(batch_size(inputs), -1)
@@ -422,7 +405,6 @@ def batched_grad(
     flat: Tensor, tensors: Sequence[Tensor] | Sequence[GradientEdge], basis: Tensor
 ) -> Sequence[Tensor | None]:
     """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None without a path."""
-
     options: Any = {"retain_graph": True, "allow_unused": True}
     try:
         if len(basis) > 1:
@@ -468,10 +450,7 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, basis: Basis, w
 
 
 def _between(task: _Task, inputs: Any, basis: Basis) -> tuple[Tensor, Tensor, Tensor]:
-    """J Σ Jᵀ of all outputs of all examples, (k, b c, b c), its diagonal, (k, b, c), and blocks, (k, b, c, c).
-
-    The rows of the Jacobian are formed for as many parameters at a time as the budget holds.
-    """
+    """J Σ Jᵀ of all outputs of all examples, (k, b c, b c), its diagonal, (k, b, c), and blocks, (k, b, c, c)."""
     b, c = len(basis.indices), len(basis)
     params, graph = {name: tensor.detach() for name, tensor in task.params.items()}, has_graph(inputs)
     # Rows, white rows, and what made them.

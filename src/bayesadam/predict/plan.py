@@ -18,18 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.gaussian.structure import Named
+from bayesadam.predict import layers
 from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples, repeated
-from bayesadam.predict.layers import (
-    ConvolutionUse,
-    EmbeddingUse,
-    Layout,
-    MatrixUse,
-    SumUse,
-    TransposedMatrixUse,
-    Use,
-    batch_first,
-    batch_second,
-)
+from bayesadam.predict.layers import Layout, MatrixUse, SumUse, Use, batch_first, batch_second
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -47,9 +39,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
 # --- recording ------------------------------------------------------------------------------------------------------
 
 
-def recorded(
-    call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()
-) -> tuple[list[Use], Tensor]:
+def recorded(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[list[Use], Tensor]:
     """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy each.
 
     Hooks alone, removed in a `finally`. A layer whose class was changed, or a parameter used in another way, is not
@@ -96,15 +86,11 @@ def _recording(
         # What follows may work in place; D is wanted at the layer's own output.
         return output.clone() if isinstance(output, Tensor) else None
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for module in model.modules():
             if type(module) in _KNOWN or _is_transposed_linear(module):
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _for_each(tensor: Tensor, size: int, features: int) -> Tensor:
@@ -126,13 +112,13 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     """The uses of the parameters of one layer with input a and output z."""
     free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
     if isinstance(m, nn.Embedding):
-        return [] if m.max_norm else [(EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
+        return [] if m.max_norm else [(layers.EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
     if isinstance(m, _CONVOLUTIONS):
         own = {"layouts": _FIRST, "input": a, "module": m}
-        uses: list[_Note] = [(ConvolutionUse, m.weight, z, own), (SumUse, m.bias, z, first)]
+        uses: list[_Note] = [(layers.ConvolutionUse, m.weight, z, own), (SumUse, m.bias, z, first)]
         return uses if a.dim() == len(m.kernel_size) + 2 else []
     if isinstance(m, _LINEAR) or _is_transposed_linear(m):
-        matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
+        matrix = MatrixUse if isinstance(m, _LINEAR) else layers.TransposedMatrixUse
         return [(matrix, m.weight, z, {**free, "input": a}), (SumUse, m.bias, z, free)]
     x = a.detach()
     if isinstance(m, nn.LayerNorm):
@@ -192,14 +178,13 @@ class Plan:
 
     Attributes:
         uses: the parameter and the kind of every use of a layer, in order.
-        layouts: for every use, how the examples lie in its tensors; None leaves the use out.
+        layouts: how the examples lie in the tensors of each use; None leaves it out.
         generic: parameters whose gradients go through autograd, example by example.
         silent: parameters that had no gradient on these examples, so that nothing is known of them.
         repeated: parameters that all examples share as they are, such as position vectors: they are run with a copy for
             each example, so that the gradients of examples can be separated.
-        shape: the shape of one example's output.
-        activations: entries of activations per example.
-        widest: entries per example of the largest of the activations.
+        shape: of one example's output.
+        activations, widest: entries per example of all activations, and of the largest of them.
         first: f(x; μ) of the first example, (1, ...).
     """
 
@@ -222,7 +207,7 @@ class Plan:
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
+def plan_for(call: Call, params: Named, inputs: Any) -> Plan:
     """`make_plan`, cached for a model as long as its modules, their settings, hooks and the kind of its inputs stay.
 
     What the model computes may depend on more than that (a variable that its forward closes over): the first example is
@@ -264,7 +249,7 @@ def weakly(forward: Forward | None) -> Any:
         return object()
 
 
-def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
+def _operations(call: Call, leaves: Named, inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
     """The first example's output shape, the kinds of the nodes of the graph behind it, and the output itself."""
     try:
         with torch.enable_grad():
@@ -290,7 +275,7 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
     return tuple(found), output.detach()
 
 
-def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
+def make_plan(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
     """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
 
     With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors
@@ -334,7 +319,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     return Plan(*found, shared, output.shape[1:], activations, widest)
 
 
-def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
+def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Named) -> Plan:
     """The plan for one chunk: weights that were silent, or all where other layers are used, go the generic way."""
     same = tuple((use.name, type(use)) for use in uses) == plan.uses
     unknown = plan.silent if same else tuple(leaves)
@@ -349,7 +334,7 @@ def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, T
     return replace(plan, layouts=(None,) * len(uses), generic=live)
 
 
-def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor, size: int) -> None:
+def _check_output(call: Call, leaves: Named, probe: Any, output: Tensor, size: int) -> None:
     """The batch comes first, the output depends on the weights, and an example gives the same alone as among others."""
     if output.shape[0] != size:
         raise BayesAdamError(
@@ -389,7 +374,7 @@ def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: 
     ) from failure
 
 
-def _can_be_repeated(call: Call, leaves: Mapping[str, Tensor], probe: Any, name: str, output: Tensor) -> bool:
+def _can_be_repeated(call: Call, leaves: Named, probe: Any, name: str, output: Tensor) -> bool:
     """Whether the model runs with a copy of the parameter for each example, to the same end."""
     try:
         with torch.enable_grad():
@@ -448,11 +433,10 @@ def _agreeing_layouts(
 _calls: WeakKeyDictionary[nn.Module, dict[Any, tuple[str, torch.Size]]] = WeakKeyDictionary()
 
 
-def at_one_position(call: Call, params: Mapping[str, Tensor], inputs: Any) -> tuple[Call, torch.Size]:
-    """The call that takes (inputs, position), and the shape of an example's outputs at all positions.
+def at_one_position(call: Call, params: Named, inputs: Any) -> tuple[Call, torch.Size]:
+    """The call that takes (inputs, position), and the shape of an example's outputs at all positions; cached.
 
-    The last layer runs at that position alone where cutting its inputs gives what cutting the outputs does. That is
-    tried on one example, and cached for the model and the kind of its inputs.
+    The last layer runs at that position alone where cutting its input gives, on one example, what cutting outputs does.
     """
     known, key = _calls.setdefault(call.model, {}), (weakly(call.forward), _kind(inputs))
     if key in known:

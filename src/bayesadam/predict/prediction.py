@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +14,7 @@ from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, likelihood
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
@@ -36,11 +36,7 @@ _DRAWN_AT_ONCE = 1 << 28
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The keywords of `Distribution.predict`, checked.
-
-    Attributes:
-        chosen: the outputs that `outputs` chooses: the largest, indices or combinations; None for all.
-    """
+    """The keywords of `Distribution.predict`, checked; `chosen` are the largest outputs, indices or combinations."""
 
     likelihood: LikelihoodName
     predictive: PredictiveKind = "linearised"
@@ -83,14 +79,10 @@ class Options:
             )
         object.__setattr__(self, "chosen", found)
         if not isinstance(self.positions, Tensor) and self.positions not in (None, "all", "last"):
-            raise SettingError(
-                f"positions must be 'all', 'last', an index for each example, or a boolean mask, got {self.positions!r}"
-            )
+            raise SettingError(f"positions must be 'all', 'last', indices or a boolean mask, got {self.positions!r}")
         asked = self.covariance or self.chosen is not None or self.positions is not None
         if self.predictive == "forward" and asked:
-            raise SettingError(
-                "predictive='forward' runs the mean network alone: covariance, outputs and positions need another"
-            )
+            raise SettingError("predictive='forward' has the mean alone: covariance, outputs, positions need another")
         if self.joint and (self.predictive == "forward" or self.chosen is not None or self.positions is not None):
             raise SettingError(
                 "joint=True is of all outputs of every input, by moments or draws: leave out outputs= and positions=, "
@@ -119,9 +111,7 @@ class Options:
     def choice(self, shape: torch.Size) -> Top | Tensor | None:
         """The outputs asked for where an example's have that shape; the largest of many classes; None for all."""
         if (self.chosen is not None or self.positions is not None) and not shape:
-            raise SettingError(
-                "outputs= and positions= choose among several: this network has one number for each example"
-            )
+            raise SettingError("outputs= and positions= choose among several: this network has one number an example")
         if self.chosen is not None:
             return self.chosen
         if self.has_many(shape):
@@ -136,14 +126,11 @@ class Options:
 
 
 def chosen_positions(positions: Positions | None, inputs: Any, shape: torch.Size) -> Tensor:
-    """Positions by index, (batch,), or a mask, (batch, positions), of outputs of that shape, positions first.
-
-    The last one is that of the inputs' `attention_mask`, where there is one.
-    """
+    """Indices, (batch,), the last by the inputs' `attention_mask`, or a mask, (batch, positions), of such outputs."""
     size, count = batch_size(inputs), shape[:-1].numel()
     if len(shape) < 2:
         raise MatchError(
-            f"positions are of outputs (batch, positions, outputs), but an example's have shape {tuple(shape)}"
+            f"positions are of outputs (batch, positions, outputs): an example's have shape {tuple(shape)}"
         )
     if positions is None or (isinstance(positions, str) and positions == "all"):
         return torch.ones(size, count, dtype=torch.bool)
@@ -178,7 +165,7 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
         with alone_with(gaussian.model), gathered(gaussian, options.memory_budget) as whole:
             return component_of(whole, inputs, options)
     with evaluating(gaussian.model):
-        net = _Network.of(gaussian, inputs, options)
+        net = Network.of(gaussian, inputs, options)
         if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
             warn(mismatch)
         chosen = net.options.choice(net.plan.shape)
@@ -205,27 +192,28 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
     gaussian.require_proper()
     gaussian.warn_of_limits()
     with evaluating(gaussian.model):
-        net = _Network.of(gaussian, plain(inputs), options)
+        net = Network.of(gaussian, plain(inputs), options)
         (rows, given), shape = net.probes(), net.plan.shape
         if net.options.positions is not None and len(shape) > 1:
-            given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.device)
+            given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.like.device)
         found = net.moments(rows=replace(rows, shape=shape), given=given)
     return Score.of(found.variance[0].T / 2)
 
 
 @dataclass(frozen=True, eq=False)
-class _Network:
+class Network:
     """A posterior's model on a batch; `inputs` are pairs with a position where one of each example is asked for."""
 
     gaussian: Any
     options: Options
     call: Call
-    params: Mapping[str, Tensor]
+    params: Named
     inputs: Any
     plan: Plan
 
     @classmethod
-    def of(cls, gaussian: Any, inputs: Any, options: Options) -> _Network:
+    def of(cls, gaussian: Any, inputs: Any, options: Options) -> Network:
+        """The network that the options ask for."""
         call, params, positions = Call(gaussian.model, options.forward), parameters_at_mean(gaussian), options.positions
         by_index = isinstance(positions, Tensor) and positions.dtype != torch.bool
         if by_index or (isinstance(positions, str) and positions == "last"):
@@ -237,8 +225,9 @@ class _Network:
         return cls(gaussian, options, call, params, inputs, plan_for(call, params, plain(inputs)))
 
     @property
-    def device(self) -> torch.device:
-        return next(iter(self.params.values())).device
+    def like(self) -> Tensor:
+        """A parameter, of the type and on the device of all."""
+        return next(iter(self.params.values()))
 
     @property
     def noise(self) -> Tensor | None:
@@ -252,24 +241,16 @@ class _Network:
         rows = Rows(self.options.record, probes=n, temperature=t, noise_variance=self.noise)
         if n == 0:
             return rows, {}
-        generator = torch.Generator(device=self.device).manual_seed(fresh_seed(self.options.generator))
-        how: Any = {"generator": generator, "device": self.device, "dtype": torch.int8}
+        generator = torch.Generator(device=self.like.device).manual_seed(fresh_seed(self.options.generator))
+        how: Any = {"generator": generator, "device": self.like.device, "dtype": torch.int8}
         return rows, {"signs": 2 * torch.randint(2, (batch_size(self.inputs), n, self.plan.outputs), **how) - 1}
 
-    def moments(self, *others: Any, **options: Any) -> Moments:
-        """Under the posterior, and under others of the same mean."""
-        gaussians = [self.gaussian, *others]
-        return moments(
-            self.call,
-            self.params,
-            [each.coordinate_variance.__getitem__ for each in gaussians],
-            self.inputs,
-            budget=self.options.memory_budget,
-            bases=self.gaussian.structure.bases,
-            directions=[each.directions for each in gaussians],
-            plan=self.plan,
-            **options,
-        )
+    def moments(self, **options: Any) -> Moments:
+        """Those of the linearised network under the posterior."""
+        q = self.gaussian
+        how: Any = {"bases": q.structure.bases, "directions": [q.directions], "plan": self.plan, **options}
+        variances, budget = [q.coordinate_variance.__getitem__], self.options.memory_budget
+        return moments(self.call, self.params, variances, self.inputs, budget=budget, **how)
 
 
 def _chosen_at(chosen: Any, position: Tensor) -> Any:
@@ -278,14 +259,14 @@ def _chosen_at(chosen: Any, position: Tensor) -> Any:
     return at_positions(chosen, position) if by_position else chosen
 
 
-def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, str]:
+def _at_each_position(net: Network, chosen: Top | Tensor) -> tuple[Component, str]:
     """Exact moments of chosen outputs at several positions, one after the other."""
     mask, shape = chosen_positions(net.options.positions, net.inputs, net.plan.shape), net.plan.shape
     counts, order = mask.sum(dim=1), mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     most, how, parts = int(counts.max()), "", []
     call, _ = at_one_position(net.call, net.params, net.inputs)
     for position in order[:, :most].T:
-        inputs = (net.inputs, position.to(net.device))
+        inputs = (net.inputs, position.to(net.like.device))
         there = replace(net, call=call, inputs=inputs, plan=plan_for(call, net.params, inputs))
         found, how = _linearised(there, _chosen_at(chosen, position))
         parts.append(found)
@@ -309,23 +290,24 @@ def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, s
 # --- the linearised network -----------------------------------------------------------------------------------------
 
 
-def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
+def _linearised(net: Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     """Exact moments of all outputs, or of those chosen where an example's are (outputs,)."""
     gaussian, options, rows = net.gaussian, net.options, None
     given: dict[str, Tensor] = {}
     if chosen is not None:
         rows, signs = net.probes()
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
-        given = {name: tensor.to(net.device) for name, tensor in given.items()} | signs
+        given = {name: tensor.to(net.like.device) for name, tensor in given.items()} | signs
     found = net.moments(rows=rows, given=given, covariance=options.covariance, joint=options.joint)
     block, joint = (None if each is None else each[0] for each in (found.covariance, found.joint))
     settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
+    variance, done = found.variance[0], net.plan.outputs if rows is None else rows.count
+    how = f"linearised, exact: {done} backward directions"
     if rows is None:
-        how = f"linearised, exact: {net.plan.outputs} backward directions, one for each output"
-        return Component(found.mean, found.variance[0], block, joint=joint, noise_variance=net.noise, **settings), how
-    k, variance = rows.k, found.variance[0]
-    mean, noise = _chosen(net.noise, given, found.mean, found.indices)
-    component = Component(
+        every = Component(found.mean, variance, block, joint=joint, noise_variance=net.noise, **settings)
+        return every, f"{how}, one for each output"
+    k, (mean, noise) = rows.k, _chosen(net.noise, given, found.mean, found.indices)
+    some = Component(
         mean,
         variance[:, :k],
         None if block is None else block[:, :k, :k],
@@ -335,13 +317,10 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
         logits=found.mean if options.keeps_logits else None,
         **settings,
     )
-    how = f"linearised, exact: {rows.count} backward directions of {net.plan.outputs} outputs"
-    return component, how
+    return some, f"{how} of {net.plan.outputs} outputs"
 
 
-def _chosen(
-    noise: Tensor | None, given: Mapping[str, Tensor], logits: Tensor, indices: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _chosen(noise: Tensor | None, given: Named, logits: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
     """Means and σ² of outputs by index, (b, k), or of combinations u: u · f and Σ u² σ², 0 without a σ²."""
     noise = noise if noise is None else noise.to(logits).expand(logits.shape[-1])
     if "combinations" not in given:
@@ -354,18 +333,13 @@ def _chosen(
 # --- draws ----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
-    """Draws of all outputs, some at a time, reduced to those chosen, and their moments.
-
-    The mean of the linearised network is known; that of the network itself is estimated from the draws.
-    """
+def _drawn(net: Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
+    """Draws of all outputs, some at a time, reduced to those chosen, and moments; the linearised mean is known."""
     gaussian, options, record = net.gaussian, net.options, net.options.record
     n, sampled = options.n_samples, options.predictive == "sampled"
     numbers = net.plan.outputs * batch_size(net.inputs)
     at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
-    of_net = gaussian, net.call, net.params, net.inputs, net.plan
-    draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget, options.joint)
-    drawn, centre = draw(at_once)
+    drawn, centre = output_draws(net, at_once)
     if sampled and n > 1 and (collapse := record.collapse(drawn, centre)) is not None:
         warn(
             f"{collapse}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
@@ -393,7 +367,7 @@ def _drawn(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     probs, total = (logits / t).softmax(dim=-1), torch.zeros_like(logits)
     kept, scores = [], []
     for done in range(0, n, at_once):
-        drawn = draw(min(at_once, n - done))[0] if done else drawn
+        drawn = output_draws(net, min(at_once, n - done))[0] if done else drawn
         away = drawn.reshape(len(drawn), *logits.shape) - logits
         total += away.sum(dim=0)
         along = torch.einsum("mbc,nbc->nbm", basis.dense.to(away), away)

@@ -20,10 +20,7 @@ def gathered(gaussian: Any, budget: int) -> Iterator[Any]:
     """The posterior and its model in whole tensors on every process; the model's shards are back when it ends.
 
     FSDP2's hooks gather weights into memory of their own, past anything that is put in their place. So they are set
-    aside for the call.
-
-    Raises:
-        MemoryBudgetError: the whole posterior does not fit the budget, in bytes.
+    aside for the call. A posterior that does not fit the budget, in bytes, is refused.
     """
     needed = _COPIES * sum(theta.numel() * theta.element_size() for theta in gaussian.mode.values())
     if needed > budget:

@@ -16,10 +16,12 @@ from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.gaussian.settings import curvature
+from bayesadam.gaussian.structure import Named
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 
 Model = TypeVar("Model", bound=nn.Module)
+Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class Owner(NamedTuple):
@@ -85,11 +87,7 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
 class HeldWeights:
     """Holds some weights, where a mask is True, at values, until `remove` or the end of the `with` block."""
 
-    def __init__(
-        self,
-        held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]],
-        optimizer: Optimizer | Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]], optimizer: Optimizers) -> None:
         self._held = held
         self._hooks = [each.register_step_post_hook(self.apply) for each in listed_optimizers(optimizer)]
         for parameter, fixed, _ in held:
@@ -115,9 +113,7 @@ class HeldWeights:
         self.remove()
 
 
-def keep_pruned(
-    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]
-) -> HeldWeights:
+def keep_pruned(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizers) -> HeldWeights:
     """Prune the model, and keep it pruned through fine-tuning: in a `with` block, or until `remove`.
 
     Gradients of pruned weights are 0 before they reach clipping or the optimiser; masks are applied after every step.
@@ -126,7 +122,7 @@ def keep_pruned(
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in _removals(model, masks)], optimizer)
 
 
-def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
+def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizers) -> HeldWeights:
     """Train only the weights at which the masks are True: in a `with` block, or until `remove`.
 
     Gradients of the others are 0 before they reach clipping or the optimiser, and after every step these are put back.
@@ -162,10 +158,9 @@ class PrunedParameter:
 
 @dataclass(frozen=True)
 class PruningReport:
-    """What masks do to a model; prints as a table.
+    """What masks do to a model, a row for each parameter; prints as a table.
 
     Attributes:
-        rows: one per parameter of the model.
         expected_loss_change: ½ Σ_removed θ² w v̂ᵖ/N, the rise of the mean loss to second order at an optimum, with the
             posterior's precision (its prior left out) over N as the curvature: s B v̂ at p = 1. At the paper's p = ½ it
             compares prunings of one network, and is no loss. None without a posterior that holds every weight removed.
@@ -175,14 +170,11 @@ class PruningReport:
     expected_loss_change: float | None = None
 
     @classmethod
-    def of(
-        cls, parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor], expected_loss_change: float | None = None
-    ) -> PruningReport:
+    def of(cls, parameters: Named, masks: Named, expected_loss_change: float | None = None) -> PruningReport:
         """The report of masks, by the names of the parameters; one without a mask stays whole."""
-        rows = [
-            (name, p.numel(), int(masks[name].sum()) if name in masks else p.numel()) for name, p in parameters.items()
-        ]
-        return cls(tuple(PrunedParameter(*row) for row in rows), expected_loss_change)
+        kept = {name: int(mask.sum()) for name, mask in masks.items()}
+        rows = (PrunedParameter(name, p.numel(), kept.get(name, p.numel())) for name, p in parameters.items())
+        return cls(tuple(rows), expected_loss_change)
 
     @property
     def total(self) -> PrunedParameter:

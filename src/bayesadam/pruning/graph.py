@@ -157,11 +157,7 @@ class _Paths:
         return True
 
     def _through(self, node: fx.Node, user: fx.Node, layout: Layout, width: int) -> Layout | None:
-        """Where units lie after an operation that keeps them apart.
-
-        It keeps them apart if without some of the units it gives the same output without these units. That is tried on
-        random numbers; a softmax, or a view to fixed sizes, does not pass.
-        """
+        """Where units lie after an operation: without some of them, on random numbers, its output is without these."""
         module = self.modules.get(str(user.target)) if user.op == "call_module" else None
         if module is not None and (module.state_dict() or module._forward_hooks or module._forward_pre_hooks):
             return None

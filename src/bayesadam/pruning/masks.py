@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.settings import PrecisionRule
-from bayesadam.gaussian.structure import outlined
+from bayesadam.gaussian.structure import AnyPath, Named, outlined
 from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
@@ -32,8 +31,9 @@ from bayesadam.readers.formats.lazy import Lazy, meta
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Ranking = str | Callable[[Tensor, Tensor], Tensor] | Mapping[str, Tensor]
+Ranking = str | Callable[[Tensor, Tensor], Tensor] | Named
 Scope = Literal["global", "layer"]
+Exclude = str | Sequence[str]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
 # Weights ranked together: bounds the memory beside a parameter's own.
@@ -56,12 +56,10 @@ RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
 def weight_scores(
     posterior: GaussianWeights, ranking: Ranking = "snr", names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """The score of every weight, by parameter name; none is NaN.
+    """The score of every weight of some parameters, of all for None, by name; none is NaN.
 
     Args:
-        posterior: over the weights.
         ranking: a name from `RANKINGS`, a function `ranking(theta, v) -> scores` of tensors, or ready scores by name.
-        names: the parameters wanted; None for all of the posterior's.
     """
     posterior.require_whole("ranking weights")
     wanted = list(posterior.mode if names is None else names)
@@ -97,7 +95,7 @@ def pruning_masks(
     *,
     ranking: Ranking = "snr",
     scope: Scope = "global",
-    exclude: str | Sequence[str] = (),
+    exclude: Exclude = (),
     pattern: str | None = None,
 ) -> dict[str, Tensor]:
     """Boolean masks, True where a weight is kept, for every parameter of the posterior and on the parameter's device.
@@ -132,7 +130,7 @@ def pruning_masks(
     return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
 
 
-def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:
+def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: Exclude = ()) -> dict[str, Tensor]:
     """Masks, True at the share of the weights with the largest curvature v̂: those to fine-tune (Sung et al. 2021).
 
     The posterior is of the network before fine-tuning, or after a few steps of it. Excluded parameters, as in
@@ -144,26 +142,24 @@ def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Seq
 
 
 def prune_checkpoint(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: AnyPath,
+    out: AnyPath,
     fraction: float,
     *,
     ranking: str = "snr",
     scope: Scope = "global",
-    exclude: str | Sequence[str] = (),
+    exclude: Exclude = (),
     **options: Unpack[CheckpointKeywords],
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
 
-    No model and no data are needed, and of the weights one tensor at a time is in memory.
-
-    The report has the parameters with a state; buffers and frozen weights have no row.
+    No model and no data are needed, and of the weights one tensor at a time is in memory. The report has the parameters
+    with a state; buffers and frozen weights have no row.
 
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
         out: the file to write; with the ending `.safetensors` the weights alone.
-        fraction, ranking, scope: as in `pruning_masks`.
-        exclude: as in `pruning_masks`; of the kinds only `"biases"`, for the others need the model.
+        fraction, ranking, scope, exclude: as in `pruning_masks`; of the kinds only `"biases"` needs no model.
         **options: how the file is read, see `CheckpointOptions`.
     """
     checkpoint = read_checkpoint(path, **options)
@@ -179,7 +175,7 @@ def prune_checkpoint(
     return PruningReport.of({name: tensor for name, tensor in checkpoint.weights.items() if name in outline}, masks)
 
 
-def removals(scores: Mapping[str, Tensor], scope: Scope, fraction: Any, spared: int = 0) -> Mapping[str, Tensor]:
+def removals(scores: Named, scope: Scope, fraction: Any, spared: int = 0) -> Named:
     """Masks, True at what to remove; so many of each parameter stay in any case. Of lazy scores they are lazy too."""
     if not is_number(fraction) or not 0 <= fraction <= 1:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
@@ -196,11 +192,8 @@ def removals(scores: Mapping[str, Tensor], scope: Scope, fraction: Any, spared: 
     return {name: chosen[name](name) for name in shapes}
 
 
-def _lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Callable[[str], Tensor]:
-    """By name a mask, True at `count` weights over all names: lowest score first, equal ones by position.
-
-    The score of rank `count` is found digit by digit, 16 bits at a time, with one tensor in memory at a time.
-    """
+def _lowest(scores: Named, names: Sequence[str], count: int) -> Callable[[str], Tensor]:
+    """By name a mask, True at the `count` lowest scores over all, equal ones by position, found 16 bits at a time."""
     wide = any(outlined(scores)[name].dtype not in (torch.float16, torch.bfloat16, torch.float32) for name in names)
     kind, bits = (torch.float64, 64) if wide else (torch.float32, 32)
 
@@ -246,9 +239,7 @@ def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
     return {name: torch.ones(like[name].shape, dtype=torch.bool, device=place) for name, place in places.items()}
 
 
-def _eligible(
-    posterior: GaussianWeights, ranking: Ranking, exclude: str | Sequence[str], buffers: Mapping[str, Tensor]
-) -> list[str]:
+def _eligible(posterior: GaussianWeights, ranking: Ranking, exclude: Exclude, buffers: Named) -> list[str]:
     """The parameters that are not excluded, without the biases that a batch norm follows."""
     whole = excluded(posterior, exclude)
     names = [name for name in posterior.mode if name not in whole]
@@ -302,7 +293,7 @@ def _pattern_masks(
     return masks
 
 
-def save_masks(path: str | os.PathLike[str], masks: Mapping[str, Tensor]) -> None:
+def save_masks(path: AnyPath, masks: Named) -> None:
     """Write masks as packed bits by parameter name, in place of an older file only once it is complete."""
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
@@ -312,7 +303,7 @@ def save_masks(path: str | os.PathLike[str], masks: Mapping[str, Tensor]) -> Non
     storage.write(path, packed, {"shapes": shapes}, storage.MASKS)
 
 
-def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def load_masks(path: AnyPath) -> dict[str, Tensor]:
     """The masks that `save_masks` wrote, on the CPU; whatever takes masks moves them."""
     packed, header = storage.read(path, storage.MASKS)
     masks = {}

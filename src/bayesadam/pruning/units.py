@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.apply import prune
 from bayesadam.pruning.graph import Reader, Units, understand
-from bayesadam.pruning.masks import Ranking, Scope, excluded, nothing_removed, removals, weight_scores
+from bayesadam.pruning.masks import Exclude, Ranking, Scope, excluded, nothing_removed, removals, weight_scores
 
 
 def neuron_masks(
@@ -26,7 +26,7 @@ def neuron_masks(
     *,
     ranking: Ranking = "snr",
     scope: Scope = "global",
-    exclude: str | Sequence[str] = (),
+    exclude: Exclude = (),
     example_input: Any,
 ) -> dict[str, Tensor]:
     """Masks that remove whole units, with the incoming weights, the bias and the outgoing weights of each.
@@ -35,7 +35,6 @@ def neuron_masks(
     each layer, and those with a weight outside the posterior.
 
     Args:
-        fraction: the share of units to remove, 0 to 1.
         ranking: of weights, as in `pruning_masks`; a unit's score is the sum over all that would go with it.
         scope, exclude: as in `pruning_masks`, of layers by the names of their weights.
         example_input: a batch that the model takes, to follow the units through it.
@@ -53,7 +52,7 @@ def neuron_masks(
 
 
 def ranked_units(
-    posterior: Posterior, ranking: Ranking, exclude: str | Sequence[str], example: Any
+    posterior: Posterior, ranking: Ranking, exclude: Exclude, example: Any
 ) -> tuple[list[Units], dict[str, Tensor]]:
     """The layers whose units can be taken out, and the score of each unit by the name of its layer's weight."""
     require_posterior(posterior, "pruning")
@@ -61,8 +60,8 @@ def ranked_units(
     with in_eval_mode(posterior.model):
         every = understand(posterior.model, _arguments(example))
     touched = {units.name: [*_own(units), *(f"{r.name}.weight" for r in units.readers)] for units in every}
-    found = [units for units in every if f"{units.name}.weight" not in whole]
-    found = [units for units in found if all(name in posterior.mode for name in touched[units.name])]
+    known = [units for units in every if all(name in posterior.mode for name in touched[units.name])]
+    found = [units for units in known if f"{units.name}.weight" not in whole]
     scores = weight_scores(posterior, ranking, dict.fromkeys(n for units in found for n in touched[units.name]))
     sums = {}
     for units in found:
