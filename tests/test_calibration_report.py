@@ -98,7 +98,7 @@ def best_temperature(f: np.ndarray, y: Tensor) -> float:
     def cost(log_t: float) -> float:
         return nll_at(math.exp(log_t), f, y) + (log_t**2 / 2 if log_t > 0 else 2 * log_t**2) / len(y)
 
-    found = minimize_scalar(cost, bounds=(math.log(0.25), 3), method="bounded", options={"xatol": 1e-7})
+    found = minimize_scalar(cost, bounds=(math.log(0.1), 3), method="bounded", options={"xatol": 1e-7})
     return math.exp(found.x)
 
 

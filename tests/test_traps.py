@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import bayesadam as ba
 from bayesadam.calibration.leaked import balance
-from bayesadam.errors import BayesAdamWarning, HeldOutWarning, InputRangeWarning, SettingError
+from bayesadam.errors import BayesAdamWarning, HeldOutWarning, InputRangeWarning, MatchError, SettingError
 from bayesadam.inspect import diagnose_checkpoint
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.posterior.inputs import InputRange, departure, inside, ranges_of
@@ -308,3 +308,42 @@ def test_the_folder_of_a_trainer_by_its_steps(counted, apart, tmp_path):
     with pytest.warns(BayesAdamWarning, match=f"counts {counted} steps, the optimiser 30"):
         read(tmp_path, None, model)
     assert "other-epoch" in diagnose_checkpoint(tmp_path).codes()
+
+
+# --- what counts examples, and what comes first ---------------------------------------------------------------------
+
+
+def stepped(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer, x, y = torch.optim.Adam(model.parameters()), rows(8), torch.randint(3, (8,))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_the_number_of_batches_for_that_of_examples_is_told():
+    model, optimizer = stepped(3 * 47)
+    with pytest.warns(
+        BayesAdamWarning, match=r"^pass n_data=len\(loader.dataset\).* the 141 steps .* 3 times n_data=47"
+    ):
+        ba.Posterior.from_optimizer(model, optimizer, n_data=47, likelihood="classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n, batch_size in ((376, 8), (48, None), (47, 1), (3, None)):
+            ba.Posterior.from_optimizer(model, optimizer, n, batch_size=batch_size, likelihood="classification")
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_targets_before_inputs_are_told(likelihood):
+    model, optimizer = stepped(5)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=64, likelihood=likelihood)
+    x, y = rows(64), torch.randint(3, (64,)) if likelihood == "classification" else rows(64)[:, :3]
+    for held_out in ((y, x), [(y[:32], x[:32]), (y[32:], x[32:])]):
+        with pytest.raises(MatchError, match=r"^pass \(inputs, targets\), not \(targets, inputs\)"):
+            ba.calibrate(posterior, held_out)
+    # What neither of the pair explains is the network's own to say.
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ba.calibrate(posterior, (x[:, :4], y))

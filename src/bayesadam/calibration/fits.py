@@ -25,22 +25,24 @@ from bayesadam.predict.prediction import Options, component_of
 
 # Bounds of the temperature, and standard deviations of log T before any example is seen, below T = 1 and above: more
 # networks are too sure than too unsure.
-COLDEST, _HOTTEST = 0.25, 20.0
+_COLDEST, _HOTTEST = 0.1, 20.0
 _COLD, _HOT = 0.5, 1.0
 # Folds, and how often examples are dealt to them anew; temperatures that these choose from, over that of all examples.
 _FOLDS, _REPEATS = 5, 4
+# Of fewer examples folds say nothing, and log p(T) alone keeps T near 1.
+_FEWEST_FOLDED = 100
 _NEAR = tuple(math.exp(i / 20) for i in range(-10, 11))
 # Ratios δ/w that one pass over the data tries; temperatures and shares of the residuals that are noise; rounds of scale
 # and temperature in turn.
 _RATIOS = 13
-_TEMPERATURES = (COLDEST, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
+_TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 _ROUNDS = 4
 _NOISE_ROUNDS = 8
 # Under draws: how many examples are looked at, more would hardly say more about two numbers, and the factors tried.
 MOST_DRAWN = 2_000
 _FACTORS = tuple(10.0 ** (i / 2) for i in range(-2, 11))
-_DRAWN_TEMPERATURES = tuple(COLDEST * 2 ** (i / 2) for i in range(13))
+_DRAWN_TEMPERATURES = tuple(0.25 * 2 ** (i / 2) for i in range(13))
 
 
 def log_prior(temperature: float) -> float:
@@ -96,7 +98,7 @@ def best_temperature(
     def score(temperature: float) -> float:
         return _scores(options, mean, variances, y, temperature=temperature)[0]
 
-    return _refined(score, start, reach=reach, least=COLDEST)
+    return _refined(score, start, reach=reach, least=_COLDEST)
 
 
 def at_one(options: Options, mean: Tensor, y: Tensor) -> tuple[float, float]:
@@ -137,9 +139,9 @@ def temperature_pays(options: Options, outputs: Tensor, tempered: Tensor, y: Ten
         sums = torch.zeros(int(owners.max()) + 1, dtype=torch.float64)
         return sums.index_add_(0, owners.cpu(), rows.double().cpu().reshape(len(rows), -1).sum(dim=1))
 
-    if len(y) < _FOLDS:
+    if int(owners.max()) + 1 < _FEWEST_FOLDED:
         return True
-    temperatures = [max(COLDEST, at * factor) for factor in _NEAR]
+    temperatures = [max(_COLDEST, at * factor) for factor in _NEAR]
     log_probs = torch.stack([by_example(tempered, temperature) for temperature in temperatures])
     alone, log_priors = by_example(outputs, 1.0), torch.tensor([log_prior(t) for t in temperatures]).double()
     return bool(out_of_fold(log_probs, log_priors, -alone).sum() >= alone.sum())
