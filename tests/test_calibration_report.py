@@ -486,9 +486,8 @@ def test_it_is_never_worse_than_the_best_temperature(count, method):
         t = best_temperature(logits(posterior.model, batch[0]), batch[1])
         mine.append(-float(scores.mean()))
         floor.append(nll_at(t, logits(posterior.model, x), y))
-    # On fresh data, against temperature scaling fitted to all that is held out. Of fifty examples T₀ = 1 is kept more
-    # often than it should be.
-    assert np.mean(mine) <= (1.02 if (count, method) == (50, "temperature") else 1.01) * np.mean(floor)
+    # On fresh data, against temperature scaling fitted to all that is held out.
+    assert np.mean(mine) <= 1.01 * np.mean(floor)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -77,14 +77,14 @@ def calibrate(
 
     r(x) is the leverage of an input relative to that of the held-out inputs, 1 for the usual one: probabilities grow
     humble where layers have to extrapolate. The exponent ½ is smaller where held-out data would lose more than 0.5 % of
-    their likelihood by it. T₀ stays 1 where that is likelier than a temperature fitted to other folds, of five that
-    examples are dealt to by their loss, four times anew. `"validation"` averages probabilities over the posterior
-    instead. T has a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right
-    are no reason to be certain. Validation inside the data cannot see what δ does outside it and shrinks the
-    uncertainty there to nothing, so that regression defaults to evidence. δ comes out as one number for all parameters;
-    a `LoraPrior` is multiplied by one number. Under a predictive that samples, s and δ of the linearised network are
-    multiplied by the best of powers of ten from 0.1 to 10⁵ in half steps. Under `"forward"` the only settings are T₀ of
-    classes, or v of Var[f] = v r, and σ² of a regression, by the likelihood of y.
+    their likelihood by it. Of 100 examples and more, T₀ stays 1 where that is likelier than a temperature fitted to
+    other folds, of five that examples are dealt to by their loss, four times anew. `"validation"` averages
+    probabilities over the posterior instead. T has a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that
+    a few examples that are all right are no reason to be certain. Validation inside the data cannot see what δ does
+    outside it and shrinks the uncertainty there to nothing, so that regression defaults to evidence. δ comes out as one
+    number for all parameters; a `LoraPrior` is multiplied by one number. Under a predictive that samples, s and δ of
+    the linearised network are multiplied by the best of powers of ten from 0.1 to 10⁵ in half steps. Under `"forward"`
+    the only settings are T₀ of classes, or v of Var[f] = v r, and σ² of a regression, by the likelihood of y.
 
     `novelty_pvalue`, `prediction_set` and `interval` rest on the scores of the held-out examples: each is left out of
     its own leverage, and the one to three settings are fitted to all. `posterior.calibration` is the report.
