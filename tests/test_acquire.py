@@ -194,4 +194,4 @@ def test_what_cannot_be_answered_is_named():
     with pytest.raises(SettingError, match="badge"):
         ba.acquire(numbers(), pool, 2, method="badge")
     with pytest.raises(MatchError, match="second time"):
-        ba.acquire(q, ((part, torch.zeros(len(part))) for part in pool.split(2)), 2)
+        ba.acquire(q, ((part, torch.zeros(len(part))) for part in pool.split(2)), 2, method="bald")

@@ -325,14 +325,14 @@ def stepped(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_the_number_of_batches_for_that_of_examples_is_told():
-    model, optimizer = stepped(3 * 47)
+    model, optimizer = stepped(3 * 117)
     with pytest.warns(
-        BayesAdamWarning, match=r"^pass n_data=len\(loader.dataset\).* the 141 steps .* 3 times n_data=47"
+        BayesAdamWarning, match=r"^pass n_data=len\(loader.dataset\).* the 351 steps .* 3 times n_data=117"
     ):
-        ba.Posterior.from_optimizer(model, optimizer, n_data=47, likelihood="classification")
+        ba.Posterior.from_optimizer(model, optimizer, n_data=117, likelihood="classification")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for n, batch_size in ((376, 8), (48, None), (47, 1), (3, None)):
+        for n, batch_size in ((936, None), (118, None), (117, 8), (13, None)):
             ba.Posterior.from_optimizer(model, optimizer, n, batch_size=batch_size, likelihood="classification")
 
 

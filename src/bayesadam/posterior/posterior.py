@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
 _GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
 # Fewer batches than this in an epoch may divide the steps by chance.
-_FEWEST_BATCHES = 20
+_FEWEST_BATCHES = 100
 
 
 def _counts_batches(settings: Settings, steps: float) -> str | None:
@@ -49,7 +49,7 @@ def _counts_batches(settings: Settings, steps: float) -> str | None:
     n, batch_size = settings.n_data, settings.batch_size
     if batch_size is not None and batch_size > n:
         return f"n_data={n:g} is less than batch_size={batch_size}"
-    if batch_size != 1 and n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n:
+    if batch_size is None and n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n:
         return f"the {steps:,.0f} steps of the optimiser are {steps / n:,.0f} times n_data={n:g}"
     return None
 
