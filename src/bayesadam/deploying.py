@@ -182,9 +182,8 @@ class Served(nn.Module):
     def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor], in_range: Tensor | None) -> Answer:
         factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
         log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
-        layers = log_h - self.medians[:-2]
         ratios = relative(log_h, self.medians, self.source, self.exponent)
-        tempered, spread = self.record.tempered, self.spread
+        spread = self.spread
         component = Component(
             outputs,
             outputs.new_zeros(()) if spread is None else by_leverage(self.record, outputs, ratios.gentle, spread),
@@ -200,38 +199,23 @@ class Served(nn.Module):
             # As `conformal.p_values`, whose search ONNX does not have.
             larger = (self.novelties >= novelty[:, None]).sum(dim=1)
             p_value = (1 + larger).float() / (len(self.novelties) + 1)
-        if tempered:
+        own: dict[str, Tensor | None]
+        if self.record.tempered:
             probs = self.record.probs(component, "probit", 0)
             of_classes = self.record.of_classes(probs)
+            doubt = doubt_of_classes(of_classes)
             kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
-            return Answer(
-                novelty,
-                p_value,
-                probs=probs,
-                prediction_set=kept,
-                answered=self._answered(novelty, doubt_of_classes(of_classes), in_range),
-                in_range=in_range,
-                layers=layers,
-            )
-        mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
-        reach = None if self.reach is None else self.reach.view(stddev.shape[1:]) * stddev
-        return Answer(
-            novelty,
-            p_value,
-            mean=mean,
-            stddev=stddev,
-            lower=None if reach is None else mean - reach,
-            upper=None if reach is None else mean + reach,
-            answered=self._answered(novelty, doubt_of_numbers(stddev), in_range),
-            in_range=in_range,
-            layers=layers,
-        )
-
-    def _answered(self, novelty: Tensor, doubt: Tensor, in_range: Tensor | None) -> Tensor | None:
-        if self.rule is None:
-            return None
-        answered = self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
-        return answered if in_range is None else answered & in_range
+            own = {"probs": probs, "prediction_set": kept}
+        else:
+            mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
+            doubt, own = doubt_of_numbers(stddev), {"mean": mean, "stddev": stddev}
+            if self.reach is not None:
+                reach = self.reach.view(stddev.shape[1:]) * stddev
+                own |= {"lower": mean - reach, "upper": mean + reach}
+        if self.rule is not None:
+            answered = self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
+            own["answered"] = answered if in_range is None else answered & in_range
+        return Answer(novelty, p_value, **own, in_range=in_range, layers=log_h - self.medians[:-2])
 
     def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""
