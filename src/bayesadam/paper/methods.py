@@ -18,7 +18,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Blocks, Streams
+from bayesadam.engine.streams import Streams, blocks
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import stream_seed
 from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive
@@ -183,8 +183,7 @@ def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **ow
     stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
     steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
     schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
-    rows = Blocks(n, min(training.batch_size, n), problem.seeds, steps)
-    train(stack, rows, schedule)
+    train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
     return stack
 
 
