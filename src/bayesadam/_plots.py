@@ -173,14 +173,8 @@ def _risk_coverage(ax: Any, p: Any, y: Tensor | None) -> Any:
     ax, wrong = axes_or_new(ax), p.wrong(y)
     for shade, (name, doubt) in zip(COLOURS, {"confidence": p.doubt, "novelty": p.novelty}.items(), strict=False):
         answered, errors = map(_array, answered_up_to(doubt.detach(), wrong))
-        ax.plot(
-            answered / len(doubt),
-            errors / answered,
-            color=shade,
-            linewidth=1.6,
-            label=f"by {name}",
-            drawstyle="steps-post",
-        )
+        style: Any = {"color": shade, "linewidth": 1.6, "drawstyle": "steps-post", "label": f"by {name}"}
+        ax.plot(answered / len(doubt), errors / answered, **style)
     if p.abstention is not None:
         ax.axhline(p.abstention.risk, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="risk asked for")
         answers = p.answered

@@ -123,6 +123,10 @@ def _some(size: int, n: int, seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:n].sort().values
 
 
+def _joined(*batches: Any) -> Any:
+    return pytree.tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *batches)
+
+
 @dataclass(frozen=True, eq=False)
 class _Pool:
     """Inputs by number: a batch that is cut into chunks, or a loader."""
@@ -154,10 +158,7 @@ class _Pool:
             start = stop
         if not start:
             raise MatchError("the loader gave no batch the second time: pass one that can be gone through again")
-        joined = pytree.tree_map(
-            lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
-        )
-        return chosen_examples(joined, order.argsort())
+        return chosen_examples(_joined(*parts), order.argsort())
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +248,7 @@ class _Information:
         """k numbers of inputs whose labels teach most about those of the target."""
         if k > (n := batch_size(inputs)):
             raise MatchError(f"the pool has {n} inputs, and k={k} were asked for")
-        both = pytree.tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, inputs, target)
+        both = _joined(inputs, target)
         if not self.is_class:
             return _most_reduction(*self.covariance(both), k, n)
         probs, weights = self.probabilities(both)
@@ -382,10 +383,8 @@ def _spread(errors: Tensor, hidden: Tensor, k: int, seed: int) -> Tensor:
     source, nearest, chosen = torch.Generator().manual_seed(seed), own.clone(), [int(own.argmax())]
     while len(chosen) < k:
         last = chosen[-1]
-        products = torch.einsum("mnc,mc->mn", errors, errors[:, last]) * torch.einsum(
-            "mnd,md->mn", hidden, hidden[:, last]
-        )
-        away = (own + own[last] - 2 * products.sum(dim=0).double()).clamp(min=0)
+        products = [torch.einsum("mnc,mc->mn", factor, factor[:, last]) for factor in (errors, hidden)]
+        away = (own + own[last] - 2 * (products[0] * products[1]).sum(dim=0).double()).clamp(min=0)
         nearest = away if len(chosen) == 1 else torch.minimum(nearest, away)
         nearest[chosen] = 0
         shares = nearest.cpu() if bool(nearest.any()) else torch.ones(len(own)).index_fill(0, torch.tensor(chosen), 0.0)
