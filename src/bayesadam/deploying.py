@@ -252,7 +252,9 @@ class Served(nn.Module):
         suffix = os.path.splitext(os.fspath(path))[1]
         if suffix not in _FORMATS:
             raise SettingError(f"{os.fspath(path)!r} must end in one of {_FORMATS}")
-        if example is None and (example := self._example()) is None:
+        own = next(self.model.parameters())
+        example = example_of(self.ranges, own.dtype, own.device) if example is None else example
+        if example is None:
             raise SettingError(
                 "pass an example, served.save(path, x): the held-out inputs that calibrate saw differ in shape, or are "
                 "not recorded"
@@ -263,8 +265,7 @@ class Served(nn.Module):
         if size < 2:
             raise SettingError("the example batch must hold at least two examples, or the size of batches were fixed")
         # Attention on CUDA takes no more.
-        most = _LARGEST_ON_CUDA if next(self.model.parameters()).is_cuda else None
-        batch = torch.export.Dim("batch", min=1, max=most)
+        batch = torch.export.Dim("batch", min=1, max=_LARGEST_ON_CUDA if own.is_cuda else None)
 
         def dynamic(leaf: Any) -> Any:
             return {0: batch} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
@@ -286,11 +287,6 @@ class Served(nn.Module):
             assert written is not None
             written.model.metadata_props["bayesadam"] = json.dumps(self.about, ensure_ascii=False)
             written.save(os.fspath(temporary))
-
-    def _example(self) -> Any:
-        """Two examples such as the held-out ones; None where their shape is not known."""
-        own = next(self.model.parameters())
-        return example_of(self.ranges, own.dtype, own.device)
 
 
 def _at_mean(posterior: Posterior) -> nn.Module:

@@ -49,6 +49,7 @@ _KIND = _storage.Kind("bayesadam.monitor", "a saved monitor", ": give the file t
 _SHARES, _EXPONENTS, _SHIFT = np.array([0.03, 0.2, 0.9]), np.array([0.05, 0.3, 0.7]), 1e-4
 _SCALES = _EXPONENTS / ((1 + _SHIFT) ** _EXPONENTS - _SHIFT**_EXPONENTS)
 _BETS = 3 * (len(_EXPONENTS) + 1) * len(_SHARES)
+# a: ½ log a/log(a + t) is not yet bet after t scores.
 _PATIENCE = 100.0
 # Scores of a stream that are taken at once: products of so many bets stay far from the ends of float64.
 _CHUNK = 64
@@ -306,7 +307,7 @@ class Monitor:
         t = self._n[rows][:, None] + np.arange(size + 1)
         p = (greater + u * equal) / (len(self._scores) + 1 + t[:, :-1])
 
-        capital, rest = self._capital[rows], reserve(t)
+        capital, rest = self._capital[rows], 0.5 * math.log(_PATIENCE) / np.log(_PATIENCE + t)
         bets = valid & (capital.sum(axis=1) < _ENOUGH)[:, None]
         f = np.where(bets[..., None], densities(p), 1.0)
         spent = np.where(bets, rest[:, :-1] - rest[:, 1:], 0.0)[..., None] / _BETS
@@ -417,12 +418,6 @@ def densities(p: Array) -> Array:
     g = np.concatenate([_SCALES * np.exp((_EXPONENTS - 1) * np.log(q + _SHIFT)), 2 - 2 * q], axis=-1)
     found: Array = 1 - _SHARES + _SHARES * g[..., None]
     return found.reshape(*p.shape, _BETS)
-
-
-def reserve(t: NDArray[np.int64]) -> Array:
-    """½ log a/log(a + t), what is not yet bet after t scores."""
-    found: Array = 0.5 * math.log(_PATIENCE) / np.log(_PATIENCE + t)
-    return found
 
 
 def _array(values: Scores) -> Array:
