@@ -206,10 +206,7 @@ class _Information:
         """H of −log p(y | f) at the mean, of the outputs' shape."""
         noise = found.components[0].noise_variance
         if self.record.noise and (noise is None or not bool((noise > 0).all())):
-            raise SettingError(
-                "what a label teaches depends on its noise, which is not known: calibrate the posterior, or use "
-                "posterior.replace(noise_variance=...)"
-            )
+            raise SettingError("the noise of a label is not known: calibrate, or posterior.replace(noise_variance=...)")
         diagonal: Tensor = self.record.hessian_diagonal(found.mean, noise)
         return diagonal
 
@@ -257,9 +254,7 @@ class _Information:
     def gradients(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Factors e and h of the gradients e hᵀ of the last layer at the likeliest class, (members, n, ·) each."""
         if not self.is_class:
-            raise SettingError(
-                "method='badge' guesses labels, which are classes: for numbers use 'batchbald' or 'epig'"
-            )
+            raise SettingError("method='badge' is for classes, whose labels it guesses: use 'batchbald' or 'epig'")
         errors, hidden = [], []
         for batch in batches:
             of_members = []

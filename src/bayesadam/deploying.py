@@ -89,15 +89,11 @@ def deploy(posterior: Posterior, *, level: float = 0.95, forward: Forward | None
         raise CalibrationError("only a calibrated posterior can be deployed: calibrate(posterior, held_out) first")
     record = likelihood_of(report.likelihood)
     if record.tempered and posterior.averaged:
-        raise CalibrationError(
-            "these probabilities average over the posterior, which takes more than a forward pass: calibrate with "
-            "method='temperature'"
-        )
+        many = "probabilities that average over the posterior take more than a forward pass"
+        raise CalibrationError(f"{many}: calibrate with method='temperature'")
     if not record.tempered and posterior.spread is None:
-        raise CalibrationError(
-            "the variance of this prediction takes backward passes: calibrate(posterior, held_out, "
-            "predictive='forward') fits one that takes none"
-        )
+        many = "the variance of this prediction takes backward passes"
+        raise CalibrationError(f"{many}: calibrate(posterior, held_out, predictive='forward') fits one without")
     return Served(posterior, level, forward)
 
 
@@ -255,10 +251,8 @@ class Served(nn.Module):
         own = next(self.model.parameters())
         example = example_of(self.ranges, own.dtype, own.device) if example is None else example
         if example is None:
-            raise SettingError(
-                "pass an example, served.save(path, x): the held-out inputs that calibrate saw differ in shape, or are "
-                "not recorded"
-            )
+            why = "the held-out inputs that calibrate saw differ in shape, or are not recorded"
+            raise SettingError(f"pass an example, served.save(path, x): {why}")
         if suffix == ".onnx" and any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters()):
             raise SettingError("onnxruntime runs no bfloat16: served.half() or served.float() before it is saved")
         size = _first(example).shape[0]

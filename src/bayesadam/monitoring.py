@@ -133,10 +133,8 @@ class Monitor:
             require_kind(posterior, Posterior, "posterior")
             report = posterior.calibration
             if report is None or "novelty" not in report.guarantee:
-                raise CalibrationError(
-                    "the posterior has no held-out novelties: calibrate(posterior, held_out) first, or pass "
-                    "reference=, the scores of held-out inputs"
-                )
+                first = "calibrate(posterior, held_out) first, or pass reference=, the scores of held-out inputs"
+                raise CalibrationError(f"the posterior has no held-out novelties: {first}")
             reference = report.guarantee["novelty"]
             if posterior.leverage is not None:
                 self._layers = tuple(layer.module for layer in posterior.leverage.layers)
@@ -262,10 +260,8 @@ class Monitor:
         if odd := [name for name in new if not isinstance(name, str | int)]:
             raise SettingError(f"names of slices are strings or whole numbers, got {odd[0]!r}")
         if len(self._names) + len(new) > self._most:
-            raise SettingError(
-                f"{len(self._names) + len(new)} slices, {new[-1]!r} among them, are more than slices={self._most}: "
-                "Monitor(..., slices=) sets how many there may be"
-            )
+            many = f"{len(self._names) + len(new)} slices, {new[-1]!r} among them, are more than slices={self._most}"
+            raise SettingError(f"{many}: Monitor(..., slices=) sets how many there may be")
         self._names |= {name: row for row, name in enumerate(new, start=len(self._names) + 1)}
         return np.array([self._names[name] for name in named], np.int64)
 
