@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -131,19 +132,11 @@ class Audit:
         suspects = self.suspects(n, by=by)
         if inputs is not None and hasattr(inputs, "__len__") and len(inputs) != len(self):
             raise MatchError(f"there are {len(inputs):,} inputs, and {len(self):,} examples were audited")
-        cards = [
-            {
-                "suspect": one,
-                "label": _named(one.label, names),
-                "predicted": _named(one.predicted, names),
-                "shown": {} if inputs is None else shown(inputs[one.index]),
-            }
-            for one in suspects
-        ]
+        cards = [(one, {} if inputs is None else shown(inputs[one.index])) for one in suspects]
         jinja2 = require("jinja2")
         environment = jinja2.Environment(loader=jinja2.PackageLoader(__package__, "."), autoescape=True)
-        given: Any = {"audit": self, "cards": cards, "by": by, "number": "{:.3g}".format, "version": __version__}
-        page = environment.get_template("page.html").render(**given)
+        tools: Any = {"number": "{:.3g}".format, "named": partial(_named, names=names), "version": __version__}
+        page = environment.get_template("page.html").render(audit=self, cards=cards, by=by, **tools)
         with replacing(path) as temporary:
             temporary.write_text(page, encoding="utf-8")
 
