@@ -24,6 +24,8 @@ from bayesadam.errors import DataError, MissingExtraError, SettingError
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
 TIMEOUT = 20.0
+# What opens a packed file, by its ending.
+UNPACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -218,9 +220,8 @@ def verify(name: str) -> dict[str, str]:
 def _sha256(path: Path, *, packed: bool = False) -> str:
     """Of the content, unpacked where it is packed; of nothing where it cannot be."""
     digest = hashlib.sha256()
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     try:
-        with (openers[path.suffix] if packed else open)(path, "rb") as file:
+        with (UNPACKED[path.suffix] if packed else open)(path, "rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     except (OSError, EOFError, zlib.error, lzma.LZMAError):
