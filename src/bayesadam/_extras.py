@@ -1,7 +1,9 @@
 """Optional packages, and the extra that installs each."""
 
 import importlib
+from collections.abc import Callable, Collection
 from types import ModuleType
+from typing import Any
 
 from bayesadam.errors import MissingExtraError
 
@@ -33,3 +35,15 @@ def require(module: str) -> ModuleType:
         target = f"bayesadam[{extra}]" if extra else "bayesadam" if package in EXTRA_OF else package
         message = f"this needs the package {package!r}, which is not installed: pip install '{target}'"
         raise MissingExtraError(message, name=package) from error
+
+
+def from_extra(package: str, names: Collection[str], module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package with some names of a module, which an extra's package is imported with."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module.rpartition('.')[0]!r} has no attribute {name!r}")
+        require(package)
+        return getattr(importlib.import_module(module), name)
+
+    return get

@@ -105,9 +105,7 @@ def acquire(
         inputs = found.some(candidates)
         return candidates[q.about(inputs, near.some(_some(near.size(), _TARGETS, seed + 1)), k)]
     scores = torch.cat([q.own(batch) for batch in found.batches()])
-    if k > len(scores):
-        raise MatchError(f"the pool has {len(scores)} inputs, and k={k} were asked for")
-    candidates = _largest(scores, min(len(scores), max(k, n_candidates)))
+    candidates = _largest(scores, max(k, min(n_candidates, len(scores))))
     inputs = found.some(candidates)
     return candidates[_largest(q.alone(inputs), k) if method == "bald" else q.together(inputs, k)]
 

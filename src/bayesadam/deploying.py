@@ -140,7 +140,19 @@ class Served(nn.Module):
             else:
                 own = tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
                 self.register_buffer(name, own.clone(memory_format=torch.contiguous_format))
-        self.about = _about(posterior, level)
+        self.about: dict[str, Any] = {
+            "model": type(posterior.model).__name__,
+            "likelihood": report.likelihood,
+            "calibrated": report.fitted,
+            "outcome": report.preferred,
+            "held-out NLL": dict(report.nll),
+            "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
+            "layers": [layer.module for layer in leverage.layers],
+            "level": level,
+            **({} if report.abstention is None else {"answers": str(report.abstention)}),
+            "bayesadam": __version__,
+            "torch": torch.__version__,
+        }
         self._seen: dict[str, list[Tensor]] | None = None
         for layers in self.layers:
             for layer in layers:
@@ -299,23 +311,3 @@ def _first(inputs: Any) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf
     raise SettingError("the batch holds no tensor: pass the model's inputs")
-
-
-def _about(posterior: Posterior, level: float) -> dict[str, Any]:
-    """What a file says of itself."""
-    report, leverage = posterior.calibration, posterior.leverage
-    assert report is not None
-    assert leverage is not None
-    return {
-        "model": type(posterior.model).__name__,
-        "likelihood": report.likelihood,
-        "calibrated": report.fitted,
-        "outcome": report.preferred,
-        "held-out NLL": dict(report.nll),
-        "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
-        "layers": [layer.module for layer in leverage.layers],
-        "level": level,
-        **({} if report.abstention is None else {"answers": str(report.abstention)}),
-        "bayesadam": __version__,
-        "torch": torch.__version__,
-    }
