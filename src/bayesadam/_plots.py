@@ -1,7 +1,5 @@
 """Pictures with matplotlib, on the user's axes or on new ones, and the statistics that they share with `scores`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What to label next: the inputs of a pool whose labels would teach a posterior most."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

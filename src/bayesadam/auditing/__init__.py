@@ -1,7 +1,5 @@
 """Auditing data: which labels the network does not believe, and which examples it leans on."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

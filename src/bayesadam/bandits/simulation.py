@@ -1,7 +1,5 @@
 """One cell of Table 1: an agent plays a problem, many runs at once."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

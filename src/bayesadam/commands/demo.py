@@ -1,7 +1,5 @@
 """`bayesadam demo`: a small network trained by AdamW on the toy regression, and what its optimiser's state tells."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A download is checked against its sha256 before it takes its name, so a file in the cache is whole.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import lzma

@@ -1,7 +1,5 @@
 """Images and tables as arrays: MNIST and its likes, scikit-learn's digits, and the tables behind the bandits."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import math

@@ -1,7 +1,5 @@
 """Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial

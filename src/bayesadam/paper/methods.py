@@ -1,7 +1,5 @@
 """Every method of the paper, and more, behind one protocol: fit a `Problem`, get a `Fitted` that predicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Figure 2: accuracy of MNIST networks after pruning, every method's ranking; and networks trained to be pruned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
