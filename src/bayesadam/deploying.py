@@ -46,8 +46,7 @@ class Answer(NamedTuple):
         mean: E[y] of numbers.
         stddev: of y, observation noise included.
         prediction_set: the classes of the conformal set, booleans.
-        lower: the lower end of the conformal interval of numbers.
-        upper: its upper end.
+        lower, upper: the ends of the conformal interval of numbers.
         answered: whether to answer it, where `calibrate` was given a `risk`; the others, and what is not in range, are
             for a person.
         in_range: whether its inputs are in the range of the held-out ones.

@@ -243,11 +243,10 @@ class Vadam(PerturbedOptimizer):
 
     Args:
         params: parameters or groups of them; a group may have its own lr, betas, prior_precision and initial_precision.
-        lr: α.
+        lr, betas: α and (β₁, β₂).
         n_data: N, the number of training examples.
         prior_precision: λ of the prior N(0, 1/λ).
         initial_precision: ρ₀, what q's precision starts from; at least λ.
-        betas: (β₁, β₂).
         generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 
@@ -323,11 +322,8 @@ class IVON(PerturbedOptimizer):
 
     Args:
         params: parameters or groups of them; a group may have its own lr, betas, initial_hessian and weight_decay.
-        lr: α.
+        lr, betas, initial_hessian, weight_decay: α, (β₁, β₂), h₀ and d.
         n_data: κ, the number of training examples; a larger one makes q narrower, as a lower temperature does.
-        initial_hessian: h₀.
-        weight_decay: d.
-        betas: (β₁, β₂).
         generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
     """
 

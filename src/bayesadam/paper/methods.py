@@ -128,10 +128,7 @@ def fit(
 
     Args:
         method: one of `METHODS`.
-        x: inputs, (n, inputs).
-        y: targets: (n,) or (n, targets) numbers, or (n,) class indices.
-        likelihood: such as `"regression"`.
-        hidden: widths of the hidden layers.
+        x, y: inputs (n, inputs), and targets: (n,) or (n, targets) numbers, or (n,) class indices.
         seeds: one network each; a seed also decides which examples are held out.
         held_out: the share of the examples that calibrates and is not trained on.
         training: settings of `Training`: epochs, batch_size, lr, weight_decay, betas.
