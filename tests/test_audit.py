@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import bayesadam as ba
-from bayesadam.auditing import Audit, audit
-from bayesadam.auditing.page import shown
+from bayesadam.auditing import Audit, audit, shown
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from bayesadam.likelihoods.component import Component

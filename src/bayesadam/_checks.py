@@ -22,6 +22,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether it is a whole number of at least `least`; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def positive(name: str, value: object, meaning: str) -> None:
     """Raise unless it is a positive finite number."""
     if not (is_number(value) and value > 0):  # type: ignore[operator]
@@ -41,5 +46,5 @@ def count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
     Traceback (most recent call last):
     bayesadam.errors.SettingError: keep must be a whole number of at least 1 (gradients), got 2.5
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_count(value, least):
         raise SettingError(f"{name} must be a whole number of at least {least} ({meaning}), got {value!r}")

@@ -1,28 +1,21 @@
 """Optional packages, and the extra that installs each."""
 
 import importlib
+from collections.abc import Callable, Collection
 from types import ModuleType
+from typing import Any
 
 from bayesadam.errors import MissingExtraError
 
 # import name → extra; None for the light packages of the command line, which a plain install has.
 EXTRA_OF: dict[str, str | None] = {
-    "jinja2": None,
-    "matplotlib": None,
-    "rich": None,
-    "typer": None,
-    "accelerate": "transformers",
-    "botorch": "botorch",
+    **dict.fromkeys(("jinja2", "matplotlib", "rich", "typer")),
+    **dict.fromkeys(("accelerate", "peft", "transformers"), "transformers"),
+    **dict.fromkeys(("onnx", "onnxscript"), "onnx"),
+    **dict.fromkeys(("starlette", "uvicorn"), "serve"),
+    **{name: name for name in ("botorch", "lightning", "sklearn")},
     "h5py": "keras",
-    "lightning": "lightning",
-    "onnx": "onnx",
-    "onnxscript": "onnx",
-    "peft": "transformers",
     "pooch": "data",
-    "sklearn": "sklearn",
-    "starlette": "serve",
-    "transformers": "transformers",
-    "uvicorn": "serve",
 }
 
 
@@ -40,6 +33,17 @@ def require(module: str) -> ModuleType:
             raise
         extra = EXTRA_OF.get(package)
         target = f"bayesadam[{extra}]" if extra else "bayesadam" if package in EXTRA_OF else package
-        raise MissingExtraError(
-            f"this needs the package {package!r}, which is not installed: pip install '{target}'", name=package
-        ) from error
+        message = f"this needs the package {package!r}, which is not installed: pip install '{target}'"
+        raise MissingExtraError(message, name=package) from error
+
+
+def from_extra(package: str, names: Collection[str], module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package with some names of a module, which an extra's package is imported with."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module.rpartition('.')[0]!r} has no attribute {name!r}")
+        require(package)
+        return getattr(importlib.import_module(module), name)
+
+    return get

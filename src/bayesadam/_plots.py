@@ -1,7 +1,5 @@
 """Pictures with matplotlib, on the user's axes or on new ones, and the statistics that they share with `scores`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,9 +44,7 @@ def in_bins(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
 def answered_up_to(doubt: Tensor, wrong: Tensor) -> Tensor:
     """How many examples are answered up to each distinct doubt, and how many errors are among them, (2, distinct)."""
     if doubt.dim() != 1 or doubt.shape != wrong.shape or not len(doubt):
-        raise MatchError(
-            f"expected a doubt and an error for each example, got {tuple(doubt.shape)}, {tuple(wrong.shape)}"
-        )
+        raise MatchError(f"an example has one doubt and one error, got {tuple(doubt.shape)} and {tuple(wrong.shape)}")
     _, place, counts = torch.unique(doubt, return_inverse=True, return_counts=True)
     errors = torch.zeros_like(counts, dtype=torch.float64).index_add_(0, place, wrong.to(place.device).double())
     return torch.stack([counts.double(), errors]).cumsum(dim=1)
@@ -74,10 +70,8 @@ def predictive(p: Any, x: Any, targets: Any, other: Any, kind: str | None, level
     # Without x the examples are in the order of the first line.
     places = np.argsort(np.argsort(lines[:, 0])).astype(float) if x is None else _array(torch.as_tensor(x)).reshape(-1)
     if len(places) != len(lines):
-        raise MatchError(
-            f"x has {len(places)} numbers and the prediction {len(lines)} examples: it must have one number for each, "
-            "such as one column of the inputs"
-        )
+        many = f"x has {len(places)} numbers and the prediction {len(lines)} examples"
+        raise MatchError(f"{many}: give one number for each, such as one column of the inputs")
     ax = axes_or_new(ax)
     ax.set_xlabel("x" if x is not None else f"examples by {'mean' if is_numeric else 'probability of class 0'}")
     order = np.argsort(places, kind="stable")
@@ -113,10 +107,7 @@ def _bands(ax: Any, p: Any, x: Array, order: Any, means: Array, y: Tensor | None
     """Means with their intervals over x."""
     n, outputs = means.shape
     if outputs > len(COLOURS):
-        raise SettingError(
-            f"{outputs} outputs are too many for one picture, which holds {len(COLOURS)}: predict some of them, "
-            "predict(..., outputs=[0, 1])"
-        )
+        raise SettingError(f"{outputs} outputs are too many for one picture: predict(..., outputs=[0, 1]) takes some")
     intervals: dict[str, tuple[Array, Array]] = {}
     if p.noise_known:
         low, high = (_array(end.reshape(n, -1)) for end in p.interval(level))
@@ -173,14 +164,8 @@ def _risk_coverage(ax: Any, p: Any, y: Tensor | None) -> Any:
     ax, wrong = axes_or_new(ax), p.wrong(y)
     for shade, (name, doubt) in zip(COLOURS, {"confidence": p.doubt, "novelty": p.novelty}.items(), strict=False):
         answered, errors = map(_array, answered_up_to(doubt.detach(), wrong))
-        ax.plot(
-            answered / len(doubt),
-            errors / answered,
-            color=shade,
-            linewidth=1.6,
-            label=f"by {name}",
-            drawstyle="steps-post",
-        )
+        style: Any = {"color": shade, "linewidth": 1.6, "drawstyle": "steps-post", "label": f"by {name}"}
+        ax.plot(answered / len(doubt), errors / answered, **style)
     if p.abstention is not None:
         ax.axhline(p.abstention.risk, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="risk asked for")
         answers = p.answered

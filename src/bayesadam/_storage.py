@@ -114,10 +114,8 @@ def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Map
         raise MatchError(f"{path} is another model's posterior: the model has no parameters {missing[:4]}")
     for name, shape in shapes.items():
         if shape != parameters[name].shape:
-            raise MatchError(
-                f"{path} is another model's posterior: {name!r} has shape {tuple(shape)} in the file and "
-                f"{tuple(parameters[name].shape)} in the model"
-            )
+            here, there = tuple(parameters[name].shape), tuple(shape)
+            raise MatchError(f"{path} is another model's posterior: its {name!r} has shape {there}, the model's {here}")
 
 
 def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:

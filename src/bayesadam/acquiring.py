@@ -1,7 +1,5 @@
 """What to label next: the inputs of a pool whose labels would teach a posterior most."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -105,9 +103,7 @@ def acquire(
         inputs = found.some(candidates)
         return candidates[q.about(inputs, near.some(_some(near.size(), _TARGETS, seed + 1)), k)]
     scores = torch.cat([q.own(batch) for batch in found.batches()])
-    if k > len(scores):
-        raise MatchError(f"the pool has {len(scores)} inputs, and k={k} were asked for")
-    candidates = _largest(scores, min(len(scores), max(k, n_candidates)))
+    candidates = _largest(scores, max(k, min(n_candidates, len(scores))))
     inputs = found.some(candidates)
     return candidates[_largest(q.alone(inputs), k) if method == "bald" else q.together(inputs, k)]
 
@@ -121,6 +117,10 @@ def _largest(scores: Tensor, k: int) -> Tensor:
 def _some(size: int, n: int, seed: int) -> Tensor:
     """At most n different numbers below `size`, sorted."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:n].sort().values
+
+
+def _joined(*batches: Any) -> Any:
+    return pytree.tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *batches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +154,7 @@ class _Pool:
             start = stop
         if not start:
             raise MatchError("the loader gave no batch the second time: pass one that can be gone through again")
-        joined = pytree.tree_map(
-            lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
-        )
-        return chosen_examples(joined, order.argsort())
+        return chosen_examples(_joined(*parts), order.argsort())
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,10 +202,7 @@ class _Information:
         """H of −log p(y | f) at the mean, of the outputs' shape."""
         noise = found.components[0].noise_variance
         if self.record.noise and (noise is None or not bool((noise > 0).all())):
-            raise SettingError(
-                "what a label teaches depends on its noise, which is not known: calibrate the posterior, or use "
-                "posterior.replace(noise_variance=...)"
-            )
+            raise SettingError("the noise of a label is not known: calibrate, or posterior.replace(noise_variance=...)")
         diagonal: Tensor = self.record.hessian_diagonal(found.mean, noise)
         return diagonal
 
@@ -247,7 +241,7 @@ class _Information:
         """k numbers of inputs whose labels teach most about those of the target."""
         if k > (n := batch_size(inputs)):
             raise MatchError(f"the pool has {n} inputs, and k={k} were asked for")
-        both = pytree.tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, inputs, target)
+        both = _joined(inputs, target)
         if not self.is_class:
             return _most_reduction(*self.covariance(both), k, n)
         probs, weights = self.probabilities(both)
@@ -256,9 +250,7 @@ class _Information:
     def gradients(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Factors e and h of the gradients e hᵀ of the last layer at the likeliest class, (members, n, ·) each."""
         if not self.is_class:
-            raise SettingError(
-                "method='badge' guesses labels, which are classes: for numbers use 'batchbald' or 'epig'"
-            )
+            raise SettingError("method='badge' is for classes, whose labels it guesses: use 'batchbald' or 'epig'")
         errors, hidden = [], []
         for batch in batches:
             of_members = []
@@ -382,10 +374,8 @@ def _spread(errors: Tensor, hidden: Tensor, k: int, seed: int) -> Tensor:
     source, nearest, chosen = torch.Generator().manual_seed(seed), own.clone(), [int(own.argmax())]
     while len(chosen) < k:
         last = chosen[-1]
-        products = torch.einsum("mnc,mc->mn", errors, errors[:, last]) * torch.einsum(
-            "mnd,md->mn", hidden, hidden[:, last]
-        )
-        away = (own + own[last] - 2 * products.sum(dim=0).double()).clamp(min=0)
+        products = [torch.einsum("mnc,mc->mn", factor, factor[:, last]) for factor in (errors, hidden)]
+        away = (own + own[last] - 2 * (products[0] * products[1]).sum(dim=0).double()).clamp(min=0)
         nearest = away if len(chosen) == 1 else torch.minimum(nearest, away)
         nearest[chosen] = 0
         shares = nearest.cpu() if bool(nearest.any()) else torch.ones(len(own)).index_fill(0, torch.tensor(chosen), 0.0)

@@ -46,8 +46,7 @@ class Answer(NamedTuple):
         mean: E[y] of numbers.
         stddev: of y, observation noise included.
         prediction_set: the classes of the conformal set, booleans.
-        lower: the lower end of the conformal interval of numbers.
-        upper: its upper end.
+        lower, upper: the ends of the conformal interval of numbers.
         answered: whether to answer it, where `calibrate` was given a `risk`; the others, and what is not in range, are
             for a person.
         in_range: whether its inputs are in the range of the held-out ones.
@@ -89,15 +88,11 @@ def deploy(posterior: Posterior, *, level: float = 0.95, forward: Forward | None
         raise CalibrationError("only a calibrated posterior can be deployed: calibrate(posterior, held_out) first")
     record = likelihood_of(report.likelihood)
     if record.tempered and posterior.averaged:
-        raise CalibrationError(
-            "these probabilities average over the posterior, which takes more than a forward pass: calibrate with "
-            "method='temperature'"
-        )
+        many = "probabilities that average over the posterior take more than a forward pass"
+        raise CalibrationError(f"{many}: calibrate with method='temperature'")
     if not record.tempered and posterior.spread is None:
-        raise CalibrationError(
-            "the variance of this prediction takes backward passes: calibrate(posterior, held_out, "
-            "predictive='forward') fits one that takes none"
-        )
+        many = "the variance of this prediction takes backward passes"
+        raise CalibrationError(f"{many}: calibrate(posterior, held_out, predictive='forward') fits one without")
     return Served(posterior, level, forward)
 
 
@@ -144,7 +139,19 @@ class Served(nn.Module):
             else:
                 own = tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
                 self.register_buffer(name, own.clone(memory_format=torch.contiguous_format))
-        self.about = _about(posterior, level)
+        self.about: dict[str, Any] = {
+            "model": type(posterior.model).__name__,
+            "likelihood": report.likelihood,
+            "calibrated": report.fitted,
+            "outcome": report.preferred,
+            "held-out NLL": dict(report.nll),
+            "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
+            "layers": [layer.module for layer in leverage.layers],
+            "level": level,
+            **({} if report.abstention is None else {"answers": str(report.abstention)}),
+            "bayesadam": __version__,
+            "torch": torch.__version__,
+        }
         self._seen: dict[str, list[Tensor]] | None = None
         for layers in self.layers:
             for layer in layers:
@@ -182,9 +189,8 @@ class Served(nn.Module):
     def _answer(self, outputs: Tensor, seen: Mapping[str, Tensor], in_range: Tensor | None) -> Answer:
         factors = [getattr(self, f"factors{number}") for number in range(len(self.layers))]
         log_h = log_leverages(seen, list(zip(self.layers, factors, strict=True)), self.order)
-        layers = log_h - self.medians[:-2]
         ratios = relative(log_h, self.medians, self.source, self.exponent)
-        tempered, spread = self.record.tempered, self.spread
+        spread = self.spread
         component = Component(
             outputs,
             outputs.new_zeros(()) if spread is None else by_leverage(self.record, outputs, ratios.gentle, spread),
@@ -200,38 +206,23 @@ class Served(nn.Module):
             # As `conformal.p_values`, whose search ONNX does not have.
             larger = (self.novelties >= novelty[:, None]).sum(dim=1)
             p_value = (1 + larger).float() / (len(self.novelties) + 1)
-        if tempered:
+        own: dict[str, Tensor | None]
+        if self.record.tempered:
             probs = self.record.probs(component, "probit", 0)
             of_classes = self.record.of_classes(probs)
+            doubt = doubt_of_classes(of_classes)
             kept = None if self.reach is None else 1 - of_classes <= self.reach.unsqueeze(-1)
-            return Answer(
-                novelty,
-                p_value,
-                probs=probs,
-                prediction_set=kept,
-                answered=self._answered(novelty, doubt_of_classes(of_classes), in_range),
-                in_range=in_range,
-                layers=layers,
-            )
-        mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
-        reach = None if self.reach is None else self.reach.view(stddev.shape[1:]) * stddev
-        return Answer(
-            novelty,
-            p_value,
-            mean=mean,
-            stddev=stddev,
-            lower=None if reach is None else mean - reach,
-            upper=None if reach is None else mean + reach,
-            answered=self._answered(novelty, doubt_of_numbers(stddev), in_range),
-            in_range=in_range,
-            layers=layers,
-        )
-
-    def _answered(self, novelty: Tensor, doubt: Tensor, in_range: Tensor | None) -> Tensor | None:
-        if self.rule is None:
-            return None
-        answered = self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
-        return answered if in_range is None else answered & in_range
+            own = {"probs": probs, "prediction_set": kept}
+        else:
+            mean, stddev = self.record.expected(component), self.record.total_variance(component).sqrt()
+            doubt, own = doubt_of_numbers(stddev), {"mean": mean, "stddev": stddev}
+            if self.reach is not None:
+                reach = self.reach.view(stddev.shape[1:]) * stddev
+                own |= {"lower": mean - reach, "upper": mean + reach}
+        if self.rule is not None:
+            answered = self.rule.answers(novelty if self.rule.by == "novelty" else doubt)
+            own["answered"] = answered if in_range is None else answered & in_range
+        return Answer(novelty, p_value, **own, in_range=in_range, layers=log_h - self.medians[:-2])
 
     def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""
@@ -268,19 +259,18 @@ class Served(nn.Module):
         suffix = os.path.splitext(os.fspath(path))[1]
         if suffix not in _FORMATS:
             raise SettingError(f"{os.fspath(path)!r} must end in one of {_FORMATS}")
-        if example is None and (example := self._example()) is None:
-            raise SettingError(
-                "pass an example, served.save(path, x): the held-out inputs that calibrate saw differ in shape, or are "
-                "not recorded"
-            )
+        own = next(self.model.parameters())
+        example = example_of(self.ranges, own.dtype, own.device) if example is None else example
+        if example is None:
+            why = "the held-out inputs that calibrate saw differ in shape, or are not recorded"
+            raise SettingError(f"pass an example, served.save(path, x): {why}")
         if suffix == ".onnx" and any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters()):
             raise SettingError("onnxruntime runs no bfloat16: served.half() or served.float() before it is saved")
         size = _first(example).shape[0]
         if size < 2:
             raise SettingError("the example batch must hold at least two examples, or the size of batches were fixed")
         # Attention on CUDA takes no more.
-        most = _LARGEST_ON_CUDA if next(self.model.parameters()).is_cuda else None
-        batch = torch.export.Dim("batch", min=1, max=most)
+        batch = torch.export.Dim("batch", min=1, max=_LARGEST_ON_CUDA if own.is_cuda else None)
 
         def dynamic(leaf: Any) -> Any:
             return {0: batch} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
@@ -303,11 +293,6 @@ class Served(nn.Module):
             written.model.metadata_props["bayesadam"] = json.dumps(self.about, ensure_ascii=False)
             written.save(os.fspath(temporary))
 
-    def _example(self) -> Any:
-        """Two examples such as the held-out ones; None where their shape is not known."""
-        own = next(self.model.parameters())
-        return example_of(self.ranges, own.dtype, own.device)
-
 
 def _at_mean(posterior: Posterior) -> nn.Module:
     """A copy of the model at the posterior's mean, which nothing trains."""
@@ -325,23 +310,3 @@ def _first(inputs: Any) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf
     raise SettingError("the batch holds no tensor: pass the model's inputs")
-
-
-def _about(posterior: Posterior, level: float) -> dict[str, Any]:
-    """What a file says of itself."""
-    report, leverage = posterior.calibration, posterior.leverage
-    assert report is not None
-    assert leverage is not None
-    return {
-        "model": type(posterior.model).__name__,
-        "likelihood": report.likelihood,
-        "calibrated": report.fitted,
-        "outcome": report.preferred,
-        "held-out NLL": dict(report.nll),
-        "leverage": f"{leverage.source}, {len(leverage.layers)} layers",
-        "layers": [layer.module for layer in leverage.layers],
-        "level": level,
-        **({} if report.abstention is None else {"answers": str(report.abstention)}),
-        "bayesadam": __version__,
-        "torch": torch.__version__,
-    }

@@ -1,7 +1,5 @@
 """What is wrong or notable about a model and its optimiser, before anyone trusts a posterior read off them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -74,9 +74,7 @@ class InputRangeWarning(BayesAdamWarning):
 
 
 class CollapsedPredictionWarning(BayesAdamWarning):
-    """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to be
-    sampled.
-    """
+    """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to sample."""
 
 
 class NoPosteriorWarning(BayesAdamWarning):

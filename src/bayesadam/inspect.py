@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,8 @@ from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions,
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# log₁₀ of the signal-to-noise ratio: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
 # Quantiles of a larger tensor come from every k-th weight, so many or fewer.
 _SAMPLE = 2**20
-_LEVELS = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True)
@@ -219,16 +217,16 @@ def _report(part: GaussianWeights, result: Examined, known: float | None) -> Par
     name = result.name
     values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
     below = int((values < 1).sum()) if part.has_weights and known else None
-    low, median, high = quantiles(values[:: 1 + len(values) // _SAMPLE], _LEVELS)
-    shape = tuple(part.shapes[name])
-    return ParameterReport(name, shape, result.numel, result.zeros, below, (low, median, high))
+    spread = quantiles(values[:: 1 + len(values) // _SAMPLE])
+    return ParameterReport(name, tuple(part.shapes[name]), result.numel, result.zeros, below, spread)
 
 
-def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
-    """Quantiles of a vector; NaN of an empty one."""
+def quantiles(values: Tensor) -> tuple[float, float, float]:
+    """5, 50 and 95 % of a vector; NaN of an empty one."""
     if not values.numel():
-        return [math.nan] * len(levels)
-    return [float(q) for q in torch.quantile(values, torch.tensor(levels, dtype=values.dtype))]
+        return (math.nan,) * 3
+    low, median, high = torch.quantile(values, values.new_tensor((0.05, 0.5, 0.95))).tolist()
+    return low, median, high
 
 
 def _share(count: int, total: int) -> str:

@@ -1,7 +1,5 @@
 """Low-rank adapters W₀ + s B A: a prior on the product, and its curvature, since B and A alone mean nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

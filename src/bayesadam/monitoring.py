@@ -49,6 +49,7 @@ _KIND = _storage.Kind("bayesadam.monitor", "a saved monitor", ": give the file t
 _SHARES, _EXPONENTS, _SHIFT = np.array([0.03, 0.2, 0.9]), np.array([0.05, 0.3, 0.7]), 1e-4
 _SCALES = _EXPONENTS / ((1 + _SHIFT) ** _EXPONENTS - _SHIFT**_EXPONENTS)
 _BETS = 3 * (len(_EXPONENTS) + 1) * len(_SHARES)
+# a: ½ log a/log(a + t) is not yet bet after t scores.
 _PATIENCE = 100.0
 # Scores of a stream that are taken at once: products of so many bets stay far from the ends of float64.
 _CHUNK = 64
@@ -132,10 +133,8 @@ class Monitor:
             require_kind(posterior, Posterior, "posterior")
             report = posterior.calibration
             if report is None or "novelty" not in report.guarantee:
-                raise CalibrationError(
-                    "the posterior has no held-out novelties: calibrate(posterior, held_out) first, or pass "
-                    "reference=, the scores of held-out inputs"
-                )
+                first = "calibrate(posterior, held_out) first, or pass reference=, the scores of held-out inputs"
+                raise CalibrationError(f"the posterior has no held-out novelties: {first}")
             reference = report.guarantee["novelty"]
             if posterior.leverage is not None:
                 self._layers = tuple(layer.module for layer in posterior.leverage.layers)
@@ -261,10 +260,8 @@ class Monitor:
         if odd := [name for name in new if not isinstance(name, str | int)]:
             raise SettingError(f"names of slices are strings or whole numbers, got {odd[0]!r}")
         if len(self._names) + len(new) > self._most:
-            raise SettingError(
-                f"{len(self._names) + len(new)} slices, {new[-1]!r} among them, are more than slices={self._most}: "
-                "Monitor(..., slices=) sets how many there may be"
-            )
+            many = f"{len(self._names) + len(new)} slices, {new[-1]!r} among them, are more than slices={self._most}"
+            raise SettingError(f"{many}: Monitor(..., slices=) sets how many there may be")
         self._names |= {name: row for row, name in enumerate(new, start=len(self._names) + 1)}
         return np.array([self._names[name] for name in named], np.int64)
 
@@ -306,7 +303,7 @@ class Monitor:
         t = self._n[rows][:, None] + np.arange(size + 1)
         p = (greater + u * equal) / (len(self._scores) + 1 + t[:, :-1])
 
-        capital, rest = self._capital[rows], reserve(t)
+        capital, rest = self._capital[rows], 0.5 * math.log(_PATIENCE) / np.log(_PATIENCE + t)
         bets = valid & (capital.sum(axis=1) < _ENOUGH)[:, None]
         f = np.where(bets[..., None], densities(p), 1.0)
         spent = np.where(bets, rest[:, :-1] - rest[:, 1:], 0.0)[..., None] / _BETS
@@ -417,12 +414,6 @@ def densities(p: Array) -> Array:
     g = np.concatenate([_SCALES * np.exp((_EXPONENTS - 1) * np.log(q + _SHIFT)), 2 - 2 * q], axis=-1)
     found: Array = 1 - _SHARES + _SHARES * g[..., None]
     return found.reshape(*p.shape, _BETS)
-
-
-def reserve(t: NDArray[np.int64]) -> Array:
-    """½ log a/log(a + t), what is not yet bet after t scores."""
-    found: Array = 0.5 * math.log(_PATIENCE) / np.log(_PATIENCE + t)
-    return found
 
 
 def _array(values: Scores) -> Array:

@@ -40,7 +40,7 @@ from bayesadam.engine.network import Network, forward, member, unflatten
 from bayesadam.engine.rules import RULES
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from bayesadam.optim import IVON, Vadam, _perturbed
+from bayesadam.optim import IVON, Vadam, variational
 from floats import approx, assert_close, close
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_vadam_and_ivon_step_as_the_optimisers_do(kind, theirs, monkeypatch):
         start = (100.0 - prior) / n
         optimizer = theirs([leaf], 0.02, n_data=n, initial_hessian=start, weight_decay=prior / n, betas=settings.betas)
     noise = Streams([3], "training", CPU)
-    monkeypatch.setattr(_perturbed, "standard_normal", lambda shape, like, seed: noise.normal(shape[1]))
+    monkeypatch.setattr(variational, "standard_normal", lambda shape, like, seed: noise.normal(shape[1]))
     for x, arms, targets in follow(learner, 4):
         optimizer.zero_grad()
         with optimizer.sampled_parameters():

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import stream_seed
-from bayesadam.optim import IVON, Vadam, _perturbed
+from bayesadam.optim import IVON, Vadam, variational
 from cases import mlp
 from floats import assert_close
 
@@ -28,7 +28,7 @@ VADAM: dict[str, Any] = {"lr": 0.02, "n_data": 200, "prior_precision": 2.0, "ini
 # A β₂ at which h moves within a few steps.
 IVON_: dict[str, Any] = {"lr": 0.1, "n_data": 200, "betas": (0.9, 0.99), "generator": 0}
 BOTH = [pytest.param((Vadam, VADAM), id="vadam"), pytest.param((IVON, IVON_), id="ivon")]
-Kind = tuple[type[_perturbed.PerturbedOptimizer], dict[str, Any]]
+Kind = tuple[type[variational.PerturbedOptimizer], dict[str, Any]]
 
 
 def build(kind: Kind, model: nn.Module, **changes: Any) -> Vadam | IVON:
@@ -82,7 +82,7 @@ class InjectedNoise:
 @pytest.fixture
 def injected(monkeypatch: pytest.MonkeyPatch) -> InjectedNoise:
     noise = InjectedNoise()
-    monkeypatch.setattr(_perturbed, "standard_normal", noise)
+    monkeypatch.setattr(variational, "standard_normal", noise)
     return noise
 
 

@@ -1,21 +1,24 @@
 """Auditing data: which labels the network does not believe, and which examples it leans on."""
 
-from __future__ import annotations
-
+import base64
+import io
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
 from bayesadam._extras import require
+from bayesadam._files import replacing
 from bayesadam._progress import progress
-from bayesadam.auditing.page import write_page
+from bayesadam._version import __version__
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Component, agreed
 from bayesadam.likelihoods import likelihood as record_of
@@ -34,6 +37,8 @@ Column = Literal["suspicion", "novelty", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 # A normal variable is within this many standard deviations half of the time.
 _QUARTILE = 0.6744897501960817
+# What a page shows of one example: images with so many channels, and so much of numbers or a text.
+_CHANNELS, _MOST_NUMBERS, _MOST_CHARACTERS = (1, 3, 4), 24, 600
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,16 @@ class Audit:
                 bytes or other numbers, which are then scaled to their range; texts; or numbers.
             names: of the classes.
         """
-        write_page(path, self, self.suspects(n, by=by), inputs, names, by)
+        suspects = self.suspects(n, by=by)
+        if inputs is not None and hasattr(inputs, "__len__") and len(inputs) != len(self):
+            raise MatchError(f"there are {len(inputs):,} inputs, and {len(self):,} examples were audited")
+        cards = [(one, {} if inputs is None else shown(inputs[one.index])) for one in suspects]
+        jinja2 = require("jinja2")
+        environment = jinja2.Environment(loader=jinja2.PackageLoader(__package__, "."), autoescape=True)
+        tools: Any = {"number": "{:.3g}".format, "named": partial(_named, names=names), "version": __version__}
+        page = environment.get_template("page.html").render(audit=self, cards=cards, by=by, **tools)
+        with replacing(path) as temporary:
+            temporary.write_text(page, encoding="utf-8")
 
 
 def audit(
@@ -251,3 +265,41 @@ def _check_order(batches: Any) -> None:
     is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     if is_random or getattr(sampler, "shuffle", False):
         raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")
+
+
+def _named(value: Any, names: Sequence[str] | None) -> str:
+    """A class by its name, numbers in a few digits."""
+    if names is not None and isinstance(value, int):
+        return names[value]
+    return ", ".join(f"{each:g}" for each in (value if isinstance(value, list) else [value]))
+
+
+def shown(example: Any) -> dict[str, str]:
+    """An item of a data set as a `picture`, inline PNG data, or a `text`: of a pair the inputs."""
+    if isinstance(example, Mapping):
+        texts = [value for value in example.values() if isinstance(value, str)]
+        return shown((texts or [value for value in example.values() if hasattr(value, "__array__")])[0])
+    if isinstance(example, tuple | list) and example and not isinstance(example[0], int | float):
+        return shown(example[0])
+    if isinstance(example, str):
+        return {"text": example if len(example) <= _MOST_CHARACTERS else f"{example[:_MOST_CHARACTERS]}…"}
+    values = torch.as_tensor(example if isinstance(example, Tensor) else np.array(example)).detach().cpu()
+    if values.dim() == 3 and values.shape[0] in _CHANNELS:
+        values = values.permute(1, 2, 0)
+    if values.dim() == 2 or (values.dim() == 3 and values.shape[2] in _CHANNELS):
+        return {"picture": _png(values)}
+    numbers = values.flatten().tolist()
+    some = ", ".join(f"{value:.4g}" for value in numbers[:_MOST_NUMBERS])
+    return {"text": some + (f", … ({len(numbers):,} numbers)" if len(numbers) > _MOST_NUMBERS else "")}
+
+
+def _png(pixels: Tensor) -> str:
+    """The address of inline PNG data: bytes as they are, other numbers scaled to their range; 0 is black, or above."""
+    if pixels.dtype != torch.uint8:
+        values = pixels.double().nan_to_num()
+        least = min(float(values.min()), 0.0)
+        pixels = ((values - least) * (255 / max(float(values.max()) - least, 1e-12))).round().to(torch.uint8)
+    buffer = io.BytesIO()
+    image = pixels.squeeze(2) if pixels.dim() == 3 and pixels.shape[2] == 1 else pixels
+    require("PIL.Image").fromarray(image.contiguous().numpy()).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

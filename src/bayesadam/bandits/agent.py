@@ -339,10 +339,8 @@ class Agent:
         """Raise the reason for which a training in the background failed, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise TrainingError(
-                f"a training failed ({failure!r}): the agent goes on with what it had learnt before, and trains again "
-                "when that is due; repeat this call, which did nothing"
-            ) from failure
+            told = "repeat this call, which did nothing: the agent goes on with what it had learnt before"
+            raise TrainingError(f"a training failed ({failure!r}); {told}") from failure
 
     def _moved(self, old: Learner) -> Learner:
         """A learner for more arms, with what the old one has learnt in the leading part of its tensors."""

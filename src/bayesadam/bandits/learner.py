@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesadam._checks import is_count as is_count
 from bayesadam._checks import is_number
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
@@ -35,11 +36,6 @@ class Check(NamedTuple):
 
     holds: Callable[[Any], bool]
     meaning: str
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Whether a value is a whole number of at least `least`; booleans are not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 Count = Annotated[int, Check(is_count, "a positive whole number")]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam._checks import is_number
+from bayesadam._checks import is_count, is_number
 from bayesadam.bandits.learner import (
     AgentSettings,
     Buffer,
@@ -25,7 +25,6 @@ from bayesadam.bandits.learner import (
     NotNegative,
     Positive,
     PositiveOrNone,
-    is_count,
     with_constant,
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs

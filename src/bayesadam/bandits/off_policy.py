@@ -119,8 +119,7 @@ class ConfidenceSequence:
 
     Attributes:
         decisions: their ids, (n,).
-        lower: (n,), of the mean over the decisions so far.
-        upper: (n,).
+        lower, upper: (n,) each, of the mean over the decisions so far.
     """
 
     decisions: npt.NDArray[np.int64]
@@ -299,8 +298,7 @@ class Comparison:
     """Two policies on one log; it prints as a table.
 
     Attributes:
-        first: its estimates.
-        second: its estimates.
+        first, second: their estimates.
         difference: the first's doubly robust value less the second's. Its standard error is that of the decisions'
             differences: small where the policies agree.
     """

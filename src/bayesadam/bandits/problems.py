@@ -96,7 +96,7 @@ def problem(name: str) -> BanditProblem:
             raise SettingError(f"the wheel's δ must be a number between 0 and 1, got {name!r}") from None
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
-    table = load_table(name, dtype=_TABLES[name])
+    table = load_table(name, dtype=_TYPES.get(name, np.float32))
     n, width = table.contexts.shape
     if name == "financial":
         make = partial(_financial_rounds, _Table.of(table.contexts, standardise=False))
@@ -250,16 +250,9 @@ def _wheel_rounds(delta: float, seed: int, rounds: int) -> Rounds:
     return Rounds(contexts, rewards.astype(np.float32), expected.astype(np.float32))
 
 
-# The tables and the type that each is kept in.
-_TABLES: dict[str, npt.DTypeLike] = {
-    "mushroom": np.uint8,
-    "financial": np.float64,
-    "jester": np.float32,
-    "statlog": np.float32,
-    "adult": np.float32,
-    "covertype": np.float32,
-    "census": np.uint8,
-}
+_TABLES = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
+# The type that a table is kept in, where it is not float32.
+_TYPES: dict[str, npt.DTypeLike] = {"mushroom": np.uint8, "financial": np.float64, "census": np.uint8}
 PROBLEMS = (*_TABLES, "wheel")
 
 

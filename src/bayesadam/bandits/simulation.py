@@ -1,7 +1,5 @@
 """One cell of Table 1: an agent plays a problem, many runs at once."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -72,8 +70,7 @@ def simulate(
         agent: one of `AGENTS`, or of `PAPER_AGENTS`, which has more to compare with.
         rounds: of each run; None for as many as the problem says.
         device: None for a GPU where there is one.
-        settings: `"tuned"`, `"paper"` or your own.
-        prior: that the hybrid agent starts from; see `fit_prior`.
+        settings, prior: as of `make_agent`.
     """
     own = agent_settings(agent, settings)
     playing = Playing(problem, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings=own, prior=prior)

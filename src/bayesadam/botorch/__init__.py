@@ -1,20 +1,12 @@
 """A BoTorch model of networks that know how sure they are, and the process behind it, which needs no BoTorch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bayesadam._extras import require
+from bayesadam._extras import from_extra
 
 if TYPE_CHECKING:
     from bayesadam.botorch.model import BadamModel
 
 __all__ = ["BadamModel"]
-
-
-def __getattr__(name: str) -> Any:
-    """The model: BoTorch, an extra, is imported with it."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require("botorch")
-    from bayesadam.botorch import model
-
-    return getattr(model, name)
+# It is imported with the first of these names.
+__getattr__ = from_extra("botorch", __all__, "bayesadam.botorch.model")

@@ -54,12 +54,10 @@ class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
         if not isinstance(source, Process):
             mixture = source if isinstance(source, Mixture) else Mixture([source])
             if mixture._likelihood(None) != "regression" or mixture.members[0].noise_variance is None:
-                raise SettingError(
-                    "a BoTorch model is a regression of known noise: calibrate the posterior, or use "
-                    "posterior.replace(likelihood='regression', noise_variance=...)"
-                )
-            n_outputs = _widths(mixture)[1]
-            source = Process(mixture, _nothing(_widths(mixture)[0]), _nothing(n_outputs))
+                known = "posterior.replace(likelihood='regression', noise_variance=...)"
+                raise SettingError(f"a BoTorch model is a regression of known noise: calibrate, or {known}")
+            n_inputs, n_outputs = _widths(mixture)
+            source = Process(mixture, _nothing(n_inputs), _nothing(n_outputs))
         self.process, self.settings = source, settings or {}
         self.train_inputs = None if train_X is None else (train_X,)
         self.train_targets = train_Y

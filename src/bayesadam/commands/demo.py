@@ -1,7 +1,5 @@
 """`bayesadam demo`: a small network trained by AdamW on the toy regression, and what its optimiser's state tells."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -103,10 +101,8 @@ def compute(settings: DemoSettings, seed: int, track: Track = lambda items, desc
 
     second_moment, parameters = readers.read_optimizer(model, optimizer).second_moment, []
     for name, snr in posterior.snr().items():
-        found = {"snr": quantiles(snr.flatten(), (0.05, 0.5, 0.95))}
-        dead = float((second_moment[name] == 0).float().mean())
-        shape = {"name": name, "shape": tuple(snr.shape), "weights": snr.numel()}
-        parameters.append({**shape, **found, "share_v_zero": dead})
+        shape = {"name": name, "shape": tuple(snr.shape), "weights": snr.numel(), "snr": quantiles(snr.flatten())}
+        parameters.append({**shape, "share_v_zero": float((second_moment[name] == 0).float().mean())})
     outside = ((grid.x < TRAIN_INTERVAL[0]) | (grid.x > TRAIN_INTERVAL[1])).squeeze(1)
     diagnosis = doctor(model, optimizer, n_data=len(train))
     rmse = {ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")}

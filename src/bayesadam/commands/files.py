@@ -1,7 +1,5 @@
 """The commands on a saved file: `bayesadam inspect`, `doctor`, `prune`, `sample`, `export`, `merge` and `deploy`."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The look that all pictures share, one style and one colour per method, and the picture of `bayesadam inspect`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

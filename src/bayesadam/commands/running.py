@@ -3,8 +3,6 @@
 Each finished part of a long command goes to a ledger, and the same command resumes with the parts that are not in it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

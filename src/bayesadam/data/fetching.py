@@ -3,8 +3,6 @@
 A download is checked against its sha256 before it takes its name, so a file in the cache is whole.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import lzma
@@ -24,6 +22,8 @@ from bayesadam.errors import DataError, MissingExtraError, SettingError
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
 TIMEOUT = 20.0
+# What opens a packed file, by its ending.
+UNPACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,8 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
         path = paths[file.name] = present.get(file.name) or _download(record, file, progress)
         # A truncated file is caught without reading it.
         if path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
-            raise DataError(
-                f"{path} has {size:,} bytes, expected {file.n_bytes:,}: it is truncated or another file; "
-                f"remove it, then `bayesadam data fetch {record.name}`"
-            )
+            wrong = f"{path} has {size:,} bytes, expected {file.n_bytes:,}: it is truncated or another file"
+            raise DataError(f"{wrong}; remove it, then `bayesadam data fetch {record.name}`")
     return paths
 
 
@@ -199,10 +197,8 @@ def fetch(name: str, *, progress: bool = True) -> tuple[Path, ...]:
         path = present.get(file.name)
         digest = None if path is None else _sha256(path, packed=path.name != file.name)
         if path and digest != file.sha256 and users in path.parents:
-            raise DataError(
-                f"{path} is damaged: its sha256 is {digest}, expected {file.sha256}: replace it, or remove it to have "
-                "it fetched"
-            )
+            damage = f"{path} is damaged: its sha256 is {digest}, expected {file.sha256}"
+            raise DataError(f"{damage}: replace it, or remove it to have it fetched")
         paths.append(path if path and digest == file.sha256 else _download(record, file, progress))
     return tuple(paths)
 
@@ -222,9 +218,8 @@ def verify(name: str) -> dict[str, str]:
 def _sha256(path: Path, *, packed: bool = False) -> str:
     """Of the content, unpacked where it is packed; of nothing where it cannot be."""
     digest = hashlib.sha256()
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     try:
-        with (openers[path.suffix] if packed else open)(path, "rb") as file:
+        with (UNPACKED[path.suffix] if packed else open)(path, "rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     except (OSError, EOFError, zlib.error, lzma.LZMAError):

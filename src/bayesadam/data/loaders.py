@@ -1,7 +1,5 @@
 """Images and tables as arrays: MNIST and its likes, scikit-learn's digits, and the tables behind the bandits."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import math
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._extras import require
-from bayesadam.data.fetching import data_set, locate
+from bayesadam.data.fetching import UNPACKED, data_set, locate
 from bayesadam.errors import DataError, FileError, MissingFileError, SettingError
 
 Split = Literal["train", "test"]
@@ -187,8 +185,7 @@ _READERS: dict[str, Callable[..., Table]] = {
 
 def _open(path: Path) -> TextIO:
     """The text of a plain, .gz or .xz file."""
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    opened: TextIO = openers.get(path.suffix, open)(path, "rt", encoding="ascii")
+    opened: TextIO = UNPACKED.get(path.suffix, open)(path, "rt", encoding="ascii")
     return opened
 
 

@@ -1,7 +1,5 @@
 """The exact Gaussian process with an RBF kernel and a constant mean."""
 
-from __future__ import annotations
-
 import math
 
 import torch

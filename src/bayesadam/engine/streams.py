@@ -100,19 +100,11 @@ def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
         yield orders[:, : n - n % size].view(len(seeds), -1, size).transpose(0, 1)
 
 
-class Blocks:
+def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
     """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
-
-    def __init__(self, n: int, size: int, seeds: Sequence[int], steps: int) -> None:
-        self.n, self.size, self.seeds, self.steps = n, size, seeds, steps
-        self._in_epochs = n // size >= _LONG_EPOCH
-        self._length = n // size if self._in_epochs else _BLOCK
-
-    def __len__(self) -> int:
-        return -(-self.steps // self._length)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        streams, shuffled = Streams(self.seeds, "batches"), epochs(self.n, self.size, self.seeds)
-        for done in range(0, self.steps, self._length):
-            drawn = next(shuffled) if self._in_epochs else streams.rows(self.n, self._length, self.size).transpose(0, 1)
-            yield drawn[: self.steps - done]
+    in_epochs = n // size >= _LONG_EPOCH
+    length = n // size if in_epochs else _BLOCK
+    streams, shuffled = Streams(seeds, "batches"), epochs(n, size, seeds)
+    for done in range(0, steps, length):
+        drawn = next(shuffled) if in_epochs else streams.rows(n, length, size).transpose(0, 1)
+        yield drawn[: steps - done]

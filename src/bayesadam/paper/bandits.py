@@ -1,7 +1,5 @@
 """Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -159,10 +157,7 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
     with run.prepared():
         names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
         work = partial(play, seed=seed, settings=settings, device=device)
-
-        def so_far(done: Mapping[str, Cell]) -> None:
-            run.write({"metrics.json": run.metrics(by_problem(done))})
-
+        so_far: Any = lambda done: run.write({"metrics.json": run.metrics(by_problem(done))})  # noqa: E731
         results = by_problem(run_parts(run, names, work, so_far))
         found = table(results, asdict(settings))
         run.show(found)

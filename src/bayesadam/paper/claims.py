@@ -5,8 +5,6 @@ None: it did not. Some: in part. A claim to be better than all others fails wher
 the table holds only with the settings that the paper states; with our own it holds in part at best.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

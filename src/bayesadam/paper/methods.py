@@ -1,7 +1,5 @@
 """Every method of the paper, and more, behind one protocol: fit a `Problem`, get a `Fitted` that predicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,7 +16,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Blocks, Streams
+from bayesadam.engine.streams import Streams, blocks
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import stream_seed
 from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive
@@ -130,10 +128,7 @@ def fit(
 
     Args:
         method: one of `METHODS`.
-        x: inputs, (n, inputs).
-        y: targets: (n,) or (n, targets) numbers, or (n,) class indices.
-        likelihood: such as `"regression"`.
-        hidden: widths of the hidden layers.
+        x, y: inputs (n, inputs), and targets: (n,) or (n, targets) numbers, or (n,) class indices.
         seeds: one network each; a seed also decides which examples are held out.
         held_out: the share of the examples that calibrates and is not trained on.
         training: settings of `Training`: epochs, batch_size, lr, weight_decay, betas.
@@ -183,8 +178,7 @@ def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **ow
     stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
     steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
     schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
-    rows = Blocks(n, min(training.batch_size, n), problem.seeds, steps)
-    train(stack, rows, schedule)
+    train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
     return stack
 
 

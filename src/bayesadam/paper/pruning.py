@@ -1,7 +1,5 @@
 """Figure 2: accuracy of MNIST networks after pruning, every method's ranking; and networks trained to be pruned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -187,14 +185,12 @@ def fit_part(
 
 def mean_curves(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[float, float]]:
     """By method and ranking, the mean accuracy over the seeds at each fraction."""
-    return {
-        (method, ranking): {
-            fraction: fmean(column)
-            for fraction, column in zip(one["fractions"], zip(*one["accuracy"], strict=True), strict=True)
-        }
-        for method, each in results.items()
-        for ranking, one in each.items()
-    }
+    found = {}
+    for method, each in results.items():
+        for ranking, one in each.items():
+            means = map(fmean, zip(*one["accuracy"], strict=True))
+            found[method, ranking] = dict(zip(one["fractions"], means, strict=True))
+    return found
 
 
 def table(results: Mapping[str, Any], n_seeds: int) -> Table:

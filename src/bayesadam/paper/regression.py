@@ -1,7 +1,5 @@
 """Figure 1: the paper's toy regression, every method, many seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The report: runs what is missing, takes what is finished, and writes one page that needs nothing else to be read."""
 
-from __future__ import annotations
-
 import base64
 import sys
 from collections.abc import Mapping, Sequence

@@ -56,11 +56,6 @@ class Request:
         both = torch.tensor(self.points, dtype=torch.float32).reshape(-1, 2)
         return both[:, :1], both[:, 1:]
 
-    def shares_points(self, other: Request) -> bool:
-        """Whether at least half of the points are common to both: what was learnt is then worth keeping."""
-        common = len(set(self.points) & set(other.points))
-        return 2 * common >= max(len(self.points), len(other.points))
-
 
 @dataclass(frozen=True, eq=False)
 class Bands:
@@ -157,7 +152,8 @@ class RuleLearner(Learner):
             or request.restart
             or network.shapes() != self.stack.network.shapes()
             or network.activation != self.stack.network.activation
-            or not request.shares_points(self.request)
+            # Where at least half of the points are common to both, what was learnt is worth keeping.
+            or 2 * len({*request.points} & {*self.request.points}) < max(len(request.points), len(self.request.points))
         )
         changed = restart or key != self._key
         self.request, self._key = request, key

@@ -1,7 +1,5 @@
 """The server of `bayesadam play`, for this machine only: the page, what it may request, the bands as they train."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

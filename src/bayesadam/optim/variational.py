@@ -1,4 +1,8 @@
-"""What Vadam and IVON share: gradients at weights drawn from the optimiser's own Gaussian, and the care around them."""
+"""Vadam (Khan et al. 2018, arXiv 1806.04854) and IVON (Shen et al. 2024, arXiv 2402.17641).
+
+Both take gradients at weights drawn from their own Gaussian, whose precision the first has from squares of gradients
+and the second from the noise.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._checks import not_negative, positive
+from bayesadam.engine import rules
 from bayesadam.engine.rules import Perturbed, Step
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
@@ -203,3 +208,158 @@ class PerturbedOptimizer(Optimizer, ABC):
     def _require_outside(self, what: str) -> None:
         if self._inside:
             raise StateError(f"{what} was called inside a sampled_parameters() block, where the weights are perturbed")
+
+
+class Vadam(PerturbedOptimizer):
+    r"""Variational Adam, a mean-field Gaussian :math:`q = \mathcal N(\mu, (N v + \lambda)^{-1})`.
+
+    .. math::
+        &\textbf{input}: \mu, \alpha\ (\text{lr}), \beta_1, \beta_2, N, \lambda\ (\text{prior precision}),
+            \rho_0\ (\text{initial precision}), S\ (\text{blocks}); \quad m = 0,\ v = (\rho_0 - \lambda)/N \\
+        &\textbf{for}\ t = 1, 2, \ldots \\
+        &\quad \textbf{for}\ s = 1, \ldots, S: \quad
+            \theta_s = \mu + \epsilon_s / \sqrt{N v + \lambda}, \quad \epsilon_s \sim \mathcal N(0, 1) \\
+        &\quad \hat g = \tfrac1S \sum_s \nabla L(\theta_s), \qquad \hat h = \tfrac1S \sum_s (\nabla L(\theta_s))^2 \\
+        &\quad m \leftarrow \beta_1 m + (1 - \beta_1)(\hat g + \tfrac{\lambda}{N} \mu), \qquad
+            v \leftarrow \beta_2 v + (1 - \beta_2) \hat h \\
+        &\quad \hat m = m / (1 - \beta_1^t), \qquad \hat v = v / (1 - \beta_2^t) \\
+        &\quad \mu \leftarrow \mu - \alpha\, \hat m / (\sqrt{\hat v} + \lambda / N)
+
+    :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior.
+
+    The posterior takes v as it stands, without the correction by :math:`1 - \beta_2^t`: v does not start from zero. The
+    step divides all the same, as published. Too small a :math:`\rho_0` drowns the gradients in noise: try several.
+
+    v averages squares of mini-batch *means*. Of M examples these are near 1/M of the per-example ones, so q is about M
+    times wider than a Laplace posterior; `posterior(model).replace(batch_size=M)` has the precision N M v + λ instead.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = Vadam(model.parameters(), n_data=100, prior_precision=1.0, initial_precision=50.0, generator=0)
+    >>> with optimizer.sampled_parameters():
+    ...     model(torch.ones(1, 2)).square().mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.posterior(model)
+    Posterior(Linear, diagonal, 3 weights in 2 parameters, N=100, power=1, form='map')
+
+    Args:
+        params: parameters or groups of them; a group may have its own lr, betas, prior_precision and initial_precision.
+        lr, betas: α and (β₁, β₂).
+        n_data: N, the number of training examples.
+        prior_precision: λ of the prior N(0, 1/λ).
+        initial_precision: ρ₀, what q's precision starts from; at least λ.
+        generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
+    """
+
+    reader = StateReader(
+        "vadam",
+        (),
+        key="second_moment",
+        decay=("betas", 1),
+        note="Squared gradients at perturbed weights. Its precision is N v + λ: power=1, batch_size=1, uncorrected.",
+    )
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        n_data: float,
+        prior_precision: float,
+        initial_precision: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
+        super().__init__(params, generator, n_data=n_data, **own)
+
+    def _check(self, settings: Group) -> None:
+        super()._check(settings)
+        prior, initial = settings["prior_precision"], settings["initial_precision"]
+        positive("prior_precision", prior, "λ of the prior N(0, 1/λ)")
+        positive("initial_precision", initial, "what q starts from")
+        if initial < prior:
+            raise SettingError(f"initial_precision={initial!r} is below prior_precision={prior!r}: v would be negative")
+
+    def _rule(self, group: Group) -> Perturbed:
+        return rules.Vadam(group["betas"], group["prior_precision"], group["initial_precision"] ** -0.5)
+
+    def _prior(self, curvature: Tensor, group: Group) -> Precision:
+        return float(group["prior_precision"])
+
+
+class IVON(PerturbedOptimizer):
+    r"""Improved variational online Newton, a mean-field Gaussian :math:`q = \mathcal N(m, (\kappa (h + d))^{-1})`.
+
+    .. math::
+        &\textbf{input}: m, \alpha\ (\text{lr}), \beta_1, \beta_2, \kappa\ (\text{n\_data}), d\ (\text{weight decay}),
+            h_0\ (\text{initial Hessian}), S\ (\text{blocks}); \quad g = 0,\ h = h_0 \\
+        &\textbf{for}\ t = 1, 2, \ldots \\
+        &\quad \textbf{for}\ s = 1, \ldots, S: \quad
+            n_s = \epsilon_s / \sqrt{\kappa (h + d)}, \quad \epsilon_s \sim \mathcal N(0, 1) \\
+        &\quad \hat g = \tfrac1S \sum_s \nabla L(m + n_s), \qquad
+            f = \kappa (h + d)\, \tfrac1S \sum_s n_s \nabla L(m + n_s) \\
+        &\quad g \leftarrow \beta_1 g + (1 - \beta_1) \hat g \\
+        &\quad h \leftarrow \beta_2 h + (1 - \beta_2) f + \tfrac12 (1 - \beta_2)^2 (h - f)^2 / (h + d) \\
+        &\quad m \leftarrow m - \alpha (h_0 + d)\, \bigl(g / (1 - \beta_1^t) + d\, m\bigr) / (h + d)
+
+    :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior, which is
+    :math:`\mathcal N(0, 1/(\kappa d))`. By Stein's identity f is an unbiased estimate of the diagonal of L's Hessian
+    averaged over q, whatever the batch size.
+
+    The last term of h keeps :math:`h + d` positive, at least half of what it was, but h itself may be negative where
+    the loss curves downwards. `posterior` then splits the same precision as :math:`\kappa \max(h, 0)` for the data and
+    :math:`\kappa (d + \min(h, 0))` for the prior, of which one number :math:`\kappa d` is the rule.
+
+    h forgets h₀ after about 1/(1 − β₂) steps, 100,000 by default: in shorter runs a smaller β₂ lets the data speak.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = IVON(model.parameters(), lr=0.1, n_data=100, generator=0)
+    >>> with optimizer.sampled_parameters():
+    ...     model(torch.ones(1, 2)).square().mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.posterior(model)
+    Posterior(Linear, diagonal, 3 weights in 2 parameters, N=100, power=1, form='map')
+
+    Args:
+        params: parameters or groups of them; a group may have its own lr, betas, initial_hessian and weight_decay.
+        lr, betas, initial_hessian, weight_decay: α, (β₁, β₂), h₀ and d.
+        n_data: κ, the number of training examples; a larger one makes q narrower, as a lower temperature does.
+        generator: a seed, or a generator that gives one; None takes torch's default one. Replicas need the same seed.
+    """
+
+    reader = StateReader(
+        "ivon",
+        (),
+        key="hessian",
+        decay=("betas", 1),
+        # A posterior's curvature is not negative.
+        read=lambda state, group, shape: state["hessian"].clamp(min=0.0),
+        note="A Hessian, not a square of gradients. Its precision is κ (h + d): power=1, batch_size=1, uncorrected.",
+    )
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        n_data: float,
+        initial_hessian: float = 1.0,
+        weight_decay: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99999),
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        own = {"lr": lr, "betas": betas, "initial_hessian": initial_hessian, "weight_decay": weight_decay}
+        super().__init__(params, generator, n_data=n_data, **own)
+
+    def _check(self, settings: Group) -> None:
+        super()._check(settings)
+        positive("initial_hessian", settings["initial_hessian"], "what h starts from")
+        not_negative("weight_decay", settings["weight_decay"])
+
+    def _rule(self, group: Group) -> Perturbed:
+        prior = group["n_data"] * group["weight_decay"]
+        return rules.IVON(group["betas"], prior_precision=prior, initial_hessian=group["initial_hessian"])
+
+    def _prior(self, curvature: Tensor, group: Group) -> Precision:
+        prior = float(group["n_data"] * group["weight_decay"])
+        return curvature.clamp(max=0.0).mul_(group["n_data"]).add_(prior) if bool((curvature < 0).any()) else prior
