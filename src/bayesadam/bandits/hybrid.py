@@ -23,17 +23,16 @@ from bayesadam.bandits.learner import (
     is_count,
     with_constant,
 )
-from bayesadam.bandits.linear import LinearPosterior, Statistics, likeliest_precision, shared_precision
+from bayesadam.bandits.linear import LinearPosterior, Statistics, shared_precision
 from bayesadam.bandits.networks import AdamLearner, GreedySettings, SomeWidths
 from bayesadam.bandits.prior import Prior
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
-# is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)⁴: trying everything is
-# cheap in few dimensions only. Functions of the contexts may vary less: the rewards choose among these precisions.
-_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 27.0
-_FACTORS = (1.0, 4.0, 16.0, 64.0, 256.0)
+# is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)³: trying everything is
+# cheap in few dimensions only.
+_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 9.0
 # The prior that arms share is learnt from them and from so many arms with the prior above, in so many steps a training.
 _FIRST_ARMS, _SHARED_STEPS = 4.0, 2
 # The range seen is widened by this factor where `reward_range` is not given: more may come.
@@ -76,7 +75,7 @@ class HybridSettings(GreedySettings):
     initial_pulls: CountOrZero = 1
     reward_range: Range = None
     exploration: Probability = 0.0
-    settling: Positive = 3.0
+    settling: Positive = 1.0
     growth: Factor = 1.15
     hold_out: Several = 10
     train_every: Count = 5
@@ -102,11 +101,11 @@ class Hybrid(AdamLearner):
     errors are as small as on the problems that it was learnt from.
 
     The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). How much
-    functions of the contexts vary, and with which features, is learnt from all arms together: see `likeliest_precision`
-    and `shared_precision`. σ² is the noise of all arms together: b − b₀, which the heads hold, and a − a₀ are summed
-    over them. A decision draws each arm's f with one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h))
-    with V = (α² σ² + b₀/a) xᵀ C x. α falls from 1 to `exploration` with the arm's own observations, and b₀/a with the
-    arm's own a: an arm that was seldom chosen stays doubtful however much is known of the others.
+    each feature of the contexts matters is learnt from all arms together: see `shared_precision`. σ² is the noise of
+    all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each arm's f with
+    one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h)) with V = (α² σ² + b₀/a) xᵀ C x. α falls from 1
+    to `exploration` with the arm's own observations, and b₀/a with the arm's own a: an arm that was seldom chosen stays
+    doubtful however much is known of the others.
 
     The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
@@ -168,7 +167,7 @@ class Hybrid(AdamLearner):
         """b₀, (runs, 1)."""
         if self._prior is not None and head is self._linear:
             return self._prior.scale / self._scale.double().square()
-        return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1) ** 4
+        return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1) ** 3
 
     def _pooled(self, head: LinearPosterior) -> tuple[Tensor, Tensor]:
         """a, (runs, arms, 1), and b − b₀, like the head's: of all arms together where these are joint."""
@@ -351,10 +350,9 @@ class Hybrid(AdamLearner):
         # Every arm's observations, less the forgotten ones: the last feature is the constant 1.
         counts = data.gram[..., -1, -1]
         if prior is None:
-            mean, widest = torch.zeros_like(head.mean), self._precision(head, data)
+            mean, precision = torch.zeros_like(head.mean), self._precision(head, data)
             means = data.cross[..., -1] / counts.clamp(min=1)
             mean[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1))[:, None, None]
-            precision = likeliest_precision(data, mean, widest, shape=_SHAPE, scale=self._noise(head), factors=_FACTORS)
         else:
             mean, precision = prior.mean.transpose(0, 1).repeat(self.buffer.runs, 1, 1, 1), self._inverse
             mean[..., -1] -= self._shift.unsqueeze(2)

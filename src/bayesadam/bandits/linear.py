@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,53 +70,18 @@ class Statistics:
         return Statistics(self.gram, cross, (self.squares - 2 * shift * sums + shift.square() * count) / scale.square())
 
 
-class Solution(NamedTuple):
-    """What `normal_equations` finds; μ₀, and so μ, is (runs, arms, components, features)."""
+def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """C = (Λ₀ + Σ x xᵀ)⁻¹, μ = C (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ C⁻¹ μ), by which b grows.
 
-    covariance: Tensor  # C, (runs, arms, features, features)
-    mean: Tensor  # μ
-    residual: Tensor  # by which b grows, (runs, arms, components)
-    log_det: Tensor  # log|C|, (runs, arms)
-
-
-def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> Solution:
-    """C = (Λ₀ + Σ x xᵀ)⁻¹, μ = C (Λ₀ μ₀ + Σ x r), and the residual ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ C⁻¹ μ).
-
-    The `prior` is μ₀; the `precision` Λ₀ broadcasts to (runs, arms, features, features).
+    The `prior` μ₀, and so μ, is (runs, arms, components, features), the third without features; the `precision` Λ₀
+    broadcasts to (runs, arms, features, features).
     """
     pull = prior @ precision
     factor = torch.linalg.cholesky(data.gram + precision)
     cross = data.cross.unsqueeze(2) + pull
     mean = torch.cholesky_solve(cross.mT, factor).mT
     squares = data.squares.unsqueeze(2) + (pull * prior).sum(dim=3)
-    residual = 0.5 * (squares - (cross * mean).sum(dim=3)).clamp(min=0)
-    log_det = -2 * factor.diagonal(dim1=2, dim2=3).log().sum(dim=2)
-    return Solution(torch.cholesky_inverse(factor), mean, residual, log_det)
-
-
-def likeliest_precision(
-    data: Statistics, prior: Tensor, precision: Tensor, *, shape: float, scale: Tensor, factors: Sequence[float]
-) -> Tensor:
-    """Λ₀ times the factor under which the rewards are likeliest, of every run, shaped like `precision`.
-
-    With one σ² ~ IG(a₀, b₀) for all arms, log p = ½ Σ_a log|Λ₀ C_a| − (a₀ + n/2) log(b₀ + Σ_a residual) + constant.
-
-    Args:
-        prior: μ₀ of one component, (runs, arms, 1, features).
-        precision: Λ₀, (runs, 1, features, features), diagonal.
-        shape: a₀.
-        scale: b₀, (runs, 1).
-        factors: to choose from.
-    """
-    half = shape + 0.5 * data.gram[..., -1, -1].sum(dim=1)
-    evidence = []
-    for factor in factors:
-        found = normal_equations(data, prior, factor * precision)
-        first = (factor * precision).diagonal(dim1=2, dim2=3).log().sum(dim=2)
-        noise = scale.squeeze(1) + found.residual.sum(dim=(1, 2))
-        evidence.append(0.5 * (found.log_det + first).sum(dim=1) - half * noise.log())
-    best = torch.stack(evidence).argmax(dim=0)
-    return precision * torch.tensor(factors).to(precision)[best].view(-1, 1, 1, 1)
+    return torch.cholesky_inverse(factor), mean, 0.5 * (squares - (cross * mean).sum(dim=3)).clamp(min=0)
 
 
 def shared_precision(gaps: Tensor, covariance: Tensor, variance: Tensor, first: Tensor, *, first_arms: float) -> Tensor:
@@ -164,15 +128,15 @@ class LinearPosterior:
             torch.zeros_like(data.cross).unsqueeze(2),
             precision * torch.eye(data.cross.shape[2]).to(data.cross),
         )
-        found = normal_equations(data, around, ridge)
-        return cls(found.mean, found.covariance, shape + 0.5 * data.gram[..., -1, -1], scale + found.residual)
+        covariance, mean, residual = normal_equations(data, around, ridge)
+        return cls(mean, covariance, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
-        """Refit μ and C around μ₀ with Λ₀, in place; returns the residual of `normal_equations`."""
-        found = normal_equations(data, prior, precision)
-        self.covariance.copy_(found.covariance)
-        self.mean.copy_(found.mean)
-        return found.residual
+        """Refit μ and C around μ₀ with Λ₀, in place; returns the third of `normal_equations`."""
+        covariance, mean, residual = normal_equations(data, prior, precision)
+        self.covariance.copy_(covariance)
+        self.mean.copy_(mean)
+        return residual
 
     def update(self, arms: Tensor, x: Tensor, rewards: Tensor) -> None:
         """Add k observations in place, with arms and rewards (runs, k) and features (runs, k, features).

@@ -278,7 +278,7 @@ def _left_out(data: Sequence[_Problem], heads: Tensor, spread: Tensor, noise: Te
         gram = torch.einsum("na,nf,ng->afg", there.to(phi), phi, phi)
         known = Statistics(gram[None], (rewards.mT @ phi)[None], rewards.square().sum(dim=0)[None])
         others = torch.cat([heads[:number], heads[number + 1 :]]).transpose(0, 1)
-        _, mean, residual, _ = normal_equations(known, others.unsqueeze(0), precision)
+        _, mean, residual = normal_equations(known, others.unsqueeze(0), precision)
         a = _LEAST_SHAPE + 0.5 * there.sum()
         likely = (-a * (_LEAST_SHAPE * noise + residual[0].sum(dim=0)).log()).softmax(dim=0)
         average = (likely[None, :, None] * mean[0]).sum(dim=1)
