@@ -44,7 +44,8 @@ def in_bins(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
 def answered_up_to(doubt: Tensor, wrong: Tensor) -> Tensor:
     """How many examples are answered up to each distinct doubt, and how many errors are among them, (2, distinct)."""
     if doubt.dim() != 1 or doubt.shape != wrong.shape or not len(doubt):
-        raise MatchError(f"an example has one doubt and one error, got {tuple(doubt.shape)} and {tuple(wrong.shape)}")
+        shapes = f"{tuple(doubt.shape)} and {tuple(wrong.shape)}"
+        raise MatchError(f"pass one doubt and one error for each example, got {shapes}")
     _, place, counts = torch.unique(doubt, return_inverse=True, return_counts=True)
     errors = torch.zeros_like(counts, dtype=torch.float64).index_add_(0, place, wrong.to(place.device).double())
     return torch.stack([counts.double(), errors]).cumsum(dim=1)
