@@ -27,6 +27,7 @@ COLOURS: Mapping[str, str] = {
     **dict.fromkeys(("laplace-full", "laplace-diagonal", "linear"), "#56B4E9"),
     **dict.fromkeys(("ensemble", "bootstrap"), "#9A7D0A"),
     "ivon": "#8C564B",
+    "hybrid": "#1A1A1A",
     **dict.fromkeys(("swag", "neural-linear"), "#6A5ACD"),
 }
 METHOD_TITLES = {

@@ -145,9 +145,10 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings)
 
     title = f"Regret, mean and one standard deviation of {settings.runs} runs"
     draw = [partial(panel, problem=problem) for problem in results]
+    columns = 2 if len(draw) == 4 else 3
     with plots.house_style():
-        figure, panels = plots.panels(draw, title, columns=3, size=(4.2, 3.2), margin=(1.6, 0.4))
-        panels[min(3, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure, panels = plots.panels(draw, title, columns=columns, size=(4.2, 3.2), margin=(1.6, 0.4))
+        panels[min(columns, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
