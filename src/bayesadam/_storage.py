@@ -115,8 +115,8 @@ def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Map
     for name, shape in shapes.items():
         if shape != parameters[name].shape:
             here, there = tuple(parameters[name].shape), tuple(shape)
-            shapes = f"{name!r} has shape {there} in the file and {here} in the model"
-            raise MatchError(f"{path} is another model's posterior: {shapes}")
+            differ = f"{name!r} has shape {there} in the file and {here} in the model"
+            raise MatchError(f"{path} is another model's posterior: {differ}")
 
 
 def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
