@@ -71,7 +71,8 @@ def acquire(
     the mean square of the weights is a good start.
 
     Args:
-        pool: inputs as `predict` takes them, or a loader that does not shuffle; a loader is gone through twice.
+        pool: inputs as `predict` takes them, or a loader that does not shuffle; a loader is gone through twice,
+            by `"badge"` and `"leverage"` once.
         k: how many to choose.
         target: inputs like those that will be predicted, for `"epig"`; None takes 200 of the pool.
         likelihood: None for the posterior's own. A regression needs its noise: `calibrate`, or
