@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam._checks import is_number
+from bayesadam._checks import is_count, is_number
 from bayesadam.bandits.learner import (
     Buffer,
     Check,
@@ -20,7 +20,6 @@ from bayesadam.bandits.learner import (
     Positive,
     Probability,
     Sampler,
-    is_count,
     with_constant,
 )
 from bayesadam.bandits.linear import LinearPosterior, Statistics, shared_precision

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam._checks import is_count as is_count
-from bayesadam._checks import is_number
+from bayesadam._checks import is_count, is_number
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
 
