@@ -10,6 +10,8 @@ table all rows are scored.
   where it was in between.
 - gp: BoTorch's SingleTaskGP: an RBF kernel with a length for each input and its dimension-scaled prior, a noise with a
   prior, standardised outcomes, fitted by L-BFGS. `--botorch` takes BoTorch's own, else it is built of gpytorch here.
+- laplace: laplace-bayesopt's LaplaceBoTorch where it is asked for and installed, with its defaults and the shape of our
+  networks, trained from scratch at every step, as it does.
 - random.
 
 Problems, all to be maximised: Hartmann-6; Ackley-10 on [-15, 25]; Branin with noise of standard deviation 2; a table of
@@ -34,13 +36,14 @@ from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam.botorch.surrogate import Process
 from harness import Cell, against, arguments, number, one_core, setting, shared_cells, write_results
 
 FIRST, EVALUATIONS, REPORTED = 10, 100, (20, 50, 100)
 METHODS = ("badam", "gp", "random")
+RIVALS = ("laplace",)
 # Moments at inputs (n, d): mean and variance, (n,).
 Moments = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -221,6 +224,29 @@ def single_task(x: Tensor, y: Tensor, *_: Any) -> tuple[Moments, Any]:
     return moments, None
 
 
+def laplace(x: Tensor, y: Tensor, _: Any, seed: int) -> tuple[Moments, Any]:
+    """laplace-bayesopt's, in float32, which its marginal likelihood wants."""
+    from botorch.models.transforms import Standardize
+    from laplace_bayesopt.botorch import LaplaceBoTorch
+
+    torch.manual_seed(seed)
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(x.shape[1], 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    model = LaplaceBoTorch(network, x.float(), y[:, None].float(), outcome_transform=Standardize(1))
+    # They keep the graph of their own optimisation, which a second gradient with respect to inputs would go through.
+    model.bnn.prior_precision, model.bnn.sigma_noise = (
+        t.detach() for t in (model.bnn.prior_precision, model.bnn.sigma_noise)
+    )
+
+    def moments(at: Tensor) -> tuple[Tensor, Tensor]:
+        found = model.posterior(at[:, None].float())
+        return found.mean.flatten().double(), found.variance.flatten().double()
+
+    return moments, None
+
+
 # --- optimisation -----------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +300,7 @@ def optimise(name: str, method: str, seed: int, evaluations: int, *, botorch: bo
     rows = None if problem.table is None else torch.randperm(len(problem.table), generator=source)
     at = torch.rand(FIRST, problem.width, generator=source, dtype=torch.float64) if rows is None else rows[:FIRST]
     chance = torch.Generator().manual_seed(1000 + seed)
-    fit = {"badam": neural, "gp": single_task if botorch else gaussian_process}.get(method)
+    fit = {"badam": neural, "gp": single_task if botorch else gaussian_process, "laplace": laplace}.get(method)
     noise = problem.noise * torch.randn(evaluations, generator=chance, dtype=torch.float64)
     before, seconds = None, []
     while len(at) < evaluations:
@@ -327,7 +353,7 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=EVALUATIONS)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=(*METHODS, *RIVALS))
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell, from the i-th on")
     parser.add_argument("--botorch", action="store_true", help="the Gaussian process is BoTorch's SingleTaskGP itself")
     options: argparse.Namespace = parser.parse_args()
