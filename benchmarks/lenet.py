@@ -281,7 +281,8 @@ def measured(name: str, images: Images, cases: Cases, epochs: int) -> dict[Key, 
         stack = fit(images, [seed for _, seed in once], epochs, laplace=[s[0] for s, _ in once])
         weights, score = stack.weights, scores(stack, "magnitude" if "magnitude" in name else "snr")
     found = dict(zip(once, zip(weights, score, strict=True), strict=True))
-    dense = {(name, False, setting, 0.0, seed): a for (setting, seed), a in zip(once, accuracy(images, weights))}
+    before = zip(once, accuracy(images, weights), strict=True)
+    dense = {(name, False, setting, 0.0, seed): a for (setting, seed), a in before}
     return dense | after_training(name, images, found, cases, retraining)
 
 
@@ -336,7 +337,10 @@ def main() -> None:
                 row = [found[name, retrained, setting, sparsity, seed] for seed in seeds]
                 accuracies.setdefault("yes" if retrained else "no", {})[f"{sparsity:g}"] = row
         settings = {f"{s:g}, {'retrained' if r else 'one shot'}": best[r, s] for r, s in sorted(best) if s}
-        shown = [{"retrained": k[1], "setting": k[2], "sparsity": k[3], "seed": k[4], "accuracy": a} for k, a in tried.items()]
+        shown = [
+            {"retrained": k[1], "setting": k[2], "sparsity": k[3], "seed": k[4], "accuracy": a}
+            for k, a in tried.items()
+        ]
         results[name] = {"accuracy": accuracies, "chosen": settings, "validation": shown}
         results[name]["unpruned"] = [a for key, a in found.items() if not key[3]]
         about = {"epochs": options.epochs, "seeds": [*seeds], "sparsities": SPARSITIES, "methods": results}
