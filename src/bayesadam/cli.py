@@ -395,17 +395,6 @@ def pruning(
     """Figure 2: accuracy after pruning, with every method."""
 
 
-@_of_the_paper("CostSettings")
-def cost(
-    data: Annotated[str, _named("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
-    rounds: Annotated[int, Option(min=1, help="How often everything is timed.")] = 10,
-    seed: Seed = 0,
-    out: Out = Path("out/cost"),
-    quiet: Quiet = False,
-) -> None:
-    """What a step, a posterior and a prediction cost, next to Adam."""
-
-
 def _change(text: str) -> tuple[str, Any]:
     """Name and value: one of Python's numbers or tuples, True, False, None, or else text."""
     name, _, value = (part.strip() for part in text.partition("="))
@@ -437,6 +426,17 @@ def bandits(
 ) -> Any:
     """Table 1: Thompson sampling on the bandit problems."""
     return {"changes": dict(map(_change, changes or ()))}
+
+
+@_of_the_paper("CostSettings")
+def cost(
+    data: Annotated[str, _named("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
+    rounds: Annotated[int, Option(min=1, help="How often everything is timed.")] = 10,
+    seed: Seed = 0,
+    out: Out = Path("out/cost"),
+    quiet: Quiet = False,
+) -> None:
+    """What a step, a posterior and a prediction cost, next to Adam."""
 
 
 @_of_the_paper("")

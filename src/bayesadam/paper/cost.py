@@ -4,7 +4,7 @@ Calls take turns on the CPU, so that a busy machine slows all alike. The ratios 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, run_parts
+from bayesadam.commands.running import Run, Table
 from bayesadam.data import load_images
 from bayesadam.engine.rules import RULES
 from bayesadam.engine.stack import Stack, constant
@@ -85,8 +85,9 @@ def costs(problem: Problem, rounds: int) -> dict[str, dict[str, list[float]]]:
     stacks = {"badam": problem.optimum, **{name: trained(each, RULES[name]) for name, each in asked.items()}}
     network, x = problem.networks()[0].eval(), data.x_held_out[0][:_INPUTS]
 
+    (rows,) = blocks(len(data), min(problem.training.batch_size, len(data)), problem.seeds, _STEPS)
+
     def steps(stack: Stack) -> None:
-        (rows,) = blocks(len(data), min(problem.training.batch_size, len(data)), problem.seeds, _STEPS)
         stack.prepare(rows, constant(problem.training.lr))
         stack.run(_STEPS)
 
@@ -134,13 +135,8 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
 
 def run_cost(*, seed: int, out: Path, quiet: bool, settings: CostSettings) -> tuple[Path, ...]:
     """The `cost` command."""
-
-    def work(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        for name in names:
-            yield name, costs(problem_named(name, seed, settings.data), settings.rounds)
-
     run = Run("cost", seed, out, asdict(settings), quiet=quiet)
     with run.prepared():
-        results = run_parts(run, tuple(PROBLEMS), work)
+        results = {name: costs(problem_named(name, seed, settings.data), settings.rounds) for name in PROBLEMS}
         run.show(table(results, asdict(settings)))
         return run.finish({}, results)
