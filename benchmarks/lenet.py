@@ -45,14 +45,15 @@ RAMP = 0.6
 PUBLISHED = {"SNIP, published": (98.4, 97.6, None), "Sparse VD, published": (None, None, 98.08)}
 
 Setting = tuple[float, ...]
-# By the names of the table's rows: what is varied, and whether the network is retrained.
+# By the names of the table's rows, what is varied: λ of a Laplace prior; for SNIP the factor of the initial weights, 1
+# or that of He's, and λ of (λ/2)|θ|²; for Sparse VD the factor of the KL.
 GRIDS: Mapping[str, Sequence[Setting]] = {
-    "Adam, signal-to-noise ratio": [(0.0,)],
-    "Laplace prior": [(2e-5,), (4e-5,), (8e-5,), (1.6e-4,), (3.2e-4,)],
-    "gradual, magnitude": [(0.0,), (2e-5,), (5e-5,)],
+    "Laplace prior, signal-to-noise ratio": [(2e-5,), (4e-5,), (8e-5,), (1.6e-4,), (3.2e-4,)],
     "gradual, signal-to-noise ratio": [(0.0,), (2e-5,), (5e-5,)],
     "SNIP": [*product((1.0, 6**0.5), (0.0, 1e-5, 1e-4))],
     "Sparse VD": [(0.3,), (1.0,)],
+    "gradual, magnitude": [(0.0,), (2e-5,), (5e-5,)],
+    "Adam, signal-to-noise ratio": [(0.0,)],
 }
 
 
