@@ -136,16 +136,16 @@ def test_the_users_commands_come_first_and_the_papers_are_together(capsys):
     own = ["inspect", "doctor", "prune", "sample", "merge", "export", "deploy"]
     assert commands == [*own, "demo", "play", "paper", "data"]
     assert run("paper", "--help") == 0
-    assert listed(capsys.readouterr().out) == ["regression", "pruning", "bandits", "report"]
+    assert listed(capsys.readouterr().out) == ["regression", "pruning", "bandits", "cost", "report"]
 
 
-@pytest.mark.parametrize("name", ["regression", "pruning", "bandits", "report"])
+@pytest.mark.parametrize("name", ["regression", "pruning", "bandits", "cost", "report"])
 def test_the_short_names_go_on_working(name, tmp_path, monkeypatch):
     module = importlib.import_module(f"bayesadam.paper.{name}")
     calls = []
     monkeypatch.setattr(module, f"run_{name}", lambda **given: calls.append(given))
     given = [tmp_path] if name == "report" else ["--out", tmp_path]
-    given += ["--device", "cpu"] if name != "regression" else []
+    given += ["--device", "cpu"] if name not in ("regression", "cost") else []
     for words in (["paper", name], [name]):
         assert run(*words, *given) == 0
     one, other = calls
@@ -211,7 +211,7 @@ def test_names_are_listed_in_help_and_in_the_error(command, option, names, tmp_p
 def test_every_option_that_takes_names_is_in_the_lists_above():
     known = {(found_command(words).name, option) for words, option, _ in CHOICES}
     known |= {(command, option) for command, option, _ in LISTS}
-    known |= {("bandits", "--device"), ("report", "--device")}
+    known |= {("bandits", "--device"), ("report", "--device"), ("cost", "--data")}
     groups = [get_command(cli.app), found_command(["paper"])]
     commands = [command for group in groups for command in group.commands.values() if not command.hidden]
     assert known == {

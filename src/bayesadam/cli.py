@@ -50,7 +50,9 @@ class _Command(TyperCommand):
 _LOOKS: Any = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 _LOOKS |= {"context_settings": {"max_content_width": 120}}
 app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
-paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
+paper = typer.Typer(
+    name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1, costs.", **_LOOKS
+)
 data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them, verify them.", **_LOOKS)
 app.add_typer(paper)
 app.add_typer(data_app)
@@ -382,7 +384,7 @@ def pruning(
     data: Annotated[str, _named("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
     methods: Annotated[str | None, _names_of("bayesadam.paper.pruning:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
-    n_seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
+    n_seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 5,
     activation: Annotated[str, _named("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
     sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
     device: Device = None,
@@ -426,6 +428,17 @@ def bandits(
     return {"changes": dict(map(_change, changes or ()))}
 
 
+@_of_the_paper("CostSettings")
+def cost(
+    data: Annotated[str, _named("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
+    rounds: Annotated[int, Option(min=1, help="How often everything is timed.")] = 10,
+    seed: Seed = 0,
+    out: Out = Path("out/cost"),
+    quiet: Quiet = False,
+) -> None:
+    """What a step, a posterior and a prediction cost, next to Adam."""
+
+
 @_of_the_paper("")
 def report(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
@@ -434,7 +447,7 @@ def report(
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
-    """Figure 1, Figure 2 and Table 1 on one HTML page.
+    """Figure 1, Figure 2, Table 1 and the costs on one HTML page.
 
     Runs in DIR are taken as they are, missing ones are run.
     """

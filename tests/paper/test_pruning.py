@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam.cli import app
+from bayesadam.commands import plots
 from bayesadam.commands.running import Run
 from bayesadam.data import Images
 from bayesadam.engine.network import member
@@ -48,7 +49,7 @@ def test_the_curve_is_that_of_masks_applied_one_by_one(images):
                 assert found[ranking]["accuracy"][index][place] == approx(float(right.double().mean()))
 
 
-@pytest.mark.parametrize("method", pruning.TITLES)
+@pytest.mark.parametrize("method", plots.METHOD_TITLES)
 def test_every_method_has_its_curves_and_a_seed_its_own(images, method):
     together = curves_of(method, problem(images, (1, 2)))
     alone = curves_of(method, problem(images, (2,)))
@@ -59,6 +60,16 @@ def test_every_method_has_its_curves_and_a_seed_its_own(images, method):
         differing = sum(abs(a - b) > 0.021 for a, b in zip(one[1], other[0], strict=True))
         # Rounding may reorder near-equal scores, and move one of fifty images.
         assert differing <= 2
+
+
+def test_a_variant_is_badam_with_its_own_setting(images, monkeypatch):
+    monkeypatch.setattr(pruning, "load_images", lambda *_: images)
+    settings = PruningSettings(epochs=2, hidden=(8, 7), batch_size=16, lr=1e-2, n_seeds=2)
+    found = dict(pruning.fit_part([*pruning.VARIANTS], seed=0, settings=settings, device="cpu"))
+    assert set(found) == set(pruning.VARIANTS)
+    for name, changes in (("badam-l2-0.0001", {"weight_decay": 1e-4}), ("badam-beta2-0.99", {"betas": (0.9, 0.99)})):
+        given = replace(problem(images, (0, 1)), training=replace(QUICK, **changes))
+        assert found[name] == {"snr": curves_of("badam", given)["snr"]}
 
 
 def test_the_diagonal_ggn_is_the_sum_of_squared_jacobians(images):

@@ -47,9 +47,20 @@ def test_data_lie_where_they_should_and_the_gap_is_empty():
     assert not ((gap.x > 0.17) & (gap.x < 0.33)).any()
 
 
+def test_an_initial_precision_is_that_of_the_first_step():
+    """A step of Vadam moves θ by α m̂/(√v̂ + δ/N): the larger the first precision, the less it has moved."""
+    settings = replace(SMALL, methods=("vadam", *regression.VARIANTS), epochs=1)
+    rows = dict(fit_methods(settings.methods, seed=0, settings=settings))
+    deviations = [rows[name]["scores"]["std_in"][0] for name in (*list(regression.VARIANTS)[:3], "vadam")]
+    # The draws of the function are wider, the smaller the precision.
+    assert deviations == sorted(deviations, reverse=True)
+    assert deviations[0] > 5 * deviations[-1]
+
+
 def test_panels_share_their_axes():
     rows = dict(fit_methods(SMALL.methods, seed=0, settings=SMALL))
-    axes = [a for a in picture(rows, 0, SMALL).axes if a.axison]
+    axes = [a for a in picture(rows | {"vadam-precision-10": {}}, 0, SMALL).axes if a.axison]
+    assert len(axes) == len(SMALL.methods)
     assert len({(a.get_xlim(), a.get_ylim()) for a in axes}) == 1
     assert all(map(math.isfinite, rows[SMALL.methods[0]]["std"]))
 

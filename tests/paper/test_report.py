@@ -17,7 +17,8 @@ from bayesadam.paper import Sample, above
 from bayesadam.paper import report as command
 from bayesadam.paper.bandits import PAPER, BanditSettings
 from bayesadam.paper.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, judged, read
-from bayesadam.paper.pruning import FRACTIONS, PruningSettings
+from bayesadam.paper.cost import CostSettings
+from bayesadam.paper.pruning import FRACTIONS, VARIANTS, PruningSettings
 from bayesadam.paper.regression import METRICS, RegressionSettings
 from bayesadam.paper.report import Report, run_report, table_of
 
@@ -80,6 +81,19 @@ def bandits_run(rewards: dict[str, dict[str, float]], runs: int = 4, **settings)
     return metrics("bandits", asked | {"settings": "paper"} | settings, results)
 
 
+def cost_run(**changes: float) -> dict:
+    """Costs under which both claims hold; a change names problem, method and measure with underscores."""
+    methods = {"adam": (1.0, None, 1.0), "badam": (1.2, 0.001, 40.0), "mc-dropout": (1.2, None, 100.0)}
+    methods |= {"bbb": (3.0, None, 150.0), "vadam": (2.0, None, 150.0), "laplace-diagonal": (None, 0.1, None)}
+    results: dict = {}
+    for problem in ("regression", "pruning"):
+        for method, values in methods.items():
+            pairs = zip(("step", "posterior", "prediction"), values, strict=True)
+            given = {what: changes.get(f"{problem}_{method}_{what}", value) for what, value in pairs if value}
+            results.setdefault(problem, {})[method] = {what: [value, value] for what, value in given.items()}
+    return metrics("cost", {"data": "mnist", "rounds": 2}, results)
+
+
 AS_IN_THE_PAPER = {
     p: {a: PAPER[a][p][0] for a in PAPER} for p in ("mushroom", "financial", "jester", "statlog", "adult")
 }
@@ -106,6 +120,7 @@ def whole(tmp_path):
     put(tmp_path, "regression", regression_run())
     put(tmp_path, "pruning", pruning_run(PRUNED))
     put(tmp_path, "bandits", bandits_run(AS_IN_THE_PAPER, runs=3))
+    put(tmp_path, "cost", cost_run())
     for name in EXPERIMENTS:
         put_picture(tmp_path, name)
     return tmp_path
@@ -116,8 +131,8 @@ def nothing_runs(monkeypatch):
     def refuse(**asked):
         raise AssertionError(f"was run: {asked}")
 
-    for name in ("run_regression", "run_pruning", "run_bandits"):
-        monkeypatch.setattr(command, name, refuse)
+    for name in EXPERIMENTS:
+        monkeypatch.setattr(command, f"run_{name}", refuse)
 
 
 def reported(root: Path, *, quick: bool = False) -> tuple[str, dict]:
@@ -246,6 +261,7 @@ def stubs(monkeypatch):
             {p: dict.fromkeys(s.agents, 0.5) for p in s.problems}, runs=s.runs, rounds=s.rounds, settings=s.settings
         ),
     )
+    stub("cost", lambda s: cost_run())
     monkeypatch.setattr(command, "locate", lambda name, **_: {})
     monkeypatch.setattr(command, "find", lambda name: {})
     return asked
@@ -254,31 +270,32 @@ def stubs(monkeypatch):
 def test_what_is_missing_is_run_in_full(tmp_path, stubs):
     reported(tmp_path)
     assert [(name, given["out"]) for name, given in stubs] == [(name, tmp_path / name) for name in EXPERIMENTS]
-    regression, pruning, bandits = (given["settings"] for _, given in stubs)
+    regression, pruning, bandits, cost = (given["settings"] for _, given in stubs)
     assert regression == RegressionSettings()
+    assert cost == CostSettings()
     assert pruning == PruningSettings()
     assert bandits == BanditSettings()
     # The census is large, and fetched by name alone.
     assert "census" not in bandits.problems
     reported(tmp_path)
-    assert len(stubs) == 3
+    assert len(stubs) == len(EXPERIMENTS)
 
 
 def test_the_quick_version_stands_apart_and_says_so(tmp_path, stubs):
     text, _ = reported(tmp_path, quick=True)
     assert [given["out"] for _, given in stubs] == [tmp_path / "quick" / name for name in EXPERIMENTS]
-    regression, pruning, bandits = (given["settings"] for _, given in stubs)
+    regression, pruning, bandits, cost = (given["settings"] for _, given in stubs)
     assert regression.epochs == 500
-    assert pruning.data == "digits"
+    assert pruning.data == cost.data == "digits"
     # Nothing is fetched: the problem whose files are absent is not played, the embedded one is.
     assert bandits.problems == ("wheel",)
     for words in ("This is the quick version.", "500 epochs instead of 20,000", "on digits, not on MNIST", "2 runs"):
         assert words in text
     assert "Not played: mushroom." in text
     reported(tmp_path)
-    assert [given["out"] for _, given in stubs[3:]] == [tmp_path / name for name in EXPERIMENTS]
+    assert [given["out"] for _, given in stubs[4:]] == [tmp_path / name for name in EXPERIMENTS]
     text, _ = reported(tmp_path, quick=True)
-    assert len(stubs) == 6
+    assert len(stubs) == 8
     assert "on digits" not in text
 
 
@@ -301,7 +318,7 @@ def test_no_column_at_all_is_said(tmp_path, stubs, monkeypatch):
 
     monkeypatch.setattr(command, "locate", locate)
     text, found = reported(tmp_path)
-    assert [given["out"].name for _, given in stubs] == ["regression", "pruning"]
+    assert [given["out"].name for _, given in stubs] == ["regression", "pruning", "cost"]
     assert "Could not be run: Not played: mushroom. offline." in text
     assert all(c["verdict"] == "not measured" for c in found["results"]["claims"] if c["claim"].startswith("table1"))
 
@@ -314,9 +331,9 @@ def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, st
     text, found = reported(tmp_path)
     assert "the variance &lt;must&gt; be finite" in text
     assert "bayesadam: regression: Could not be run: the variance <must> be finite" in capsys.readouterr().err
-    assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"pruning", "bandits"}
-    for name in ("run_pruning", "run_bandits"):
-        monkeypatch.setattr(command, name, fails)
+    assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"pruning", "bandits", "cost"}
+    for name in EXPERIMENTS:
+        monkeypatch.setattr(command, f"run_{name}", fails)
     with pytest.raises(BayesAdamError, match="nothing to report"):
         reported(tmp_path / "empty")
 
@@ -342,6 +359,7 @@ def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(
         command, "QUICK_REGRESSION", RegressionSettings(methods=("map",), n_seeds=2, epochs=2, n_test=20)
     )
+    monkeypatch.setattr(command, "QUICK_COST", CostSettings("digits", rounds=1))
     text, found = reported(tmp_path, quick=True)
     assert [run["file"] for run in found["results"]["runs"]] == [f"quick/{name}/metrics.json" for name in EXPERIMENTS]
     assert "wheel" in text
@@ -396,6 +414,7 @@ def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     put(tmp_path, "bandits", nasty)
     put(tmp_path, "regression", regression_run({NASTY: (0.1, 0.2)}))
     put(tmp_path, "pruning", pruning_run({**PRUNED, (NASTY, NASTY): {}}, data=NASTY, activation=NASTY))
+    put(tmp_path, "cost", metrics("cost", {"data": NASTY, "rounds": 1}, {NASTY: {NASTY: {"step": [1.0]}}}))
     outline = Outline(reported(tmp_path)[0])
     assert not outline.all("img")
     assert not [attributes for _, attributes in outline.elements if {"onerror", "onload"} & set(attributes)]
@@ -422,7 +441,7 @@ def test_numbers_that_are_not_finite_are_dashes(whole):
 def test_an_empty_report_is_still_a_page():
     text = Report({}, {"bandits": "no <data>"}).page()
     Outline(text)
-    assert text.count("There is no finished run of this experiment") == 3
+    assert text.count("There is no finished run of this experiment") == len(EXPERIMENTS)
     assert "no &lt;data&gt;" in text
 
 
@@ -503,6 +522,50 @@ def test_claims_about_the_toy_regression():
     # One method that is clearly tighter refutes the claim to be the tightest.
     tighter = verdicts(regression_run(std | {"bbb": (0.01, 0.04)}))
     assert tighter["figure1-mass-near-data"] is Verdict.FAILED
+
+
+@pytest.mark.parametrize(("worst", "verdict"), [(-0.5, Verdict.HELD), (-1.05, Verdict.FAILED), (-1.2, Verdict.FAILED)])
+def test_vadam_is_sensitive_where_its_worst_precision_is_clearly_worse(worst, verdict):
+    content = regression_run()
+    assert verdicts(content)["figure1-vadam-sensitive"] is Verdict.UNMEASURED
+    for name, nll in (("vadam", -1.1), ("vadam-precision-10", worst), ("vadam-precision-100", -1.1)):
+        content["results"][name] = content["results"]["vadam"] | {"nll_in": [nll, nll + 0.01, nll - 0.01]}
+    assert verdicts(content)["figure1-vadam-sensitive"] is verdict
+
+
+def test_the_settings_are_best_where_no_other_keeps_more():
+    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
+    assert verdicts(pruning_run(PRUNED))["figure2-settings"] is Verdict.UNMEASURED
+    assert verdicts(pruning_run(PRUNED | worse))["figure2-settings"] is Verdict.HELD
+    claim = next(claim for claim in CLAIMS if claim.key == "figure2-settings")
+    assert {check[2][0] for check in claim.comparisons} == set(VARIANTS)
+    better = worse | {("badam-l2-1e-05", "snr"): {0.75: 0.9, 0.9: 0.96, 0.95: 0.7}}
+    assert verdicts(pruning_run(PRUNED | better))["figure2-settings"] is Verdict.FAILED
+    # Badam with other settings is not another method.
+    found = verdicts(pruning_run(PRUNED | {("badam-l2-1e-05", "snr"): {0.0: 0.999}}))
+    assert found["figure2-accurate"] is Verdict.HELD
+
+
+def test_claims_about_costs():
+    def found(**changes: float) -> tuple[Verdict, Verdict]:
+        every = verdicts(cost_run(**changes))
+        return every["cost-variational"], every["cost-badam"]
+
+    assert found() == (Verdict.HELD, Verdict.HELD)
+    assert found(regression_bbb_step=1.7) == (Verdict.PARTLY, Verdict.HELD)
+    assert found(pruning_badam_prediction=111.0) == (Verdict.HELD, Verdict.PARTLY)
+    assert found(pruning_badam_posterior=0.011) == (Verdict.HELD, Verdict.PARTLY)
+    rules = {f"{p}_{m}_step": 1.1 for p in ("regression", "pruning") for m in ("bbb", "vadam")}
+    assert found(**rules) == (Verdict.FAILED, Verdict.HELD)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_claim_is_judged_by_the_first_run_that_measured_it(whole):
+    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
+    put(whole, "pruning-settings", pruning_run({("badam", "snr"): PRUNED["badam", "snr"]} | worse))
+    found = {claim["claim"]: claim for claim in reported(whole)[1]["results"]["claims"]}
+    assert found["figure2-settings"]["verdict"] == "held"
+    assert len(found["figure2-most-robust"]["checks"]) == 9
 
 
 def test_a_widening_far_below_the_processs_is_in_part():

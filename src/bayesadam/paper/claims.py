@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from bayesadam.errors import FileError
-from bayesadam.paper import Sample, above, fixed, percent
+from bayesadam.paper import Sample, above, digits, fixed, percent
 from bayesadam.paper.bandits import PAPER, BanditSettings
+from bayesadam.paper.cost import CostSettings
 from bayesadam.paper.pruning import PruningSettings
 from bayesadam.paper.regression import RegressionSettings
 
@@ -25,6 +26,7 @@ _PAPER: Mapping[str, Any] = {
     "regression": RegressionSettings(),
     "pruning": PruningSettings(),
     "bandits": BanditSettings(),
+    "cost": CostSettings(),
 }
 EXPERIMENTS = tuple(_PAPER)
 
@@ -78,7 +80,7 @@ class Finished:
                 words += [word for key, each in value.items() for word in ("--set", f"{key}={_as_typed(each)}")]
             elif value not in (usual, list(usual) if isinstance(usual, tuple) else usual):
                 words += [option] if value is True else [option, _as_typed(value)]
-        if self.experiment != "regression":
+        if self.experiment in ("pruning", "bandits"):
             words += ["--device", self.metrics.get("device", "cpu")]
         return shlex.join(words)
 
@@ -87,12 +89,12 @@ class Finished:
         """Whether it trained or played for less than the paper; fewer seeds only widen the standard errors."""
         if self.experiment == "bandits":
             return self.settings["rounds"] is not None
-        return bool(self.settings["epochs"] < _PAPER[self.experiment].epochs)
+        return bool(self.settings.get("epochs", 0) < getattr(_PAPER[self.experiment], "epochs", 0))
 
     @property
     def other_data(self) -> str:
         """How its data differ from the paper's, in words; empty where they do not."""
-        if self.experiment == "pruning" and self.settings["data"] != "mnist":
+        if self.settings.get("data", "mnist") != "mnist":
             return f"on {self.settings['data']}, not on MNIST"
         return "trained with a gap in the data" if self.experiment == "regression" and self.settings.get("gap") else ""
 
@@ -112,7 +114,7 @@ class Finished:
         if self.too_short:
             epochs = asked.get("epochs", 0)
             found.append(f"{epochs:,} epochs instead of {paper.epochs:,}" if epochs else f"{asked['rounds']:,} rounds")
-        if asked[name] < getattr(paper, name):
+        if name in asked and asked[name] < getattr(paper, name):
             found.append(f"{asked[name]} {what} instead of {getattr(paper, name)}")
         return ", ".join(filter(None, found))
 
@@ -168,6 +170,16 @@ _TESTS: Mapping[str, tuple[Test, Callable[[float], str], str]] = {
     "alike": (lambda ours, theirs: 1 / 2 <= ours.mean / theirs.mean <= 2, fixed, "{} and {}"),
     "more accurate": (above, percent, "{} against {} %"),
     "loses less": (lambda ours, theirs: above(theirs, ours), percent, "{} against {} points"),
+    "more than half as much again": (lambda ours, theirs: ours.mean > 1.5 * theirs.mean, digits, "{} against {} times"),
+    "no dearer": (lambda ours, theirs: ours.mean <= 1.1 * theirs.mean, digits, "{} against {} times"),
+    "under a tenth": (lambda ours, theirs: ours.mean < theirs.mean / 10, digits, "{} against {} of training"),
+    "under a hundredth": (lambda ours, theirs: ours.mean < theirs.mean / 100, digits, "{} of training"),
+    # By more than .1 nats, two standard errors counted.
+    "clearly worse": (
+        lambda ours, theirs: above(ours, Sample(tuple(v + 0.1 for v in theirs.values))) is True,
+        digits,
+        "{} against {} nats",
+    ),
     "as accurate": (lambda ours, theirs: ours.mean >= theirs.mean - 0.002, percent, "{} and {} %"),
     # At most .02 below, two standard errors counted; open where they are too wide to tell.
     "comparable": (
@@ -187,12 +199,19 @@ _TESTS: Mapping[str, tuple[Test, Callable[[float], str], str]] = {
 def sample_at(run: Finished, path: list[Any]) -> Sample:
     """What a path of `claims.json` names: one score, accuracy or reward over the seeds or runs.
 
-    Figure 1: (method, score), and "growth" is the mean deviation outside over that in range. Figure 2: (method,
-    ranking, fraction), and with a second fraction the accuracy lost between them. Table 1: (problem, agent). "best
-    other" has the highest mean of those that the claim is not about.
+    Figure 1: (method, score), and "growth" is the mean deviation outside over that in range; "largest" and "smallest"
+    are those of Vadam's over its initial precisions. Figure 2: (method, ranking, fraction), and with a second fraction
+    the accuracy lost between them. Table 1: (problem, agent). "best other" has the highest mean of those that the claim
+    is not about. Costs: (problem, method, measure).
     """
+    if run.experiment == "cost":
+        return run.sample(*path)
     if run.experiment == "regression":
         method, score = path
+        if method in ("largest", "smallest"):
+            swept = [run.sample(m, score) for m in run.results if m.startswith("vadam")]
+            extreme = max if method == "largest" else min
+            return extreme(swept, key=lambda s: s.mean) if len(swept) > 1 else Sample(())
         near, far = run.sample(method, "std_in"), run.sample(method, "std_out")
         if score == "growth":
             return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [])
@@ -200,7 +219,7 @@ def sample_at(run: Finished, path: list[Any]) -> Sample:
     if run.experiment == "pruning":
         method, ranking, first, *second = path
         if method == "best other":
-            others = [run.accuracy(m, next(iter(found)), first) for m, found in run.results.items() if m != "badam"]
+            others = [run.accuracy(m, next(iter(found)), first) for m, found in run.results.items() if "badam" not in m]
             return max((s for s in others if s.values), key=lambda s: s.mean, default=Sample(()))
         before = run.accuracy(method, ranking, first)
         if not second:
@@ -239,7 +258,8 @@ class Claim:
     @property
     def experiment(self) -> str:
         """Which run answers it."""
-        return {"figure1": "regression", "figure2": "pruning"}.get(self.key.partition("-")[0], "bandits")
+        named = {"figure1": "regression", "figure2": "pruning", "table1": "bandits", "cost": "cost"}
+        return named[self.key.partition("-")[0]]
 
     def checks(self, run: Finished) -> list[Check]:
         """Every comparison that the run has measured."""

@@ -233,11 +233,14 @@ def _linearised(problem: Problem, found: Sequence[Posterior]) -> Fitted:
     return Fitted(tuple(partial(posterior.predict, **asked) for posterior in found), tuple(found))
 
 
-def fit_rule(name: str, problem: Problem) -> Fitted:
-    """A method that predicts by functions drawn from what its rule has learnt: one of `bayesadam.engine.RULES`."""
+def fit_rule(name: str, problem: Problem, **own: Any) -> Fitted:
+    """A method that predicts by functions drawn from what its rule has learnt: one of `bayesadam.engine.RULES`.
+
+    `own` are settings of the rule.
+    """
     if name == "mc-dropout" and not problem.network.dropout:
         problem = replace(problem, network=replace(problem.network, dropout=0.2))
-    return sampled(name, problem, trained(problem, RULES[name]))
+    return sampled(name, problem, trained(problem, RULES[name], **own))
 
 
 def fit_badam(problem: Problem) -> Fitted:

@@ -27,7 +27,14 @@ FRACTIONS = (
 )
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 PAPER = ("badam", "mc-dropout", "bbb", "vadam")
-TITLES = plots.METHOD_TITLES
+# Badam with other settings than those that the paper found best, no L2 penalty and β₂ = .99999.
+_BETAS, _DECAYS = (0.99, 0.999, 0.9999), (1e-6, 1e-5, 1e-4)
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    **{f"badam-beta2-{beta:g}": {"betas": (0.9, beta)} for beta in _BETAS},
+    **{f"badam-l2-{decay:g}": {"weight_decay": decay} for decay in _DECAYS},
+}
+_OTHERWISE = (*(f"Badam, β₂ = {beta:g}" for beta in _BETAS), *(f"Badam, L2 penalty {decay:g}" for decay in _DECAYS))
+TITLES = {**plots.METHOD_TITLES, **dict(zip(VARIANTS, _OTHERWISE, strict=True))}
 STYLES: Mapping[str, Any] = {"snr": "-", "magnitude": "--", "path-snr": ":"}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
@@ -42,7 +49,7 @@ class PruningSettings:
 
     data: str = "mnist"
     methods: tuple[str, ...] = tuple(TITLES)
-    n_seeds: int = 3
+    n_seeds: int = 5
     epochs: int = 100
     hidden: tuple[int, ...] = (400, 400)
     activation: str = "relu"
@@ -133,8 +140,10 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
     The accuracies of a ranking are (seeds, fractions), as plain data.
     """
     trainer = _TRAINERS.get(method, _from_adam)
-    own, rankings = trainer(problem), ["magnitude"] if method == "mc-dropout" else ["snr", "magnitude"]
-    if trainer is _from_adam:
+    own, rankings = trainer(problem), ["snr", "magnitude"]
+    if method == "mc-dropout" or method in VARIANTS:
+        rankings = ["magnitude"] if method == "mc-dropout" else ["snr"]
+    elif trainer is _from_adam:
         rankings.append("path-snr")
     found, example = {}, torch.zeros(1, problem.data.x.shape[-1])
     for ranking in rankings:
@@ -174,6 +183,7 @@ def fit_part(
     inputs, classes, seeds = images.train_x.shape[1], images.n_classes, seeds_of(seed, settings.n_seeds)
     for name in names:
         training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
+        training = replace(training, **VARIANTS.get(name, {}))
         network = Network(inputs, settings.hidden, classes, settings.activation, settings.dropout)
         if settings.sparse:
             recipe = next(recipe for recipe in RECIPES if recipe.name == name)
@@ -193,7 +203,7 @@ def mean_curves(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[float,
     return found
 
 
-def table(results: Mapping[str, Any], n_seeds: int) -> Table:
+def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     """Mean accuracy in percent at some of the fractions."""
     curves = mean_curves(results)
     fractions = [f for f in SHOWN if any(f in curve for curve in curves.values())]
@@ -203,13 +213,17 @@ def table(results: Mapping[str, Any], n_seeds: int) -> Table:
         bold = ["**" if curve.get(f) == best[f] else "" for f in fractions]
         cells = (f"{b}{percent(curve.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
         rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
-    title = f"Test accuracy in % after pruning this share of all weights, mean of {n_seeds} seeds"
+    title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
     note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
     return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)
 
 
 def picture(results: Mapping[str, Any], title: str) -> Figure:
-    """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left."""
+    """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left.
+
+    Badam with other settings is in the table alone.
+    """
+    results = {method: found for method, found in results.items() if method not in VARIANTS}
     with plots.house_style():
         figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)
@@ -244,5 +258,5 @@ def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings,
         load_images(settings.data, progress=not quiet)
         work = partial(fit_part, seed=seed, settings=settings, device=device)
         results = run_parts(run, names, work)
-        run.show(table(results, settings.n_seeds))
+        run.show(table(results, asdict(settings)))
         return run.finish({file: plots.png(picture(results, title))}, results)

@@ -16,13 +16,19 @@ from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, generator, run_parts, seeds_of
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.paper import Sample, digits
-from bayesadam.paper.methods import METHODS, Data, Fitted, Network, Problem, Training
+from bayesadam.paper.methods import METHODS, Data, Fitted, Method, Network, Problem, Training, fit_rule
 
 # As in the paper's figure, then the others.
 PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
 _OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
 _BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
+# Vadam from other initial precisions than its usual 10⁴.
+_PRECISIONS = (1e1, 1e2, 1e3, 1e5)
+VARIANTS: Mapping[str, Method] = {
+    f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS
+}
 TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND)}
+TITLES |= {name: f"Vadam, initial precision {p:g}" for name, p in zip(VARIANTS, _PRECISIONS, strict=True)}
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
 
 
@@ -76,7 +82,7 @@ def fit_methods(methods: Sequence[str], *, seed: int, settings: RegressionSettin
     training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
     problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
     for method in methods:
-        yield method, _scored(METHODS[method](problem), sets)
+        yield method, _scored({**METHODS, **VARIANTS}[method](problem), sets)
 
 
 def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
@@ -91,7 +97,7 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
     return {"scores": dict(zip(METRICS, zip(*rows, strict=True), strict=True)), "mean": mean, "std": std}
 
 
-def table(results: Mapping[str, Any], n_seeds: int) -> Table:
+def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     """Means over the seeds."""
     columns = {"nll_in": "NLL in", "nll_out": "NLL out", "coverage95_in": "95 % coverage", "rmse_in": "RMSE in"}
     columns |= {"std_in": "std in", "std_out": "std out"}
@@ -105,11 +111,14 @@ def table(results: Mapping[str, Any], n_seeds: int) -> Table:
         "deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, where no "
         "method has seen data. The paper prints no numbers for this figure."
     )
-    return Table(f"Scores, mean of {n_seeds} seeds", ("method", *columns.values(), "out / in"), rows, note)
+    return Table(f"Scores, mean of {settings['n_seeds']} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
 
 def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
-    """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations."""
+    """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations.
+
+    Vadam from other initial precisions is in the table alone.
+    """
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
@@ -122,7 +131,7 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
         axes.locator_params(axis="x", nbins=4)
 
     title = "Toy regression: mean, one and two standard deviations (noise included)"
-    draw = [partial(panel, method=method, row=row) for method, row in rows.items()]
+    draw = [partial(panel, method=method, row=row) for method, row in rows.items() if method not in VARIANTS]
     with plots.house_style():
         return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
 
@@ -134,5 +143,5 @@ def run_regression(*, seed: int, out: Path, quiet: bool, settings: RegressionSet
         found = run_parts(run, settings.methods, partial(fit_methods, seed=seed, settings=settings))
         rows = {name: found[name] for name in TITLES if name in found}
         results = {method: row["scores"] for method, row in rows.items()}
-        run.show(table(results, settings.n_seeds))
+        run.show(table(results, asdict(settings)))
         return run.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)
