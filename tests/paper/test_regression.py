@@ -33,6 +33,12 @@ def test_the_command_writes_its_figure_and_metrics(tmp_path):
         assert all(len(values) == 2 for values in scores.values())
 
 
+def test_a_variant_alone_has_a_picture(tmp_path):
+    settings = replace(SMALL, methods=(next(iter(regression.VARIANTS)),))
+    paths = run_regression(seed=3, out=tmp_path, quiet=True, settings=settings)
+    assert {path.name for path in paths} == {"figure1.png", "metrics.json"}
+
+
 def results_of(folder):
     return json.loads((folder / "metrics.json").read_text())["results"]
 

@@ -221,9 +221,9 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
 def picture(results: Mapping[str, Any], title: str) -> Figure:
     """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left.
 
-    Badam with other settings is in the table alone.
+    Badam with other settings is drawn where nothing else is.
     """
-    results = {method: found for method, found in results.items() if method not in VARIANTS}
+    results = {method: found for method, found in results.items() if method not in VARIANTS} or results
     with plots.house_style():
         figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)
