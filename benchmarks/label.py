@@ -240,7 +240,19 @@ def report(cells: dict[tuple[str, str], list[Cell]], problems: list[str], method
                 if pairs:
                     gap, error = mean_and_error(area(a) - area(b) for a, b in pairs)
                     print(f"  {ours} less {other}: {gap:+.4f} ± {error:.4f}")
+            against = cells.get((problem, "random"), [])
+            needed = [labels_needed(a, b) for a, b in zip(cells[problem, ours], against, strict=False)]
+            if needed:
+                results[problem][ours]["labels for random's last accuracy"] = needed
+                print(f"  {ours} has random's last accuracy after {statistics.median(needed):g} labels (median)")
     return results
+
+
+def labels_needed(ours: Cell, random: Cell) -> int:
+    """For the accuracy of random choice after its last label; ten more than all where it is never reached."""
+    goal = list(random["accuracy"].values())[-1]
+    counts = list(map(int, ours["accuracy"]))
+    return next((n for n in counts if ours["accuracy"][str(n)] >= goal), counts[-1] + BATCH)
 
 
 def cost(images: int) -> dict[str, float]:
