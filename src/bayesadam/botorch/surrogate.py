@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +66,7 @@ class Ensemble:
         y: Tensor,
         *,
         hidden: Sequence[int] = (64, 64),
-        activation: str = "tanh",
+        activation: str = "silu",
         n_ensemble: int = 4,
         steps: int = 400,
         lr: float = 1e-2,
@@ -87,7 +88,7 @@ class Ensemble:
         if start is None:
             ones = torch.ones(n_ensemble, dtype=torch.float64)
             params = {name: t.double() for name, t in initial(network, seeds).items()}
-            relevance = torch.zeros(n_ensemble, 1, x.shape[1], dtype=torch.float64)
+            relevance = torch.full((n_ensemble, 1, x.shape[1]), _usual_relevance(x.shape[1]), dtype=torch.float64)
             found = cls(network, params, x, y, ones, 1e-2 * ones, relevance).at_evidence(ascents)
         else:
             found = replace(start, x=x, y=y).at_evidence(ascents)
@@ -108,9 +109,13 @@ class Ensemble:
         return replace(self, params={name: t.double() for name, t in stack.params.items()})
 
     def at_evidence(self, ascents: int) -> Ensemble:
-        """With r, σ² and δ after some steps up log N(y; 0, K/δ + σ²) − ½ |log r|² − ½ (log σ² + 4)².
+        """With r, σ² and δ after some steps up log N(y; 0, K/δ + σ²) + log p(r) − ½ (log σ² + 4)².
 
-        1/δ is yᵀ (K + σ² δ)⁻¹ y/n throughout.
+        1/δ is yᵀ (K + σ² δ)⁻¹ y/n throughout. With m the mean of log r over the d inputs,
+
+            log p(r) = −½ |log r − m|² − ½ (m + ½ log d)²:
+
+        how smooth the function is, which m says, costs no more with many inputs than with one.
         """
         relevance = self.relevance.clone().requires_grad_()
         ratio = (self.noise * self.prior).log().clone().requires_grad_()
@@ -125,7 +130,10 @@ class Ensemble:
                 white = torch.linalg.solve_triangular(root, targets, upper=False)
                 size = white.square().mean(dim=(1, 2)).clamp(min=1e-12)
                 log_det = 2 * root.diagonal(dim1=1, dim2=2).log().sum(dim=1)
-                loss = (targets.shape[1] * size.log() + log_det).sum() / 2 + relevance.square().sum() / 2
+                middle = relevance.mean(dim=2, keepdim=True)
+                loss = (targets.shape[1] * size.log() + log_det).sum() / 2
+                loss = loss + (relevance - middle).square().sum() / 2
+                loss = loss + (middle - _usual_relevance(self.x.shape[1])).square().sum() / 2
                 loss = loss + ((floor * size).log() - _USUAL_NOISE).square().sum() / 2
             if step < ascents:
                 optimizer.zero_grad()
@@ -174,6 +182,11 @@ class Ensemble:
         blocks = [tuple(t.reshape(s, *batch, q, *t.shape[2:]) for t in pair) for pair in layers]
         covariance = kernel(blocks, blocks) - explained.mT @ explained
         return mean.view(s, *batch, q, m), covariance / self.prior.view(-1, *[1] * (covariance.dim() - 1))
+
+
+def _usual_relevance(width: int) -> float:
+    """log r at which a unit's input has the same variance, however many inputs there are."""
+    return -0.5 * math.log(width)
 
 
 def kernel(left: Any, right: Any) -> Tensor:
