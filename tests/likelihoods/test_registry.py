@@ -30,11 +30,6 @@ def _halves(f: Tensor) -> torch.distributions.Distribution:
     return torch.distributions.Normal(mean, (log_variance / 2).exp())
 
 
-def _dispersed(f: Tensor) -> torch.distributions.Distribution:
-    log_mean, log_dispersion = f.chunk(2, dim=-1)
-    return torch.distributions.NegativeBinomial((-log_dispersion).exp(), logits=log_mean + log_dispersion)
-
-
 # p(y | f) by torch.distributions, observation noise of variance 1/2 where there is one; outputs for two targets.
 EXAMPLES = {
     "regression": (lambda f: torch.distributions.Normal(f, 0.5**0.5), TARGETS),
@@ -42,7 +37,6 @@ EXAMPLES = {
     "binary": (lambda f: torch.distributions.Bernoulli(logits=f), TARGETS),
     "heteroscedastic": (_halves, 2 * TARGETS),
     "poisson": (lambda f: torch.distributions.Poisson(f.exp()), TARGETS),
-    "negative-binomial": (_dispersed, 2 * TARGETS),
 }
 
 
@@ -64,14 +58,9 @@ def log_density(name: str, outputs: Tensor, y: Tensor) -> Tensor:
 def expected_hessian(name: str, f: Tensor) -> Tensor:
     """−E[∂² log p(y | f)] by autograd: at y = m ± σ the average of anything quadratic in y is its expectation.
 
-    For a likelihood that is not a Gaussian of y, give here another rule unless its Hessian does not depend on y: for a
-    negative binomial, the sum over all counts.
+    For a likelihood that is not a Gaussian of y, give here another rule unless its Hessian does not depend on y.
     """
     distribution = EXAMPLES[name][0](f)
-    if isinstance(distribution, torch.distributions.NegativeBinomial):
-        y = torch.arange(20_000, dtype=torch.float64)[:, None]
-        p = distribution.log_prob(y).exp()
-        return torch.autograd.functional.hessian(lambda g: -(p * EXAMPLES[name][0](g).log_prob(y)).sum(), f)
     targets = [draw(name, f)]
     if isinstance(distribution, torch.distributions.Normal):
         targets = [distribution.mean + sign * distribution.stddev for sign in (-1, 1)]
@@ -156,7 +145,6 @@ def test_targets_of_a_data_set_take_the_shape_of_the_loss(record):
         ("poisson", -1.0, "one is -1"),
         ("poisson", math.nan, "one is nan"),
         ("poisson", math.inf, "one is inf"),
-        ("negative-binomial", 1.5, r"counts, .* one is 1\.5: round them"),
         ("binary", 2.0, "must be 0 or 1, got 0 to 2"),
         ("classification", 1.5, "class indices"),
         ("classification", -1.0, "whole numbers of at least 0"),
@@ -174,7 +162,7 @@ def test_targets_that_are_none_are_named(name, value, match):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("heteroscedastic", (5, 3)), ("heteroscedastic", (5,)), ("negative-binomial", (5, 3)), ("classification", (5, 1))],
+    [("heteroscedastic", (5, 3)), ("heteroscedastic", (5,)), ("classification", (5, 1))],
 )
 def test_outputs_that_are_none_of_the_likelihoods_are_named(name, shape):
     with pytest.raises(MatchError, match=r"outputs have shape .*use likelihood='"):

@@ -6,12 +6,12 @@ from typing import Any
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.classification import Binary, Classification, LogitPredictive
 from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.counts import NegativeBinomial, Poisson
+from bayesadam.likelihoods.counts import Poisson
 from bayesadam.likelihoods.predictive import Likelihood, Link, Predictive
 from bayesadam.likelihoods.regression import Heteroscedastic, NumericPredictive, Regression
 
 # A new likelihood is added here, and nowhere else.
-_ALL = (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson(), NegativeBinomial())
+_ALL = (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson())
 LIKELIHOODS: Mapping[str, Likelihood[Any]] = {each.name: each for each in _ALL}
 # One of the registry's names, which are checked where they are used.
 LikelihoodName = str

@@ -99,14 +99,6 @@ def position_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
     return blocks.reshape(*mean.shape, size)
 
 
-def cross(c: Component) -> Tensor:
-    """Cov[m, g] of each target of outputs m, then g; 0 where it is not known."""
-    if c.covariance is None:
-        return c.mean.new_zeros(())
-    k = c.mean.shape[-1] // 2
-    return position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
-
-
 def like(y: Tensor, mean: Tensor) -> Tensor:
     """Targets in the outputs' shape: (batch,) serves (batch, 1), and the other way round."""
     if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:

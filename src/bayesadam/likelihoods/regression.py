@@ -14,7 +14,7 @@ from torch.distributions import MultivariateNormal
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.abstention import doubt_of_numbers
-from bayesadam.likelihoods.component import Component, cross, function_draws, normal_like, rows
+from bayesadam.likelihoods.component import Component, function_draws, normal_like, position_blocks, rows
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
 from bayesadam.likelihoods.predictive import CalibrationMethod, Likelihood, Predictive, average, mixed, pooled
 
@@ -290,16 +290,6 @@ class Regression(GaussianLikelihood):
         return white.square().sum(dim=-1).sqrt()
 
 
-def first_half(outputs: Tensor, name: str, order: str, *, instead: str) -> Tensor:
-    """The first outputs of targets that have two each; refuses outputs that are not pairs."""
-    if outputs.dim() < 2 or outputs.shape[-1] % 2:
-        raise MatchError(
-            f"{name} needs two outputs per target in the last dimension, {order}, but the outputs have shape "
-            f"{tuple(outputs.shape)}: for one output per target use likelihood={instead!r}"
-        )
-    return outputs.chunk(2, dim=-1)[0]
-
-
 class Heteroscedastic(GaussianLikelihood):
     """y = m + N(0, exp g), a variance of its own for every input: 2 k outputs for k targets, means first.
 
@@ -326,7 +316,13 @@ class Heteroscedastic(GaussianLikelihood):
 
     def locations(self, outputs: Tensor) -> Tensor:
         """The means."""
-        return first_half(outputs, "heteroscedastic", "means first, then log-variances", instead="regression")
+        if outputs.dim() < 2 or outputs.shape[-1] % 2:
+            raise MatchError(
+                "heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, "
+                f"but the outputs have shape {tuple(outputs.shape)}: for one output per target use "
+                "likelihood='regression'"
+            )
+        return outputs.chunk(2, dim=-1)[0]
 
     def expected(self, c: Component) -> Tensor:
         """E[y] = E[m], (batch, ..., k)."""
@@ -348,19 +344,15 @@ class Heteroscedastic(GaussianLikelihood):
         return mean + normal_like(self.expected(c), n, generator) * (log_variance / 2).exp()
 
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
-        """One for each node, or draw, of g."""
-        centre, width = (part.chunk(2, dim=-1)[1] for part in (c.mean, c.variance))
-        weights, g = nodes(_NODES_PER_UNIT, centre, width, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
-        mean, variance = given_second(c, g)
-        return weights, mean, (variance + g.exp()).sqrt()
-
-
-def given_second(c: Component, g: Tensor) -> tuple[Tensor, Tensor]:
-    """E[m | g], (n, batch, ..., k), and Var[m | g] of Gaussian outputs m, then g, at values of g."""
-    (m, centre), (of_m, of_g) = c.mean.to(g).chunk(2, dim=-1), c.variance.to(g).chunk(2, dim=-1)
-    shared = cross(c).to(g)
-    slope = shared / of_g.clamp(min=torch.finfo(g.dtype).tiny)
-    return m + slope * (g - centre), (of_m - slope * shared).clamp(min=0)
+        """One for each node, or draw, of g: E[m | g] and Var[m | g] + exp g."""
+        (m, centre), (of_m, of_g) = c.mean.chunk(2, dim=-1), c.variance.chunk(2, dim=-1)
+        weights, g = nodes(_NODES_PER_UNIT, centre, of_g, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
+        shared = torch.zeros_like(centre)
+        if c.covariance is not None:
+            k = centre.shape[-1]
+            shared = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+        slope = shared / of_g.clamp(min=torch.finfo(g.dtype).tiny)
+        return weights, m + slope * (g - centre), ((of_m - slope * shared).clamp(min=0) + g.exp()).sqrt()
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,8 +126,7 @@ class Posterior(GaussianWeights, Distribution):
             n_data: N, the number of training examples.
             likelihood: of the outputs: `"regression"`, `"classification"` (logits in the last dimension), `"binary"`
                 (one logit per output), `"heteroscedastic"` (means, then log-variances, in the last dimension),
-                `"poisson"` (one log-rate per target) or `"negative-binomial"` (log-means, then log-dispersions); kept,
-                so that `predict` needs none.
+                or `"poisson"` (one log-rate per target); kept, so that `predict` needs none.
             prior_precision: δ, one number or one per parameter name, or a `LoraPrior`; None takes N × the weight decay
                 of each parameter's group, and 1 where there is none. 0.0 is the paper's equation to the letter.
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
