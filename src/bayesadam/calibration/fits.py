@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -150,28 +150,12 @@ def temperature_pays(options: Options, outputs: Tensor, tempered: Tensor, y: Ten
 # --- validation -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """The linearised network on held-out data, ratio δ/w by ratio; the scale then costs nothing, since it only divides.
+def tables_of(data: HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
+    """Ratios δ/w, of δ R/w under a prior of shape R; E[f] and w Var[f] at each, (k, n, ...); the targets.
 
-    Attributes:
-        ratios: δ/w, of δ R/w under a prior of shape R.
-        means: E[f], (k, n, ...), or (1, n, ...) where it is the same for all ratios.
-        variances: w Var[f], (k, n, ...).
-        targets: y, (n, ...).
-    """
-
-    ratios: Sequence[float]
-    means: Tensor
-    variances: Tensor
-    targets: Tensor
-
-
-def tables_of(data: HeldOut) -> Tables:
-    """One pass over the data for all ratios.
-
-    In the likelihood form the mean, too, depends on the ratio: there it takes a pass for each, as it does where
-    directions over all weights change with it.
+    The scale then costs nothing, since it only divides. One pass over the data serves all ratios. In the likelihood
+    form the mean, too, depends on the ratio: there it takes a pass for each, as it does where directions over all
+    weights change with it.
     """
     posterior = data.posterior
     settings, structure = posterior.settings, posterior.structure
@@ -197,20 +181,19 @@ def tables_of(data: HeldOut) -> Tables:
             passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__], directions=[at.directions])))
     means = torch.stack([torch.cat([part.mean for part in each]) for each in passes])
     variances = torch.cat([unit * torch.cat([part.variances for part in each], dim=1) for each in passes])
-    return Tables(ratios, means, variances, torch.cat([part.y for part in passes[0]]))
+    return ratios, means.expand(_RATIOS, *means.shape[1:]), variances, torch.cat([part.y for part in passes[0]])
 
 
 def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
     """The ratio, and temperature or share of noise, of the greatest likelihood, each with its own scale."""
-    found, options = tables_of(data), data.options
-    settings, record, y = posterior.settings, options.record, found.targets
-    means = found.means.expand(len(found.ratios), *found.means.shape[1:])
+    (ratios, means, tables, y), options = tables_of(data), data.options
+    settings, record = posterior.settings, options.record
     best: tuple[float, float, int, dict[str, Any]] = (-math.inf, 1.0, 0, {})
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
     largest = 0.1 * min(torch.finfo(c.dtype).max for c in posterior.structure.second_moment.values())
     # From drowning the outputs to vanishing; of classes to a hundredth of the outputs' own variance.
     steps = range(-6, 5 if record.tempered else 15)
-    for number, (table, mean) in enumerate(zip(found.variances, means, strict=True)):
+    for number, (table, mean) in enumerate(zip(tables, means, strict=True)):
         middle = _middle(mean, table)
         if not middle:
             continue
@@ -232,7 +215,7 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
             "no scale or prior precision gives a finite log-likelihood on the held-out data; the posterior is "
             "unchanged. Do the model's outputs contain NaN or infinities there?"
         )
-    table, mean = found.variances[number], means[number]
+    table, mean = tables[number], means[number]
     most = _middle(mean, table) * 10 ** (steps[-1] / 2) if record.tempered else math.inf
     for _ in range(_ROUNDS if record.tempered else 1):
         at = partial(_scores, options, mean, y=y, **chosen)
@@ -242,7 +225,7 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
             chosen = {"temperature": best_temperature(options, mean, y, **near)[0]}
     unit = settings.weight / settings.scale
     outputs = {"noise_variance": None} | chosen
-    prior = settings.prior_at(weight * found.ratios[number])
+    prior = settings.prior_at(weight * ratios[number])
     return posterior.replace(scale=weight / unit, prior_precision=prior, covariant=settings.covariant, **outputs)
 
 
