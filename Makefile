@@ -81,10 +81,13 @@ build: $(PACK)/.ready
 	rm -rf dist
 	$(PACK)/bin/python -m build --outdir dist .
 
+# With another torch than the constraint's, as `make release-test TORCH=2.6.0`, and another Python by PYTHON=python3.13.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 release-test: build
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PACK)/constraints.txt
 	set -e; for file in dist/*.whl dist/*.tar.gz; do \
 	  $(PYTHON) -m venv --clear $(EMPTY); \
-	  $(EMPTY)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $$file; \
+	  $(EMPTY)/bin/pip install --quiet --disable-pip-version-check --constraint $(PACK)/constraints.txt $$file; \
 	  $(EMPTY)/bin/python -I tests/smoke.py; \
 	done
 
