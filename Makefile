@@ -81,10 +81,13 @@ build: $(PACK)/.ready
 	rm -rf dist
 	$(PACK)/bin/python -m build --outdir dist .
 
+# With another torch than the constraint's, as `make release-test TORCH=2.6.0`, and another Python by PYTHON=python3.13.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 release-test: build
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PACK)/constraints.txt
 	set -e; for file in dist/*.whl dist/*.tar.gz; do \
 	  $(PYTHON) -m venv --clear $(EMPTY); \
-	  $(EMPTY)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $$file; \
+	  $(EMPTY)/bin/pip install --quiet --disable-pip-version-check --constraint $(PACK)/constraints.txt $$file; \
 	  $(EMPTY)/bin/python -I tests/smoke.py; \
 	done
 
@@ -101,7 +104,7 @@ peers: $(PEERS)/.ready
 peers-test: $(PEERS)/.ready
 	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_rivals.py benchmarks/test_strangers.py
 
-# A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, leverage, lora, merging, off_policy, outputs, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
+# A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, leverage, lora, merging, off_policy, outputs, picture, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
 BENCHES := step sample recorder predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done

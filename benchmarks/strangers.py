@@ -2,14 +2,17 @@
 
     BAYESADAM_DATA=... python benchmarks/strangers.py [--quick] [--half choosing] [--problems ...]
         [--agents default linear ...] [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1]
-        [--part 1/1] [--out ...]
+        [--part 1/1] [--report [FILE]] [--out ...]
 
 Settings are chosen on one half of the problems and reported on the other; which is which was drawn once, see
 `strangers_problems.py`. A problem whose package or file is absent is left out, with the reason.
 
 An agent is "default", a name of ours with changed settings, as in "hybrid,exploration=0.1", or a rival with one of
 its settings, as in "Vowpal Wabbit: --squarecb -l 0.5, costs negated"; its first setting where none is named. "rivals"
-stands for all settings that are screened. Rivals are told the range of the rewards, ours are not.
+stands for all settings that are screened, "reported" for the agents of the table in docs/bandits.md: ours, and every
+rival's default and best. Rivals are told the range of the rewards, ours are not. Slow rivals play fewer runs and
+rounds, see `MOST_RUNS`, and no wide problems, see `MOST_FEATURES`. An agent is ranked among those that played a
+problem, over the problems that it played.
 
 A score is what the chosen arms are expected to pay, less the worst arms', over the best arms', less the worst arms'.
 Where rewards are 1 and 0 it is the share of right choices. It does not change with the unit of rewards, nor with their
@@ -17,10 +20,14 @@ zero. One run of the longest horizon gives the scores at all of them, as no agen
 
 Stopped, it resumes: each problem and agent is a file in out/bench/strangers, the costly ones first. Several processes
 share the work by `--jobs`, or by `--part 1/2` and `--part 2/2`; who then asks for all of it prints the tables.
+`--report` plays nothing, and prints the tables of the cells that are there; `--report docs/results/strangers.json`
+those of a file of results.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 import sys
 import time
@@ -63,7 +70,29 @@ SCREENED = {
     "calvera NeuralUCB": ("defaults",),
     "calvera NeuralTS": ("defaults",),
 }
-# Rivals that take minutes for each run of a wider problem, or of more rounds.
+REPORTED = {
+    DEFAULT: "`hybrid`",
+    "neural-linear": "`neural-linear`",
+    "greedy": "`greedy`",
+    LINEAR: "`linear`",
+    "mabwiser LinUCB: alpha 0.1, l2_lambda 1": "mabwiser LinUCB, best",
+    "mabwiser LinTS: alpha 0.1, l2_lambda 1": "mabwiser LinTS, best",
+    "Vowpal Wabbit: --regcbopt --mellowness 0.001 -l 0.5, costs shifted": "Vowpal Wabbit, best",
+    "Vowpal Wabbit: --epsilon 0.05 -l 0.5, costs negated": "Vowpal Wabbit, default",
+    "mabwiser LinUCB: alpha 1, l2_lambda 1": "mabwiser LinUCB, default",
+    "mabwiser LinTS: alpha 1, l2_lambda 1": "mabwiser LinTS, default",
+    "calvera NeuralUCB: defaults": "calvera NeuralUCB, default",
+    "calvera NeuralTS: defaults": "calvera NeuralTS, default",
+}
+# The most runs of a slow rival, or of one of its settings, by the most rounds that they go to.
+MOST_RUNS: Mapping[str, Mapping[int, int]] = {
+    "mabwiser LinUCB": {2000: 10},
+    "mabwiser LinUCB: alpha 0.1, l2_lambda 1": {2000: 10, 20_000: 1},
+    "mabwiser LinTS": {2000: 10},
+    "calvera NeuralUCB": {500: 2},
+    "calvera NeuralTS": {500: 2},
+}
+# Rivals that take minutes for each run of a wider problem.
 MOST_FEATURES = {"mabwiser LinTS": 100, "mabwiser LinUCB": 200, "calvera NeuralUCB": 100, "calvera NeuralTS": 100}
 
 
@@ -173,6 +202,25 @@ def finished(job: Job, out: Path) -> Cell:
 # --- what is printed ------------------------------------------------------------------------------------------------
 
 Means = Mapping[str, Mapping[str, float]]
+# By the horizon, the problem and the agent: the mean over runs, its standard error (None of one run) and their number.
+Scores = dict[str, dict[str, dict[str, list[Any]]]]
+
+
+def gathered(cells: Mapping[Job, Cell], horizons: Sequence[int], names: Sequence[str]) -> Scores:
+    """The scores of cells, in the order of horizons and problems."""
+    found: Scores = {str(horizon): {} for horizon in horizons}
+    for horizon, rows in found.items():
+        for job, cell in sorted(cells.items(), key=lambda item: names.index(item[0].problem)):
+            if horizon in cell.get("scores", ()):
+                runs = cell["scores"][horizon]
+                error = round(statistics.stdev(runs) / math.sqrt(len(runs)), 4) if len(runs) > 1 else None
+                row = rows.setdefault(job.problem, {})
+                row[job.agent] = [round(statistics.fmean(runs), 4), error, len(runs)]
+    return found
+
+
+def means_of(rows: Mapping[str, Mapping[str, Sequence[Any]]]) -> Means:
+    return {name: {agent: found[0] for agent, found in row.items()} for name, row in rows.items()}
 
 
 def ranks(row: Mapping[str, float]) -> dict[str, float]:
@@ -197,7 +245,7 @@ def figures(means: Means, agents: Sequence[str]) -> dict[str, dict[str, float]]:
             "rank": statistics.fmean(ranks(row)[agent] for row in rows),
             "near": statistics.fmean(row[agent] >= NEAR * max(row.values()) for row in rows),
             "of_best": statistics.fmean(row[agent] / max(row.values()) for row in rows),
-            "worst": min(over.values(), default=float("nan")),
+            "worst_over_linear": min(over.values(), default=math.nan),
             "worst_on": min(over, key=over.__getitem__, default="–"),  # type: ignore[dict-item]
         }
     return found
@@ -208,24 +256,74 @@ def table(title: str, found: Mapping[str, Mapping[str, float]]) -> str:
     heads = [title, "mean rank", "within 2 % of the best", "mean of best's", "worst over linear's", "on", "problems"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for agent, row in sorted(found.items(), key=lambda item: item[1]["rank"]):
-        cells = [f"{row['rank']:.2f}", f"{100 * row['near']:.0f} %", f"{row['of_best']:.3f}", f"{row['worst']:.3f}"]
+        cells = [
+            f"{row['rank']:.2f}",
+            f"{100 * row['near']:.0f} %",
+            f"{row['of_best']:.3f}",
+            f"{row['worst_over_linear']:.3f}",
+        ]
         lines.append(f"| {agent} | {' | '.join(cells)} | {row['worst_on']} | {row['problems']} |")
     return "\n".join(lines)
 
 
-def problem_table(horizon: int, means: Means, agents: Sequence[str]) -> str:
+def problem_table(horizon: str, means: Means, agents: Sequence[str]) -> str:
     """The mean scores in Markdown."""
-    lines = [f"| {horizon:,d} rounds | {' | '.join(agents)} |", "|---" * (len(agents) + 1) + "|"]
+    lines = [f"| {int(horizon):,d} rounds | {' | '.join(agents)} |", "|---" * (len(agents) + 1) + "|"]
     for name, row in means.items():
         lines.append(f"| {name} | {' | '.join(f'{row[who]:.3f}' if who in row else '–' for who in agents)} |")
     return "\n".join(lines)
 
 
+def rank_table(summary: Mapping[str, Mapping[str, Mapping[str, float]]], agents: Sequence[str]) -> str:
+    """The mean rank and the share near the best at every horizon, as in docs/bandits.md; the best rank is bold."""
+    best = {horizon: min((row["rank"] for row in found.values()), default=0.0) for horizon, found in summary.items()}
+
+    def shown(horizon: str, agent: str) -> str:
+        if agent not in summary[horizon]:
+            return "–"
+        row = summary[horizon][agent]
+        text = f"{row['rank']:.1f}, {100 * row['near']:.0f} %"
+        return f"**{text}**" if row["rank"] == best[horizon] else text
+
+    lines = [f"| | {' | '.join(f'{int(horizon):,d} rounds' for horizon in summary)} |"]
+    lines.append("|---" * (len(summary) + 1) + "|")
+    for agent in agents:
+        lines.append(f"| {REPORTED.get(agent, agent)} | {' | '.join(shown(h, agent) for h in summary)} |")
+    return "\n".join(lines)
+
+
+def report(found: Scores, agents: Sequence[str]) -> tuple[list[str], dict[str, dict[str, dict[str, float]]]]:
+    """All tables, and the figures behind them."""
+    played = {agent for rows in found.values() for row in rows.values() for agent in row}
+    agents = [agent for agent in agents if agent in played]
+    told, summary = [], {}
+    for horizon, rows in found.items():
+        means = means_of(rows)
+        summary[horizon] = figures(means, agents)
+        told += [problem_table(horizon, means, agents), table(f"{int(horizon):,d} rounds", summary[horizon])]
+    return [*told, rank_table(summary, agents)], summary
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def jobs_of(names: Sequence[str], agents: Sequence[str], horizons: Sequence[int], **options: Any) -> list[Job]:
-    """Every agent on every problem that is there, for the horizons that it offers; the costly ones first."""
+def shares(agent: str, horizons: Sequence[int], runs: int) -> dict[tuple[int, ...], int]:
+    """The horizons that an agent plays in one go, each with the number of its runs."""
+    limits = MOST_RUNS.get(agent) or MOST_RUNS.get(agent.partition(":")[0])
+    if limits is None:
+        return {tuple(horizons): runs}
+    found, least = {}, 0
+    for most, allowed in sorted(limits.items()):
+        if own := tuple(horizon for horizon in horizons if least < horizon <= most):
+            found[own] = min(runs, allowed)
+        least = most
+    return found
+
+
+def jobs_of(
+    names: Sequence[str], agents: Sequence[str], horizons: Sequence[int], *, runs: int, seed: int, device: str
+) -> list[Job]:
+    """Every agent on every problem that is there, for the horizons that both offer; the costly ones first."""
     found, costs = [], {}
     for name in names:
         try:
@@ -233,11 +331,12 @@ def jobs_of(names: Sequence[str], agents: Sequence[str], horizons: Sequence[int]
         except Absent as error:
             print(f"{name} is left out: {error}")
             continue
-        offered = tuple(sorted(h for h in horizons if h <= chosen.rounds))
+        offered = sorted(h for h in horizons if h <= chosen.rounds)
         for agent in agents if offered else ():
-            job = Job(name, agent, offered, **options)
-            found.append(job)
-            costs[job] = offered[-1] * (chosen.n_features**2 * chosen.n_arms + (agent != LINEAR) * 10**5)
+            for own, count in shares(agent, offered, runs).items():
+                job = Job(name, agent, own, count, seed, device)
+                found.append(job)
+                costs[job] = own[-1] * (chosen.n_features**2 * chosen.n_arms + (agent != LINEAR) * 10**5)
     return sorted(found, key=lambda job: -costs[job])
 
 
@@ -251,37 +350,45 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the runs' seeds come from it")
     parser.add_argument("--device", default="cpu", help="that our agents play on; many runs cost little more on a GPU")
     parser.add_argument("--part", default="1/1", help="i/n: every nth cell from the ith on")
+    parser.add_argument(
+        "--report", nargs="?", const="", metavar="FILE", help="play nothing: the tables of the cells, or of a file"
+    )
     options = parser.parse_args()
+    if options.report:
+        found = json.loads(Path(options.report).read_text(encoding="utf-8"))["scores"]
+        others = sorted({agent for rows in found.values() for row in rows.values() for agent in row} - set(REPORTED))
+        print("\n\n".join(report(found, [*REPORTED, *others])[0]))
+        return
     agents, names, horizons, runs = options.agents, options.problems or PROBLEMS, sorted(options.horizons), options.runs
     if options.quick:
         agents, names, horizons, runs = [DEFAULT, LINEAR], ["iris", "clicks", "linear-26"], [50, 100], 2
-    agents = [one for agent in agents for one in (screened() if agent == "rivals" else [agent])]
+    groups = {"rivals": screened(), "reported": list(REPORTED)}
+    agents = [one for agent in agents for one in groups.get(agent, [agent])]
     names = [name for name in names if options.half in (None, half(name))]
     jobs = jobs_of(names, agents, horizons, runs=runs, seed=options.seed, device=options.device)
     part, parts = map(int, options.part.split("/"))
     mine = jobs[part - 1 :: parts]
-    calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]
-    cells = list(parallel(calls, jobs=options.jobs)) if options.jobs > 1 else [call() for call in calls]
-    told, summary = [], {}
-    for horizon in horizons:
-        means: dict[str, dict[str, float]] = {}
-        for job, cell in zip(mine, cells, strict=True):
-            if horizon in job.horizons and "scores" in cell:
-                mean = statistics.fmean(cell["scores"][str(horizon)])
-                means.setdefault(job.problem, {})[job.agent] = round(mean, 9)
-        means = {name: means[name] for name in names if name in means}
-        summary[horizon] = figures(means, agents)
-        told += [problem_table(horizon, means, agents), table(f"{horizon:,d} rounds", summary[horizon])]
-    told.append(
-        f"Means of {runs} runs, seed {options.seed}, {sum(cell['seconds'] for cell in cells) / 60:.1f} CPU minutes."
-    )
+    if options.report is None:
+        calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]
+        made = list(parallel(calls, jobs=options.jobs)) if options.jobs > 1 else [call() for call in calls]
+        cells = dict(zip(mine, made, strict=True))
+    else:
+        there = {job: read_cell(job.path(options.out), job.about()) for job in mine}
+        cells = {job: cell for job, cell in there.items() if cell is not None}
+        print(f"{len(cells)} of {len(mine)} cells are there")
+    found = gathered(cells, horizons, names)
+    told, summary = report(found, agents)
+    minutes = sum(cell["seconds"] for cell in cells.values()) / 60
+    fewer = ", fewer of slow rivals" if any(job.runs < runs for job in cells) else ""
+    told.append(f"Means of {runs} runs{fewer}, seed {options.seed}, {minutes:.1f} CPU minutes.")
     print("\n\n".join(told))
     if parts > 1:
         print("the tables are of a part of the cells")
         return
     name = "strangers" if options.half is None else "-".join(["strangers", options.half, *map(str, horizons)])
     replaced(options.out / f"{name}.md", lambda path: path.write_text("\n\n".join(told) + "\n", encoding="utf-8"))
-    write_results(options.out, name, {**setting(), "figures": summary, "cells": cells})
+    about = {**setting(), "half": options.half, "seed": options.seed}
+    write_results(options.out, name, {"settings": about, "scores": found, "figures": summary})
 
 
 def screened() -> list[str]:

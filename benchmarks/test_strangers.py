@@ -1,11 +1,19 @@
-"""The problems of `strangers.py` keep their halves and their rounds."""
+"""The problems of `strangers.py` keep their halves and their rounds, and its tables are those of the documentation."""
+
+import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from bayesadam.bandits import Rounds
-from strangers import ranks, scores
+from strangers import REPORTED, ranks, report, scores, shares
 from strangers_problems import PROBLEMS, half, stranger
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_the_halves_are_halves():
@@ -29,3 +37,26 @@ def test_scores_do_not_change_with_the_unit_of_rewards():
 
 def test_equal_scores_share_a_rank():
     assert ranks({"a": 0.5, "b": 0.7, "c": 0.5}) == {"a": 2.5, "b": 1.0, "c": 2.5}
+
+
+def test_slow_rivals_play_less():
+    horizons = [500, 2000, 20_000]
+    assert shares("default", horizons, 20) == {(500, 2000, 20_000): 20}
+    assert shares("mabwiser LinUCB: alpha 0.1, l2_lambda 1", horizons, 20) == {(500, 2000): 10, (20_000,): 1}
+    assert shares("mabwiser LinUCB: alpha 1, l2_lambda 1", horizons, 20) == {(500, 2000): 10}
+    assert shares("calvera NeuralTS: defaults", horizons, 20) == {(500,): 2}
+    assert shares("calvera NeuralTS: defaults", [2000], 20) == {}
+    assert shares("mabwiser LinTS: alpha 1, l2_lambda 1", [500], 3) == {(500,): 3}
+
+
+def test_the_table_of_the_documentation_is_of_the_results():
+    results = json.loads((DOCS / "results" / "strangers.json").read_text(encoding="utf-8"))
+    told, summary = report(results["scores"], list(REPORTED))
+    assert told[-1] in (DOCS / "bandits.md").read_text(encoding="utf-8")
+    for horizon, found in results["figures"].items():
+        assert summary[horizon].keys() == found.keys()
+        for agent, row in found.items():
+            ours = summary[horizon][agent]
+            assert {key: ours[key] for key in ("problems", "worst_on")} == {k: row[k] for k in ("problems", "worst_on")}
+            for key in ("rank", "near", "of_best", "worst_over_linear"):
+                assert ours[key] == pytest.approx(row[key], rel=1e-3, abs=5.01e-3), (horizon, agent, key)
