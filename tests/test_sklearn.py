@@ -39,6 +39,7 @@ from processes import run_python
 
 # Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
 SMALL = {"hidden": (8,), "max_epochs": 20, "n_ensemble": 1, "random_state": 0}
+HOMOSCEDASTIC = {**SMALL, "likelihood": "regression"}
 
 
 def sine(n=120, seed=0, noise=0.1):
@@ -189,7 +190,7 @@ def test_networks_trained_together_are_those_of_a_plain_loop():
 
 def test_training_stops_after_so_many_epochs_without_a_lower_loss():
     X, y = sine(60, noise=1.0)
-    settings = {**SMALL, "hidden": (20,), "calibration": None, "lr": 0.05}
+    settings = {**HOMOSCEDASTIC, "hidden": (20,), "calibration": None, "lr": 0.05}
     stopped = BadamRegressor(**{**settings, "max_epochs": 400, "patience": 5}).fit(X, y)
     (best,) = stopped.best_epochs_
     assert stopped.n_iter_ == best + 5 < 400
@@ -279,7 +280,7 @@ def test_constant_inputs_and_targets():
 @pytest.mark.parametrize("data", [sine, two_targets])
 def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
     X, y = data()
-    model = BadamRegressor(**{**SMALL, "n_ensemble": n_ensemble}).fit(X, y)
+    model = BadamRegressor(**{**HOMOSCEDASTIC, "n_ensemble": n_ensemble}).fit(X, y)
     mean, std = model.predict(X[:6], return_std=True)
     assert mean.shape == std.shape == y[:6].shape
     assert mean.dtype == std.dtype == np.float64
@@ -317,7 +318,7 @@ def test_a_linear_problem_is_solved_with_its_noise():
     random = np.random.RandomState(0)
     X = random.randn(500, 3)
     y = X @ [1.0, -2.0, 0.5] + 3 + 2 * random.randn(500)
-    model = BadamRegressor(hidden=(), random_state=0).fit(X[:400], y[:400])
+    model = BadamRegressor(hidden=(), likelihood="regression", random_state=0).fit(X[:400], y[:400])
     exact = LinearRegression().fit(X[:400], y[:400])
     mean, std = model.predict(X[400:], return_std=True)
     assert np.abs(mean - exact.predict(X[400:])).max() < 0.25
@@ -336,8 +337,8 @@ def test_the_band_holds_what_it_should(calibration):
 
 def test_predictions_are_in_the_units_of_the_data():
     X, y = sine()
-    model = BadamRegressor(**SMALL).fit(X, y)
-    other = BadamRegressor(**SMALL).fit(1e6 * X + 5e6, 1e-5 * y - 3)
+    model = BadamRegressor(**HOMOSCEDASTIC).fit(X, y)
+    other = BadamRegressor(**HOMOSCEDASTIC).fit(1e6 * X + 5e6, 1e-5 * y - 3)
     for mine, theirs, shift in zip(
         model.predict(X, return_std=True), other.predict(1e6 * X + 5e6, return_std=True), (-3, 0), strict=True
     ):
@@ -368,7 +369,7 @@ def test_kronecker_factors_widen_at_least_as_much_outside_the_data():
     far = x[:20] * 10
     stds = {}
     for structure in ("diagonal", "kronecker"):
-        found = BadamRegressor(structure=structure, n_ensemble=1, random_state=0).fit(x, y)
+        found = BadamRegressor(structure=structure, likelihood="regression", n_ensemble=1, random_state=0).fit(x, y)
         (member,) = found.posteriors_
         inputs = torch.from_numpy(found.input_scaler_.transform(far))
         stds[structure] = member.predict(inputs).variance.mean()
@@ -377,7 +378,7 @@ def test_kronecker_factors_widen_at_least_as_much_outside_the_data():
 
 def test_one_column_stays_a_column():
     X, y = sine()
-    flat, column = BadamRegressor(**SMALL).fit(X, y), BadamRegressor(**SMALL).fit(X, y[:, None])
+    flat, column = BadamRegressor(**HOMOSCEDASTIC).fit(X, y), BadamRegressor(**HOMOSCEDASTIC).fit(X, y[:, None])
     assert np.array_equal(flat.predict(X)[:, None], column.predict(X))
     assert isinstance(flat.noise_variance_, float)
     assert column.noise_variance_.shape == (1,)
@@ -441,7 +442,7 @@ def test_a_changing_noise_is_found():
     mean, found = model.predict(X[800:], return_std=True)
     assert np.corrcoef(np.log(found), np.log(std[800:]))[0, 1] > 0.9
     assert (np.abs(y[800:] - mean) < 1.96 * found).mean() == approx(0.95, abs=0.03)
-    plain = BadamRegressor(random_state=0).fit(X[:800], y[:800])
+    plain = BadamRegressor(likelihood="regression", random_state=0).fit(X[:800], y[:800])
     gain = model.log_likelihood(X[800:], y[800:]) - plain.log_likelihood(X[800:], y[800:])
     assert gain.mean() > 0.15
 
@@ -550,7 +551,7 @@ def test_threads_may_fit_and_predict_at_once(monkeypatch):
     # `warnings.catch_warnings`, by which the warning of few held-out rows is left out, is of the whole process.
     monkeypatch.setattr(calibrating, "warn", lambda *_: None)
     X, y = sine(60)
-    models = [BadamRegressor(**{**SMALL, "random_state": seed}) for seed in range(4)]
+    models = [BadamRegressor(**{**HOMOSCEDASTIC, "random_state": seed}) for seed in range(4)]
     expected = [clone(model).fit(X, y).predict(X, return_std=True)[1] for model in models]
     with ThreadPoolExecutor(4) as pool:
         fitted = list(pool.map(lambda model: model.fit(X, y), models))
@@ -633,7 +634,7 @@ def test_more_held_out_rows_give_sets_and_p_values(likelihood):
         targets = np.searchsorted(model.classes_, y)
     else:
         X, y = sine(1200)
-        model = BadamRegressor(**SMALL).fit(X[:200], y[:200])
+        model = BadamRegressor(**HOMOSCEDASTIC).fit(X[:200], y[:200])
         targets = model.target_scaler_.transform(y[:, None])
     x = model.input_scaler_.transform(X)
     with warnings.catch_warnings():
@@ -656,8 +657,8 @@ def test_a_posterior_that_cannot_be_calibrated_is_kept_as_it_was_read(monkeypatc
     monkeypatch.setattr(estimators, "calibrate", fail)
     X, y = sine(60)
     with pytest.warns(BayesAdamWarning, match="not calibrated: no luck") as caught:
-        model = BadamRegressor(**SMALL).fit(X, y)
+        model = BadamRegressor(**HOMOSCEDASTIC).fit(X, y)
     assert caught[0].filename == __file__
-    plain = BadamRegressor(**SMALL, calibration=None).fit(X, y)
+    plain = BadamRegressor(**HOMOSCEDASTIC, calibration=None).fit(X, y)
     for mine, theirs in zip(model.predict(X, return_std=True), plain.predict(X, return_std=True), strict=True):
         assert np.array_equal(mine, theirs)
