@@ -13,7 +13,7 @@ import torch
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_friedman1
 from sklearn.linear_model import LinearRegression
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -32,7 +32,7 @@ from bayesadam.errors import (
     StructureWarning,
 )
 from bayesadam.likelihoods import likelihood
-from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators
+from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators, log_likelihood
 from bayesadam.sklearn.training import Part, fit_networks, split
 from floats import approx, assert_close, close
 from processes import run_python
@@ -476,6 +476,96 @@ def test_what_is_no_count_or_no_likelihood_is_refused():
         BadamRegressor(likelihood="poisson", **SMALL).fit(X, y)
     with pytest.raises(SettingError, match=r"likelihood must be one of .*'poisson'.*, got 'gamma'"):
         BadamRegressor(likelihood="gamma", **SMALL).fit(X, y)
+
+
+# --- the likelihood that is picked, and what held-out rows say ------------------------------------------------------
+
+
+def held_out_by_hand(model, X, y, name):
+    """log p(y), and |y − E[y]| in standard deviations, of each row under the network that held it out."""
+    x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
+    scaled = torch.from_numpy((y - y.mean()) / y.std())[:, None]
+    parts = split(np.zeros(len(y)), 0.2, len(model.posteriors_), np.random.RandomState(model.random_state))
+    log_probs, residuals = [], []
+    for posterior, part in zip(model.posteriors_, parts, strict=True):
+        found = posterior.predict(x[part.held_out], likelihood=name)
+        log_probs.append(found.log_prob(scaled[part.held_out]))
+        residuals.append((scaled[part.held_out] - found.predicted_mean).abs() / found.stddev)
+    return torch.cat(log_probs).numpy(), torch.cat(residuals).numpy()
+
+
+@pytest.mark.parametrize(("changing", "expected"), [(True, "heteroscedastic"), (False, "regression")])
+def test_the_noise_model_is_picked_by_the_rows_held_out(changing, expected):
+    random = np.random.RandomState(0)
+    X = random.uniform(-1, 1, (200, 2))
+    y = X[:, 1] + random.randn(200) * (np.where(X[:, 0] > 0, 1.0, 0.05) if changing else 0.5)
+    settings = {**SMALL, "n_ensemble": 5, "max_epochs": 40}
+    model = BadamRegressor(**settings).fit(X, y)
+    told = {name: BadamRegressor(**settings, likelihood=name).fit(X, y) for name in ("regression", "heteroscedastic")}
+    homo, hetero = (held_out_by_hand(each, X, y, name)[0] for name, each in told.items())
+    assert len(homo) == 200
+    ahead = (hetero - homo).mean() > (hetero - homo).std() / np.sqrt(200)
+    assert model.likelihood_ == expected == ("heteroscedastic" if ahead else "regression")
+    assert np.array_equal(model.predict(X), told[expected].predict(X))
+    assert told["regression"].likelihood_ == "regression"
+
+
+def test_few_rows_and_counts_pick_no_changing_noise():
+    X, y, _ = counts(60)
+    assert BadamRegressor(**SMALL).fit(X[:40], y[:40]).likelihood_ == "regression"
+    assert BadamRegressor(**{**SMALL, "n_ensemble": 5}).fit(X, y).likelihood_ != "poisson"
+
+
+def test_a_heteroscedastic_gradient_is_weighted_by_the_standard_deviation():
+    outputs = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.randn(2, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (found,) = torch.autograd.grad(likelihood("heteroscedastic").training_loss(outputs, targets).sum(), outputs)
+    mean, log_variance = outputs.chunk(2, dim=-1)
+    plain = nn.functional.gaussian_nll_loss(mean, targets, log_variance.exp(), reduction="sum", eps=0) / 10
+    (expected,) = torch.autograd.grad(plain, outputs)
+    assert_close(found, expected * (log_variance / 2).exp().detach().repeat(1, 1, 2), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["regression", "heteroscedastic"])
+def test_intervals_reach_as_far_as_the_rank_of_held_out_residuals(name):
+    X, y, _ = changing_noise(100)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 5}, likelihood=name).fit(X, y)
+    residuals = held_out_by_hand(model, X, y, name)[1]
+    assert_close(model.residuals_, residuals, rtol=1e-9, atol=1e-9)
+    mean, std, low, high = model.predict(X[:7], return_std=True, return_interval=0.8)
+    q = np.sort(residuals[:, 0])[81 - 1]  # ⌈101 × 0.8⌉ = 81
+    assert_close(low, mean - q * std, rtol=1e-9, atol=1e-9)
+    assert_close(high, mean + q * std, rtol=1e-9, atol=1e-9)
+    assert np.isinf(model.predict(X[:7], return_interval=0.995)[1]).all()
+    with pytest.raises(SettingError, match="level must lie between 0 and 1, got 90"):
+        model.predict(X[:7], return_interval=90)
+
+
+def test_intervals_hold_new_rows_inside_a_pipeline():
+    held = []
+    settings = {**HOMOSCEDASTIC, "hidden": (), "n_ensemble": 5}
+    for seed in range(12):
+        X, y = sine(1080, seed, noise=0.5)
+        pipeline = make_pipeline(PolynomialFeatures(3), BadamRegressor(**settings))
+        _, low, high = pipeline.fit(X[:80], 1e3 * y[:80]).predict(X[80:], return_interval=0.8)
+        held.append(((low <= 1e3 * y[80:]) & (1e3 * y[80:] <= high)).mean())
+    # Residuals are of networks that saw fewer rows, which makes intervals a little wide.
+    assert 0.78 < np.mean(held) < 0.88
+
+
+def test_scoring_by_the_log_likelihood():
+    X, y = sine(90)
+    model = make_pipeline(PolynomialFeatures(), BadamRegressor(**SMALL))
+    expected = []
+    for rows, test in KFold(3).split(X):
+        wide = PolynomialFeatures().fit(X[rows])
+        alone = BadamRegressor(**SMALL).fit(wide.transform(X[rows]), y[rows])
+        expected.append(alone.log_likelihood(wide.transform(X[test]), y[test]).mean())
+    assert_close(cross_val_score(model, X, y, cv=3, scoring=log_likelihood), expected, rtol=1e-9, atol=1e-9)
+    grid = {"badamregressor__max_epochs": [1, 20]}
+    search = GridSearchCV(model, grid, cv=2, scoring=log_likelihood).fit(X, y)
+    assert search.best_params_ == {"badamregressor__max_epochs": 20}
+    assert log_likelihood(search, X, y) == approx(log_likelihood(search.best_estimator_, X, y))
 
 
 # --- classification -------------------------------------------------------------------------------------------------
