@@ -325,7 +325,8 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        return np.asarray(_predictive(self.posterior_, self._inputs(X), "classification").probs)
+        inputs = self._inputs(X)
+        return np.asarray(_predictive(self.posterior_, inputs, "classification").probs)
 
 
 def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
@@ -340,10 +341,9 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     (3,)
     """
     model = getattr(estimator, "best_estimator_", estimator)
-    for _, step in model.steps[:-1] if isinstance(model, Pipeline) else ():
-        X = X if step in (None, "passthrough") else step.transform(X)
-    last = model[-1] if isinstance(model, Pipeline) else model
-    return float(last.log_likelihood(X, y).mean())
+    if isinstance(model, Pipeline):
+        X, model = model[:-1].transform(X) if len(model) > 1 else X, model[-1]
+    return float(model.log_likelihood(X, y).mean())
 
 
 def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
