@@ -13,7 +13,7 @@ import torch
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_friedman1
 from sklearn.linear_model import LinearRegression
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -32,13 +32,14 @@ from bayesadam.errors import (
     StructureWarning,
 )
 from bayesadam.likelihoods import likelihood
-from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators
+from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators, log_likelihood
 from bayesadam.sklearn.training import Part, fit_networks, split
 from floats import approx, assert_close, close
 from processes import run_python
 
 # Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
 SMALL = {"hidden": (8,), "max_epochs": 20, "n_ensemble": 1, "random_state": 0}
+HOMOSCEDASTIC = {**SMALL, "likelihood": "regression"}
 
 
 def sine(n=120, seed=0, noise=0.1):
@@ -189,7 +190,7 @@ def test_networks_trained_together_are_those_of_a_plain_loop():
 
 def test_training_stops_after_so_many_epochs_without_a_lower_loss():
     X, y = sine(60, noise=1.0)
-    settings = {**SMALL, "hidden": (20,), "calibration": None, "lr": 0.05}
+    settings = {**HOMOSCEDASTIC, "hidden": (20,), "calibration": None, "lr": 0.05}
     stopped = BadamRegressor(**{**settings, "max_epochs": 400, "patience": 5}).fit(X, y)
     (best,) = stopped.best_epochs_
     assert stopped.n_iter_ == best + 5 < 400
@@ -279,7 +280,7 @@ def test_constant_inputs_and_targets():
 @pytest.mark.parametrize("data", [sine, two_targets])
 def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
     X, y = data()
-    model = BadamRegressor(**{**SMALL, "n_ensemble": n_ensemble}).fit(X, y)
+    model = BadamRegressor(**{**HOMOSCEDASTIC, "n_ensemble": n_ensemble}).fit(X, y)
     mean, std = model.predict(X[:6], return_std=True)
     assert mean.shape == std.shape == y[:6].shape
     assert mean.dtype == std.dtype == np.float64
@@ -317,7 +318,7 @@ def test_a_linear_problem_is_solved_with_its_noise():
     random = np.random.RandomState(0)
     X = random.randn(500, 3)
     y = X @ [1.0, -2.0, 0.5] + 3 + 2 * random.randn(500)
-    model = BadamRegressor(hidden=(), random_state=0).fit(X[:400], y[:400])
+    model = BadamRegressor(hidden=(), likelihood="regression", random_state=0).fit(X[:400], y[:400])
     exact = LinearRegression().fit(X[:400], y[:400])
     mean, std = model.predict(X[400:], return_std=True)
     assert np.abs(mean - exact.predict(X[400:])).max() < 0.25
@@ -336,8 +337,8 @@ def test_the_band_holds_what_it_should(calibration):
 
 def test_predictions_are_in_the_units_of_the_data():
     X, y = sine()
-    model = BadamRegressor(**SMALL).fit(X, y)
-    other = BadamRegressor(**SMALL).fit(1e6 * X + 5e6, 1e-5 * y - 3)
+    model = BadamRegressor(**HOMOSCEDASTIC).fit(X, y)
+    other = BadamRegressor(**HOMOSCEDASTIC).fit(1e6 * X + 5e6, 1e-5 * y - 3)
     for mine, theirs, shift in zip(
         model.predict(X, return_std=True), other.predict(1e6 * X + 5e6, return_std=True), (-3, 0), strict=True
     ):
@@ -368,7 +369,7 @@ def test_kronecker_factors_widen_at_least_as_much_outside_the_data():
     far = x[:20] * 10
     stds = {}
     for structure in ("diagonal", "kronecker"):
-        found = BadamRegressor(structure=structure, n_ensemble=1, random_state=0).fit(x, y)
+        found = BadamRegressor(structure=structure, likelihood="regression", n_ensemble=1, random_state=0).fit(x, y)
         (member,) = found.posteriors_
         inputs = torch.from_numpy(found.input_scaler_.transform(far))
         stds[structure] = member.predict(inputs).variance.mean()
@@ -377,7 +378,7 @@ def test_kronecker_factors_widen_at_least_as_much_outside_the_data():
 
 def test_one_column_stays_a_column():
     X, y = sine()
-    flat, column = BadamRegressor(**SMALL).fit(X, y), BadamRegressor(**SMALL).fit(X, y[:, None])
+    flat, column = BadamRegressor(**HOMOSCEDASTIC).fit(X, y), BadamRegressor(**HOMOSCEDASTIC).fit(X, y[:, None])
     assert np.array_equal(flat.predict(X)[:, None], column.predict(X))
     assert isinstance(flat.noise_variance_, float)
     assert column.noise_variance_.shape == (1,)
@@ -441,7 +442,7 @@ def test_a_changing_noise_is_found():
     mean, found = model.predict(X[800:], return_std=True)
     assert np.corrcoef(np.log(found), np.log(std[800:]))[0, 1] > 0.9
     assert (np.abs(y[800:] - mean) < 1.96 * found).mean() == approx(0.95, abs=0.03)
-    plain = BadamRegressor(random_state=0).fit(X[:800], y[:800])
+    plain = BadamRegressor(likelihood="regression", random_state=0).fit(X[:800], y[:800])
     gain = model.log_likelihood(X[800:], y[800:]) - plain.log_likelihood(X[800:], y[800:])
     assert gain.mean() > 0.15
 
@@ -475,6 +476,96 @@ def test_what_is_no_count_or_no_likelihood_is_refused():
         BadamRegressor(likelihood="poisson", **SMALL).fit(X, y)
     with pytest.raises(SettingError, match=r"likelihood must be one of .*'poisson'.*, got 'gamma'"):
         BadamRegressor(likelihood="gamma", **SMALL).fit(X, y)
+
+
+# --- the likelihood that is picked, and what held-out rows say ------------------------------------------------------
+
+
+def held_out_by_hand(model, X, y, name):
+    """log p(y), and |y − E[y]| in standard deviations, of each row under the network that held it out."""
+    x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
+    scaled = torch.from_numpy((y - y.mean()) / y.std())[:, None]
+    parts = split(np.zeros(len(y)), 0.2, len(model.posteriors_), np.random.RandomState(model.random_state))
+    log_probs, residuals = [], []
+    for posterior, part in zip(model.posteriors_, parts, strict=True):
+        found = posterior.predict(x[part.held_out], likelihood=name)
+        log_probs.append(found.log_prob(scaled[part.held_out]))
+        residuals.append((scaled[part.held_out] - found.predicted_mean).abs() / found.stddev)
+    return torch.cat(log_probs).numpy(), torch.cat(residuals).numpy()
+
+
+@pytest.mark.parametrize(("changing", "expected"), [(True, "heteroscedastic"), (False, "regression")])
+def test_the_noise_model_is_picked_by_the_rows_held_out(changing, expected):
+    random = np.random.RandomState(0)
+    X = random.uniform(-1, 1, (200, 2))
+    y = X[:, 1] + random.randn(200) * (np.where(X[:, 0] > 0, 1.0, 0.05) if changing else 0.5)
+    settings = {**SMALL, "n_ensemble": 5, "max_epochs": 40}
+    model = BadamRegressor(**settings).fit(X, y)
+    told = {name: BadamRegressor(**settings, likelihood=name).fit(X, y) for name in ("regression", "heteroscedastic")}
+    homo, hetero = (held_out_by_hand(each, X, y, name)[0] for name, each in told.items())
+    assert len(homo) == 200
+    ahead = (hetero - homo).mean() > (hetero - homo).std() / np.sqrt(200)
+    assert model.likelihood_ == expected == ("heteroscedastic" if ahead else "regression")
+    assert np.array_equal(model.predict(X), told[expected].predict(X))
+    assert told["regression"].likelihood_ == "regression"
+
+
+def test_few_rows_and_counts_pick_no_changing_noise():
+    X, y, _ = counts(60)
+    assert BadamRegressor(**SMALL).fit(X[:40], y[:40]).likelihood_ == "regression"
+    assert BadamRegressor(**{**SMALL, "n_ensemble": 5}).fit(X, y).likelihood_ != "poisson"
+
+
+def test_a_heteroscedastic_gradient_is_weighted_by_the_standard_deviation():
+    outputs = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.randn(2, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (found,) = torch.autograd.grad(likelihood("heteroscedastic").training_loss(outputs, targets).sum(), outputs)
+    mean, log_variance = outputs.chunk(2, dim=-1)
+    plain = nn.functional.gaussian_nll_loss(mean, targets, log_variance.exp(), reduction="sum", eps=0) / 10
+    (expected,) = torch.autograd.grad(plain, outputs)
+    assert_close(found, expected * (log_variance / 2).exp().detach().repeat(1, 1, 2), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["regression", "heteroscedastic"])
+def test_intervals_reach_as_far_as_the_rank_of_held_out_residuals(name):
+    X, y, _ = changing_noise(100)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 5}, likelihood=name).fit(X, y)
+    residuals = held_out_by_hand(model, X, y, name)[1]
+    assert_close(model.residuals_, residuals, rtol=1e-9, atol=1e-9)
+    mean, std, low, high = model.predict(X[:7], return_std=True, return_interval=0.8)
+    q = np.sort(residuals[:, 0])[81 - 1]  # ⌈101 × 0.8⌉ = 81
+    assert_close(low, mean - q * std, rtol=1e-9, atol=1e-9)
+    assert_close(high, mean + q * std, rtol=1e-9, atol=1e-9)
+    assert np.isinf(model.predict(X[:7], return_interval=0.995)[1]).all()
+    with pytest.raises(SettingError, match="level must lie between 0 and 1, got 90"):
+        model.predict(X[:7], return_interval=90)
+
+
+def test_intervals_hold_new_rows_inside_a_pipeline():
+    held = []
+    settings = {**HOMOSCEDASTIC, "hidden": (), "n_ensemble": 5}
+    for seed in range(12):
+        X, y = sine(1080, seed, noise=0.5)
+        pipeline = make_pipeline(PolynomialFeatures(3), BadamRegressor(**settings))
+        _, low, high = pipeline.fit(X[:80], 1e3 * y[:80]).predict(X[80:], return_interval=0.8)
+        held.append(((low <= 1e3 * y[80:]) & (1e3 * y[80:] <= high)).mean())
+    # Residuals are of networks that saw fewer rows, which makes intervals a little wide.
+    assert 0.78 < np.mean(held) < 0.88
+
+
+def test_scoring_by_the_log_likelihood():
+    X, y = sine(90)
+    model = make_pipeline(PolynomialFeatures(), BadamRegressor(**SMALL))
+    expected = []
+    for rows, test in KFold(3).split(X):
+        wide = PolynomialFeatures().fit(X[rows])
+        alone = BadamRegressor(**SMALL).fit(wide.transform(X[rows]), y[rows])
+        expected.append(alone.log_likelihood(wide.transform(X[test]), y[test]).mean())
+    assert_close(cross_val_score(model, X, y, cv=3, scoring=log_likelihood), expected, rtol=1e-9, atol=1e-9)
+    grid = {"badamregressor__max_epochs": [1, 20]}
+    search = GridSearchCV(model, grid, cv=2, scoring=log_likelihood).fit(X, y)
+    assert search.best_params_ == {"badamregressor__max_epochs": 20}
+    assert log_likelihood(search, X, y) == approx(log_likelihood(search.best_estimator_, X, y))
 
 
 # --- classification -------------------------------------------------------------------------------------------------
@@ -550,7 +641,7 @@ def test_threads_may_fit_and_predict_at_once(monkeypatch):
     # `warnings.catch_warnings`, by which the warning of few held-out rows is left out, is of the whole process.
     monkeypatch.setattr(calibrating, "warn", lambda *_: None)
     X, y = sine(60)
-    models = [BadamRegressor(**{**SMALL, "random_state": seed}) for seed in range(4)]
+    models = [BadamRegressor(**{**HOMOSCEDASTIC, "random_state": seed}) for seed in range(4)]
     expected = [clone(model).fit(X, y).predict(X, return_std=True)[1] for model in models]
     with ThreadPoolExecutor(4) as pool:
         fitted = list(pool.map(lambda model: model.fit(X, y), models))
@@ -633,7 +724,7 @@ def test_more_held_out_rows_give_sets_and_p_values(likelihood):
         targets = np.searchsorted(model.classes_, y)
     else:
         X, y = sine(1200)
-        model = BadamRegressor(**SMALL).fit(X[:200], y[:200])
+        model = BadamRegressor(**HOMOSCEDASTIC).fit(X[:200], y[:200])
         targets = model.target_scaler_.transform(y[:, None])
     x = model.input_scaler_.transform(X)
     with warnings.catch_warnings():
@@ -656,8 +747,8 @@ def test_a_posterior_that_cannot_be_calibrated_is_kept_as_it_was_read(monkeypatc
     monkeypatch.setattr(estimators, "calibrate", fail)
     X, y = sine(60)
     with pytest.warns(BayesAdamWarning, match="not calibrated: no luck") as caught:
-        model = BadamRegressor(**SMALL).fit(X, y)
+        model = BadamRegressor(**HOMOSCEDASTIC).fit(X, y)
     assert caught[0].filename == __file__
-    plain = BadamRegressor(**SMALL, calibration=None).fit(X, y)
+    plain = BadamRegressor(**HOMOSCEDASTIC, calibration=None).fit(X, y)
     for mine, theirs in zip(model.predict(X, return_std=True), plain.predict(X, return_std=True), strict=True):
         assert np.array_equal(mine, theirs)

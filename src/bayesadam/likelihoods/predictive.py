@@ -60,7 +60,11 @@ class Likelihood(ABC, Generic[P]):
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The training loss of every network of a stack, a mean over its targets: (s, b, o), (s, b, ...) → (s,)."""
+        """The loss of every network of a stack, a mean over its targets: (s, b, o), (s, b, ...) → (s,)."""
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The same, for the scikit-learn estimators to train on; they stop by `loss`."""
+        return self.loss(outputs, targets)
 
     @abstractmethod
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:

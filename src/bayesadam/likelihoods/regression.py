@@ -306,8 +306,19 @@ class Heteroscedastic(GaussianLikelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
+        return self._nll(outputs, targets).mean(dim=(1, 2))
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Each target's loss times exp(g/2), a constant to the gradient, so that noisy inputs' means are learnt too.
+
+        It is β-NLL with β = ½ (Seitzer et al. 2022).
+        """
+        weight = (outputs.detach().chunk(2, dim=-1)[1] / 2).exp()
+        return (weight * self._nll(outputs, targets)).mean(dim=(1, 2))
+
+    def _nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, log_variance = outputs.chunk(2, dim=-1)
-        return 0.5 * ((targets - mean).square() * (-log_variance).exp() + log_variance).mean(dim=(1, 2))
+        return 0.5 * ((targets - mean).square() * (-log_variance).exp() + log_variance)
 
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp(−g) for the means, ½ for the log-variances."""

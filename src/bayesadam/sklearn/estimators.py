@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
@@ -25,9 +26,11 @@ from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, NumericPredictive, likelihood
+from bayesadam.likelihoods.conformal import check_level, threshold
+from bayesadam.likelihoods.predictive import FEWEST_SCORED
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.readers import Recorder
-from bayesadam.sklearn.training import fit_networks, split
+from bayesadam.sklearn.training import Part, fit_networks, split
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
@@ -35,6 +38,17 @@ Structure = Literal["diagonal", "kronecker", "low-rank"]
 _RECORDED = 100
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, each in LIKELIHOODS.items() if issubclass(each.kind, NumericPredictive))
+# What `likelihood="auto"` picks from; the first where too few rows are held out to tell.
+_AUTO = ("regression", "heteroscedastic")
+
+
+class _Fit(NamedTuple):
+    """Networks of one likelihood: calibrated posteriors, the best epoch of each, and the epochs trained."""
+
+    likelihood: LikelihoodName
+    posteriors: list[Posterior]
+    best_epochs: list[int]
+    n_iter: int
 
 
 # Its `__init__` keeps every argument as it is, under its name, as scikit-learn wants it.
@@ -57,16 +71,17 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     random_state: Any = None
     device: str | torch.device = "cpu"
 
-    def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
-        """Scale, split, train, read the posteriors and calibrate them."""
-        own, kind = self._checked(), likelihood(name)
+    def _split(self, X: Array, strata: Array) -> tuple[Tensor, list[Part]]:
+        """Scaled inputs, and the rows of each network; the arguments are checked first."""
+        own = self._checked()
         self.input_scaler_ = _scaler(X)
-        x = self._scaled(X)
-        y = kind.shaped(y, x)
-        strata = y.numpy() if name == "classification" else np.zeros(len(y))
         random = check_random_state(self.random_state)
-        parts = split(strata, own["validation_fraction"], own["n_ensemble"], random)
-        n = len(parts[0].rows)
+        return self._scaled(X), split(strata, own["validation_fraction"], own["n_ensemble"], random)
+
+    def _fitted(self, x: Tensor, y: Tensor, parts: Sequence[Part], name: LikelihoodName) -> _Fit:
+        """Train, read the posteriors and calibrate them."""
+        own, kind = self._checked(), likelihood(name)
+        y, n, start = kind.shaped(y, x), len(parts[0].rows), kind.start(y)
         network = Network(x.shape[1], tuple(np.atleast_1d(own["hidden"]).tolist()), kind.n_outputs(y), self.activation)
         decay = kind.weight_decay if own["weight_decay"] == "auto" else own["weight_decay"]
         trained = fit_networks(
@@ -76,10 +91,10 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             (x.float(), kind.shaped(y, x.float())),
             parts,
             batch_size=min(max(32, n // 32), 256) if own["batch_size"] == "auto" else own["batch_size"],
-            centre=centre,
+            centre=None if start is None else start.float(),
             **{key: own[key] for key in ("lr", "max_epochs", "patience", "device")},
         )
-        self.posteriors_ = []
+        posteriors = []
         for one, part in zip(trained, parts, strict=True):
             model = network.build(one.params)
             # Without weight decay δ would be 0, and dead units of infinite variance.
@@ -98,11 +113,13 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
                 )
                 posterior = Posterior.from_recorder(model, recorder, n, structure=self.structure)
             held_out = x[part.held_out], y[part.held_out]
-            self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
+            posteriors.append(calibrated(posterior, held_out, name, self.calibration))
+        return _Fit(name, posteriors, [one.best_epoch for one in trained], max(one.epochs for one in trained))
+
+    def _keep(self, fit: _Fit) -> None:
+        self.posteriors_, self.best_epochs_, self.n_iter_ = fit.posteriors, fit.best_epochs, fit.n_iter
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
-        self.best_epochs_ = [one.best_epoch for one in trained]
-        self.n_iter_ = max(one.epochs for one in trained)
 
     def _checked(self) -> dict[str, Any]:
         """The arguments as Python's numbers; checked here, since scikit-learn wants `__init__` to take them all."""
@@ -134,11 +151,6 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
 
-    def _predictive(self, inputs: Tensor, name: LikelihoodName) -> Any:
-        """The mixture's; with a generator of its own, for torch's global one is the user's."""
-        source = torch.Generator().manual_seed(0)
-        return self.posterior_.predict(inputs, likelihood=name, generator=source)
-
 
 @dataclass(eq=False, repr=False)
 class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[misc]
@@ -146,7 +158,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     Inputs and targets are standardised within. Each network is trained on a part of the data and keeps the weights, and
     the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior. The
-    prediction is the equal mixture of those of the linearised networks. Prediction sets and p-values need
+    prediction is the equal mixture of those of the linearised networks. Guarantees and p-values need
     `bayesadam.calibrate` of `posterior_` on rows that the estimator has not seen, scaled as its own.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
@@ -154,11 +166,14 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     >>> mean, std = model.predict(X[:3], return_std=True)
     >>> mean.shape, std.shape
     ((3,), (3,))
+    >>> mean, low, high = model.predict(X[:3], return_interval=0.9)
 
     Args:
         hidden: units of each hidden layer; () for a linear model.
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
-            that depends on the input; `"poisson"`, counts, which are not standardised.
+            that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` trains the first two
+            and keeps the second where log p(y) of rows under the networks that held them out is greater on average, by
+            more than a standard error, and 20 rows or more are held out.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start; it falls to 0 at `max_epochs`, along a cosine.
         weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
@@ -177,42 +192,65 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         device: where to train; what was learnt then predicts on the CPU.
 
     Attributes:
+        likelihood_: the one given or picked.
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
         posteriors_: its members, one `bayesadam.Posterior` per network.
         networks_: the networks, in float64.
         noise_variance_: σ² of a regression's observations in the units of y, one per target (a float for 1-D y).
+        residuals_: |y − E[y]| in standard deviations, (rows, targets), of rows under networks that held them out.
         input_scaler_, target_scaler_: the StandardScalers of inputs and targets.
         best_epochs_, n_iter_: for each network, the best epoch; the epochs trained.
     """
 
-    likelihood: LikelihoodName = field(default="regression", kw_only=True)
+    activation: str = field(default="silu", kw_only=True)
+    max_epochs: int = field(default=150, kw_only=True)
+    likelihood: LikelihoodName = field(default="auto", kw_only=True)
 
     def fit(self, X: Any, y: Any) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
-        if self.likelihood not in _REGRESSIONS:
-            raise SettingError(f"likelihood must be one of {_REGRESSIONS}, got {self.likelihood!r}")
-        kind = likelihood(self.likelihood)
+        if self.likelihood not in ("auto", *_REGRESSIONS):
+            raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
+        names = _AUTO if self.likelihood == "auto" else (self.likelihood,)
         self._one_target = y.ndim == 1
         columns = y.reshape(len(y), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
-        self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
+        self.target_scaler_ = _scaler(columns if likelihood(names[0]).standardised else np.zeros_like(columns))
         targets = torch.from_numpy(self.target_scaler_.transform(columns))
-        start = kind.start(targets)
-        self._learn(X, targets, self.likelihood, None if start is None else start.float())
-        if kind.noise:
+        x, parts = self._split(X, np.zeros(len(y)))
+        names = names if sum(len(part.held_out) for part in parts) >= FEWEST_SCORED else names[:1]
+        fits = [self._fitted(x, targets, parts, name) for name in names]
+        scores, residuals = zip(*[_held_out(fit, x, targets, parts) for fit in fits], strict=True)
+        gain = scores[-1] - scores[0]
+        best = int(gain.mean() > gain.std() / np.sqrt(len(gain)))
+        self._keep(fits[best])
+        self.likelihood_, self.residuals_ = fits[best].likelihood, residuals[best]
+        if likelihood(self.likelihood_).noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
             noise = noise * self.target_scaler_.scale_**2
             self.noise_variance_ = float(noise[0]) if self._one_target else noise
         return self
 
-    def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
-        """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
-        inputs, kind = self._inputs(X), likelihood(self.likelihood)
-        if return_std or not kind.standardised:
-            found = self._predictive(inputs, self.likelihood)
-            mean = self._in_units(found.predicted_mean)
-            return (mean, self._in_units(found.stddev, shift=False)) if return_std else mean
+    def predict(
+        self, X: Any, return_std: bool = False, return_interval: float | None = None
+    ) -> Array | tuple[Array, ...]:
+        """E[y] for each row, of y's shape; then what else is asked for, in this order.
+
+        `return_std` adds the standard deviation of y, noise included; `return_interval`, a level such as 0.9, adds the
+        lower and the upper ends of conformal intervals E[y] ± q sd[y], each target's own: q is the ⌈(n + 1) level⌉-th
+        smallest of `residuals_`, ∞ where these are too few. Each row's residual is of a network that was not trained on
+        it, but was stopped and calibrated by it: the level is a measured one, not a proven one.
+        """
+        inputs, kind = self._inputs(X), likelihood(self.likelihood_)
+        if return_std or return_interval is not None or not kind.standardised:
+            found = _predictive(self.posterior_, inputs, self.likelihood_)
+            mean, std = found.predicted_mean, found.stddev
+            told = [self._in_units(mean), *([self._in_units(std, shift=False)] if return_std else [])]
+            if return_interval is not None:
+                check_level(return_interval)
+                reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
+                told += [self._in_units(mean - reach), self._in_units(mean + reach)]
+            return tuple(told) if len(told) > 1 else told[0]
         # E[y] is the average of what the networks say: no derivative is needed.
         outputs = []
         for network in self.networks_:
@@ -225,7 +263,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found = self._predictive(inputs, self.likelihood).log_prob(scaled).numpy()
+        found = _predictive(self.posterior_, inputs, self.likelihood_).log_prob(scaled).numpy()
         return np.asarray(found - np.log(self.target_scaler_.scale_).sum())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
@@ -236,7 +274,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         function, noise = check_random_state(random_state).randint(2**31 - 1, size=2).tolist()
         # Moments, which are not used here, need two draws.
-        how: Any = {"predictive": "linearised-sampled", "n_samples": max(2, n_samples), "likelihood": self.likelihood}
+        how: Any = {"predictive": "linearised-sampled", "n_samples": max(2, n_samples), "likelihood": self.likelihood_}
         found = self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(function), **how)
         draws = found.sample(n_samples, generator=torch.Generator().manual_seed(noise))
         return np.moveaxis(self._in_units(draws), 0, -1)
@@ -252,10 +290,10 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     """Classification by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
-    As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss; every class keeps a share of the
-    data in training and, where it has two examples or more, may be held out. `calibration="auto"` is `"validation"`
-    here, for evidence fails. Probabilities are those of the linearised networks by the probit approximation, averaged
-    over the networks.
+    As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss, ReLUs and up to 300 epochs; every
+    class keeps a share of the data in training and, where it has two examples or more, may be held out.
+    `calibration="auto"` is `"validation"` here, for evidence fails. Probabilities are those of the linearised networks
+    by the probit approximation, averaged over the networks.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> y = np.where(X[:, 0] > 0, "right", "left")
@@ -275,7 +313,9 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         self.classes_, indices = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
-        self._learn(X, torch.from_numpy(indices.astype(np.int64)), "classification")
+        labels = torch.from_numpy(indices.astype(np.int64))
+        x, parts = self._split(X, indices)
+        self._keep(self._fitted(x, labels, parts, "classification"))
         return self
 
     def predict(self, X: Any) -> Array:
@@ -285,7 +325,40 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        return np.asarray(self._predictive(self._inputs(X), "classification").probs)
+        inputs = self._inputs(X)
+        return np.asarray(_predictive(self.posterior_, inputs, "classification").probs)
+
+
+def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
+    """The mean of log p(y | X) in nats, for `scoring=`: larger is better.
+
+    The estimator is a fitted `BadamRegressor`, a pipeline that ends with one, or a search over either.
+
+    >>> from sklearn.model_selection import cross_val_score
+    >>> X = np.linspace(-1, 1, 60)[:, None]
+    >>> model = BadamRegressor(hidden=(), n_ensemble=1, max_epochs=20, random_state=0)
+    >>> cross_val_score(model, X, X[:, 0], cv=3, scoring=log_likelihood).shape
+    (3,)
+    """
+    model = getattr(estimator, "best_estimator_", estimator)
+    if isinstance(model, Pipeline):
+        X, model = model[:-1].transform(X) if len(model) > 1 else X, model[-1]
+    return float(model.log_likelihood(X, y).mean())
+
+
+def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
+    """With a generator of its own, for torch's global one is the user's."""
+    return posterior.predict(inputs, likelihood=name, generator=torch.Generator().manual_seed(0))
+
+
+def _held_out(fit: _Fit, x: Tensor, y: Tensor, parts: Sequence[Part]) -> tuple[Array, Array]:
+    """Each network on the rows that it held out: log p(y), and |y − E[y]| in standard deviations."""
+    scores, residuals = [], []
+    for posterior, part in zip(fit.posteriors, parts, strict=True):
+        found, own = _predictive(posterior, x[part.held_out], fit.likelihood), y[part.held_out]
+        scores.append(found.log_prob(own))
+        residuals.append(found.conformity(own, seed=0)["residuals"])
+    return torch.cat(scores).numpy(), torch.cat(residuals).numpy()
 
 
 def calibrated(

@@ -93,7 +93,7 @@ def fit_networks(
     def batch(chosen: Tensor) -> tuple[Tensor, Slope]:
         own = rows[index, chosen]
         targets = y[own]
-        return x[own], lambda f: loss_and_slope(lambda g: kind.loss(g, targets), f)[1]
+        return x[own], lambda f: loss_and_slope(lambda g: kind.training_loss(g, targets), f)[1]
 
     weights = initial(network, seeds, device=device)
     if centre is not None:
