@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -15,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from wild_kinds import Kind, Net, Written, by_decay, second_moment, told, trained
-
-# Keras chooses when it is imported.
-os.environ.setdefault("KERAS_BACKEND", "torch")
 
 # --- reinforcement learning -----------------------------------------------------------------------------------------
 
@@ -434,44 +430,6 @@ def corrected(state: dict[str, Any], group: dict[str, Any], parameter: Tensor) -
     return stored.detach().double() / (1 - beta**count)
 
 
-# --- HDF5 -----------------------------------------------------------------------------------------------------------
-
-
-def keras(folder: Path, *, weights_only: bool = False) -> Written:
-    """Keras 3 on torch: variables by layer in model.weights.h5, the optimiser's as numbers in one list."""
-    import keras as library
-
-    library.utils.set_random_seed(0)
-    layers = library.layers
-    network = library.Sequential(
-        [layers.Input((4,)), layers.Dense(6, activation="tanh"), layers.Dense(6), layers.Dense(6), layers.Dense(2)]
-    )
-    network.compile(library.optimizers.Adam(1e-2), library.losses.SparseCategoricalCrossentropy(from_logits=True))
-    x, y = _data()
-    network.fit(x, y, epochs=1, batch_size=8, verbose=0)
-    path = folder / ("model.weights.h5" if weights_only else "model.keras")
-    network.save_weights(path) if weights_only else network.save(path)
-    optimizer = network.optimizer
-    left = float(optimizer.beta_2) ** int(optimizer.iterations.numpy())
-    live, weights = {}, {}
-    for variable, moment in zip(network.trainable_variables, optimizer._velocities, strict=True):
-        # In the file it has another, layers/dense_1/vars/0.
-        name = variable.path.replace("/", ".")
-        live[name] = torch.from_numpy(moment.numpy()).double() / (1 - left)
-        weights[name] = torch.from_numpy(variable.numpy())
-    # Only config.json has it.
-    unsaid = "nothing says what β₂ was" if weights_only else ""
-    return Written(path, live, weights, unsaid=unsaid, named=False)
-
-
-def hdf5(folder: Path) -> Written:
-    import h5py
-
-    with h5py.File(folder / "weights.h5", "w") as file:
-        file["dense/kernel"] = np.ones((3, 2), np.float32)
-    return Written(folder / "weights.h5", unsaid="there is no optimiser")
-
-
 def kinds() -> Iterable[Kind]:
     """All that a library writes."""
     sb3 = ("stable_baselines3", "gymnasium")
@@ -511,9 +469,6 @@ def kinds() -> Iterable[Kind]:
     yield Kind("accelerate, not safetensors", partial(accelerate, safe=False), ("accelerate",))
     yield Kind("transformers Trainer", hugging_face, ("transformers", "accelerate"))
     yield Kind("ignite Checkpoint, two groups", ignite, ("ignite",))
-    yield Kind("Keras on torch, .keras", keras, ("keras", "h5py"))
-    yield Kind("Keras on torch, .weights.h5", partial(keras, weights_only=True), ("keras", "h5py"))
-    yield Kind("HDF5", hdf5, ("h5py",))
     yield from optimisers()
 
 

@@ -14,7 +14,6 @@ EXTRA_OF: dict[str, str | None] = {
     **dict.fromkeys(("onnx", "onnxscript"), "onnx"),
     **dict.fromkeys(("starlette", "uvicorn"), "serve"),
     **{name: name for name in ("botorch", "lightning", "sklearn")},
-    "h5py": "keras",
     "pooch": "data",
 }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import multiprocessing
 import pickle
 import random
@@ -73,37 +72,11 @@ def corpus() -> dict[str, bytes]:
             info.size = len(found["zip-2.pt"])
             archive.addfile(info, io.BytesIO(found["zip-2.pt"]))
         found[name] = buffer.getvalue()
-    found["model.keras"] = _keras(model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
         Posterior.from_optimizer(model, optimizer, 10).save(path, compress="8bit")
         found["posterior.safetensors"] = path.read_bytes()
     return found
-
-
-def _keras(model: nn.Sequential, optimizer: torch.optim.Adam) -> bytes:
-    """The layout of Keras 3: variables by layer and the optimiser's list in HDF5, all else in JSON."""
-    import h5py
-
-    state = optimizer.state_dict()["state"]
-    moments = [state[number][key] for number in range(4) for key in ("exp_avg", "exp_avg_sq")]
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w") as file:
-        for group, layer in (("layers/dense", model[0]), ("layers/dense_1", model[2])):
-            for number, variable in enumerate(layer.parameters()):
-                file[f"{group}/vars/{number}"] = variable.detach().numpy()
-        for number, variable in enumerate([torch.tensor(1), torch.tensor(0.001), *moments]):
-            file[f"optimizer/vars/{number}"] = variable.numpy()
-    settings = {"learning_rate": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False}
-    layers = [{"module": "keras.layers", "class_name": "Dense", "config": {"trainable": True}} for _ in range(2)]
-    config = {
-        "module": "keras",
-        "class_name": "Sequential",
-        "config": {"layers": layers},
-        "compile_config": {"optimizer": {"module": "keras.optimizers", "class_name": "Adam", "config": settings}},
-    }
-    members = {"config.json": json.dumps(config).encode(), "model.weights.h5": buffer.getvalue()}
-    return _zipped(members, zipfile.ZIP_STORED)
 
 
 def _saved(value: Any, protocol: int, zipped: bool) -> bytes:

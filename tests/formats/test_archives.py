@@ -93,12 +93,6 @@ def test_archives_that_hold_nothing_of_torch(tmp_path: Path) -> None:
     write_zip(tmp_path / "a.zip", {"a.txt": b"1", "b.csv": b"2"})
     with pytest.raises(FileError, match=r"without a file of torch; it has \['a.txt', 'b.csv'\]"):
         read_checkpoint(tmp_path / "a.zip")
-    write_zip(tmp_path / "m.keras", {"config.json": b"{}", "model.weights.h5": b"\x89HDF"})
-    with pytest.raises(FileError, match="not a file of Keras"):
-        read_checkpoint(tmp_path / "m.keras")
-    (tmp_path / "m.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
-    with pytest.raises(FileError, match="is an HDF5 file"):
-        read_checkpoint(tmp_path / "m.h5")
     (tmp_path / "t.tar.gz").write_bytes(b"\x1f\x8b" + bytes(100))
     with pytest.raises(FileError, match="truncated, damaged"):
         read_checkpoint(tmp_path / "t.tar.gz")

@@ -18,5 +18,5 @@ def test_the_corpus_has_every_format_of_one_file(tmp_path: Path) -> None:
     for name, content in corpus().items():
         (tmp_path / name).write_bytes(content)
         kinds.add(format_of(tmp_path / name).name)
-    archives = {"zip archive", "tar archive", "keras"}
+    archives = {"zip archive", "tar archive"}
     assert kinds == {"torch", "torch before 1.6", "pickle", "safetensors", "posterior", *archives}

@@ -385,19 +385,15 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
     return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
 
 
-def names_in_zip(path: Path, head: bytes) -> set[str]:
-    """The names of an archive's members; none where it is no archive."""
+def _is_torch(path: Path, head: bytes) -> bool:
+    """A zip archive with a member data.pkl."""
     if not head.startswith(_ZIP):
-        return set()
+        return False
     try:
         with zipfile.ZipFile(path) as archive:
-            return set(archive.namelist())
+            return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
     except _DAMAGED:
-        return set()
-
-
-def _is_torch(path: Path, head: bytes) -> bool:
-    return any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
+        return False
 
 
 def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
