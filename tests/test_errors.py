@@ -92,7 +92,6 @@ def test_bad_values_are_value_errors():
         lambda: ba.Posterior.from_optimizer(model, torch.optim.Adam(model.parameters()), n_data=60),
         lambda: bandits.problem("roulette"),
         lambda: bandits.classification_problem([[float("nan")], [1.0]], [0, 1]),
-        lambda: ba.optim.Vadam(model.parameters(), n_data=60, prior_precision=1.0, initial_precision=-1.0),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             bad()

@@ -205,22 +205,10 @@ class Perturbed(Rule):
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """The Gaussian over the weights."""
 
-    @abstractmethod
-    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
-        """One step, in place, by averages over draws of the gradient and of `product`; these may be overwritten."""
-
-    def product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        """What else the rule averages over draws, in new memory: the gradient times the perturbation σ ε."""
-        return gradient * noise
-
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
         """μ + σ ε; the noise becomes σ ε, in place."""
         noise.mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
         torch.add(weights, noise, out=out)
-
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step with one draw."""
-        self.move(weights, gradient, self.product(gradient, noise), state, step)
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """ε ~ N(0, 1) for every weight."""
@@ -245,13 +233,14 @@ class BayesByBackprop(Perturbed):
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
         return {"rho": rho, **adam_state(weights), **own}
 
-    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """Adam for μ and for ρ."""
         std = F.softplus(state["rho"])
-        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).add_(product.div_(std))
-        gradient.add_(mean * (self.prior_precision / step.n_data))
+        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data)
+        by_std.add_((gradient * noise).div_(std))
+        gradient.add_(weights * (self.prior_precision / step.n_data))
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(mean, gradient, state, step.lr, Adam(self.betas))
+        adam_update(weights, gradient, state, step.lr, Adam(self.betas))
         adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
@@ -272,17 +261,13 @@ class Vadam(Perturbed):
         second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
         return {"momentum": torch.zeros_like(weights), "second_moment": second.clamp_(min=0)}
 
-    def product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        """g²."""
-        return gradient.square()
-
-    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
-        """m ← β₁ m + (1−β₁)(ĝ + δμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + δ/N)."""
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """v ← β₂ v + (1−β₂) g², m ← β₁ m + (1−β₁)(g + δμ/N), μ ← μ − α m̂/(√v̂ + δ/N)."""
         momentum, second, pull = state["momentum"], state["second_moment"], self.prior_precision / step.n_data
-        momentum.mul_(self.betas[0]).add_(gradient.add_(mean * pull), alpha=1 - self.betas[0])
-        second.mul_(self.betas[1]).add_(product, alpha=1 - self.betas[1])
+        second.mul_(self.betas[1]).add_(gradient.square(), alpha=1 - self.betas[1])
+        momentum.mul_(self.betas[0]).add_(gradient.add_(weights * pull), alpha=1 - self.betas[0])
         denominator = second.div(step.second).sqrt_().add_(pull)
-        mean.sub_(momentum.div(denominator).mul_(step.lr / step.first))
+        weights.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(μ, 1/(N v + δ))."""
@@ -321,10 +306,10 @@ class IVON(Perturbed):
         first = torch.as_tensor(self.initial_std**-2 / n_data - self.decay(n_data)).to(weights)
         return {**state, "hessian": torch.zeros_like(weights).add_(first), "initial_hessian": first}
 
-    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
 
-        `product` is the average of n ∇L(m + n); f is N (h + d) times that.
+        f = N (h + d) n ĝ, with n = σ ε the noise and ĝ the gradient at m + n.
         """
         momentum, hessian = state["momentum"], state["hessian"]
         (beta1, beta2), decay = self.betas, self.decay(step.n_data)
@@ -332,10 +317,10 @@ class IVON(Perturbed):
         momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
         # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's limit.
         damped = hessian + decay
-        excess = hessian - product.mul_(damped).mul_(step.n_data)
+        excess = hessian - (gradient * noise).mul_(damped).mul_(step.n_data)
         hessian.sub_(excess, alpha=1 - beta2).addcdiv_(excess.square_(), damped, value=0.5 * (1 - beta2) ** 2)
-        direction = momentum.div(step.first).add_(mean * decay).mul_(step.lr * (first + decay))
-        mean.sub_(direction.div_(hessian + decay))
+        direction = momentum.div(step.first).add_(weights * decay).mul_(step.lr * (first + decay))
+        weights.sub_(direction.div_(hessian + decay))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(m, 1/(N (h + d)))."""

@@ -1,6 +1,5 @@
-"""Optimisers that end with a Gaussian over the weights."""
+"""Badam, the optimiser of the paper."""
 
 from bayesadam.optim.badam import Badam
-from bayesadam.optim.variational import IVON, Vadam
 
-__all__ = ["IVON", "Badam", "Vadam"]
+__all__ = ["Badam"]
