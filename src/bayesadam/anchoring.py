@@ -21,6 +21,7 @@ from bayesadam.readers import Group, StateReader, read_entry
 from bayesadam.readers.match import Entry, check_parameter, own_parameters
 from bayesadam.readers.registry import reader_of
 from bayesadam.readers.rotated import Rotation
+from bayesadam.readers.tracking import Hooked
 
 __all__ = ["Anchor", "anchor"]
 
@@ -31,7 +32,7 @@ _LEAST = 1e-3
 _OTHER_STEPS = ("adadelta", "adafactor")
 
 
-class Anchor:
+class Anchor(Hooked):
     r"""Keep training near a posterior, so that what it was trained on is not forgotten.
 
     The loss on the new data, a mean over N examples, gets the penalty of a posterior N(μ, P⁻¹):
@@ -89,10 +90,10 @@ class Anchor:
         self.strength, self.every = float(strength), every
         self.n_data = posterior.n_data if n_data is None else n_data
         positive("n_data", self.n_data, "the number of new examples, over which the loss is a mean")
-        self._optimizers = listed_optimizers(optimizer)
-        self._readers = [_reader_with_metric(each) for each in self._optimizers]
+        super().__init__(listed_optimizers(optimizer))
+        self._readers = [_reader_with_metric(each) for each in self.optimizers]
         named = own_parameters(posterior.model if model is None else model)
-        trained = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        trained = {id(p) for each in self.optimizers for group in each.param_groups for p in group["params"]}
         self._parameters = _held(named, posterior, (free,) if isinstance(free, str) else free)
         self._names = {id(p): name for name, p in self._parameters.items()}
         self.anchored = tuple(name for name, p in self._parameters.items() if id(p) in trained)
@@ -107,28 +108,21 @@ class Anchor:
         if not any(bool(values.any()) for values in self._precision.values()):
             raise ImproperError("the posterior's precision is 0 for every trained weight: no gradient and no prior")
         self._pending: dict[str, float | Tensor] = {}
-        self._steps = [0] * len(self._optimizers)
-        groups = [group for index in range(len(self._optimizers)) for group in self._trained(index).values()]
+        self._steps = [0] * len(self.optimizers)
+        groups = [group for index in range(len(self.optimizers)) for group in self._trained(index).values()]
         if decay := max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0):
             warn(f"a weight decay of {decay:g} pulls to 0 beside the anchor: train with weight_decay=0.0")
         if posterior.calibration is not None:
             warn("anchor to the posterior as it was before calibrate, which says nothing of forgetting")
-        hooks = [partial(self._after_step, index) for index in range(len(self._optimizers))]
-        self._handles = [o.register_step_post_hook(hook) for o, hook in zip(self._optimizers, hooks, strict=True)]
+        hooks = [partial(self._after_step, index) for index in range(len(self.optimizers))]
+        self._handles = [o.register_step_post_hook(hook) for o, hook in zip(self.optimizers, hooks, strict=True)]
 
     def remove(self) -> None:
         """Take the implicit step for the steps since the last one, and let go of the optimiser."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        for index in range(len(self._optimizers) if handles else 0):
+        super().remove()
+        for index in range(len(self.optimizers) if self._handles else 0):
             self._pull_back(index)
-
-    def __enter__(self) -> Anchor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        self._handles = []
 
     @torch.no_grad()
     def penalty(self) -> Tensor:
@@ -190,14 +184,14 @@ class Anchor:
 
     def _trained(self, index: int) -> dict[str, Group]:
         """The held parameters of an optimiser, each with its group."""
-        groups = self._optimizers[index].param_groups
+        groups = self.optimizers[index].param_groups
         named = ((self._names.get(id(p)), group) for group in groups for p in group["params"])
         return {name: group for name, group in named if name is not None}
 
     @torch.no_grad()
     def _after_step(self, index: int, *_: Any) -> None:
         # Under a GradScaler a fused optimiser skips overflows inside its own step.
-        overflow = getattr(self._optimizers[index], "found_inf", None)
+        overflow = getattr(self.optimizers[index], "found_inf", None)
         if overflow is not None and bool(overflow):
             return
         for name, group in self._trained(index).items():
@@ -209,7 +203,7 @@ class Anchor:
 
     @torch.no_grad()
     def _pull_back(self, index: int) -> None:
-        optimizer, reader = self._optimizers[index], self._readers[index]
+        optimizer, reader = self.optimizers[index], self._readers[index]
         for name, group in self._trained(index).items():
             if name not in self._pending:
                 continue

@@ -92,23 +92,15 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
 
 def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
-    compared = []
     for known, leaf in _pairs(ranges, inputs):
         if (words := _of_another_kind(known, leaf)) is not None:
             return words
         if known.bounded:
-            compared.append((known, torch.stack(_ends(leaf)).float()))
-    if not compared:
-        return None
-    # In one piece, and as an array, whose small operations are the quicker ones.
-    ends = torch.cat([each for _, each in compared], dim=1) if len(compared) > 1 else compared[0][1]
-    array, first = ends.cpu().numpy(), 0
-    for known, each in compared:
-        low, high = array[:, first : first + each.shape[1]]
-        first += each.shape[1]
-        out = len(low) - int(known.holds(low, high).sum())
-        if 2 * out > len(low):
-            return _of_other_values(known, float(low.min()), float(high.max()), f"{out} of {len(low)}")
+            # As an array, whose small operations are the quicker ones.
+            low, high = torch.stack(_ends(leaf)).float().cpu().numpy()
+            out = len(low) - int(known.holds(low, high).sum())
+            if 2 * out > len(low):
+                return _of_other_values(known, float(low.min()), float(high.max()), f"{out} of {len(low)}")
     return None
 
 
