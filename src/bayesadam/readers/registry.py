@@ -163,12 +163,13 @@ _COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_
 _TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
 _RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
 _SOAP: dict[str, Any] = {"factors": rotated.listed, "bases": ("Q", "GG")}
-_SIDES = (rotated.LEFT_KEY, rotated.RIGHT_KEY)
+_TWO_SIDED: dict[str, Any] = {"factors": rotated.two_sided, "bases": (rotated.LEFT_KEY, rotated.RIGHT_KEY)}
 _EIGHT_BITS: dict[str, Any] = {
     "statistic": "quantised",
     "key": "state2",
     "note": "8-bit blocks: about two digits of v, and small entries of a block round to zero.",
 }
+_PO = "pytorch_optimizer.optimizer"
 # pytorch_optimizer's, which count in the group. `""`: saved, one looks as another.
 _GROUPED: dict[str, Any] = {"step": "group", "coupled_decay": True, "decoupled_flag": "weight_decouple"}
 _HEAVYBALL: dict[str, Any] = {"step": "group", "counter": "step_count"}
@@ -183,15 +184,15 @@ _FREE: dict[str, Any] = {
 }
 
 
-def _of(package: str, names: str) -> tuple[str, ...]:
-    """The classes of a package whose names, a space between them, end so."""
-    return tuple(f"{package}.{name}" for name in names.split())
+def _record(name: str, *classes: str, **fields: Any) -> StateReader:
+    """A record; `"package: A B"` are the classes package.A and package.B."""
+    parts = (each.rpartition(":") for each in classes)
+    return StateReader(name, tuple(f"{p}.{n}" if p else n for p, _, names in parts for n in names.split()), **fields)
 
 
 def _average(name: str, *classes: str, **fields: Any) -> StateReader:
     """A moving average of squared gradients from 0 that needs its bias corrected."""
-    usual = {"key": "exp_avg_sq", "decay": ("betas", 1), "bias_correction": True}
-    return StateReader(name, classes, **{**usual, **fields})
+    return _record(name, *classes, **{"key": "exp_avg_sq", "decay": ("betas", 1), "bias_correction": True, **fields})
 
 
 def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
@@ -199,7 +200,7 @@ def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
 
 
 def _none(name: str, *classes: str, mark: str | None = None) -> StateReader:
-    return StateReader(name, classes, "none", mark=mark)
+    return _record(name, *classes, statistic="none", mark=mark)
 
 
 # What `track` keeps in the state of any optimiser, free of bias.
@@ -215,8 +216,8 @@ READERS: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
     # The groups of GaLore and APOLLO that have no rank are AdamW's.
     _adam(
-        *("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
-        *("galore_torch.adamw.AdamW", "apollo_torch.apollo.AdamW"),
+        "adamw",
+        "torch.optim.adamw.AdamW timm.optim.adamw.AdamWLegacy galore_torch.adamw.AdamW apollo_torch.apollo.AdamW",
     ),
     _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
     _adam("radam", "torch.optim.radam.RAdam", **_COUPLED),
@@ -224,48 +225,39 @@ READERS: tuple[StateReader, ...] = (
     # The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.
     _average(
         *("soap", "bayesadam.optim.soap.SOAP"),
+        **{**_TWO_SIDED, "bases": ("left", "right", *_TWO_SIDED["bases"]), "mark": "precondition_every"},
         key=f"{rotated.PLAIN_KEY} or {rotated.ROTATED_KEY}",
-        mark="precondition_every",
-        factors=rotated.two_sided,
-        bases=("left", "right", *_SIDES),
     ),
     # The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.
     _average("soap-reference", "soap.SOAP", mark="max_precond_dim", **_SOAP),
     # One count for all parameters of a group: v of one that missed steps is underestimated.
     _average(
-        *("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+        *("soap-pytorch-optimizer", f"{_PO}.soap.SOAP"),
         **{**_SOAP, "mark": "max_precondition_dim", "step": "group", "idle_steps": 1},
     ),
     # Its average is free of bias: β₂ grows with the steps.
-    StateReader(
-        *("soap-heavyball", ("heavyball.SOAP",), "average", rotated.HEAVYBALL_MOMENT),
-        **_HEAVYBALL,
-        idle_steps=1,
-        factors=rotated.bucketed,
+    _record(
+        *("soap-heavyball", "heavyball.SOAP"),
+        **{**_HEAVYBALL, "key": rotated.HEAVYBALL_MOMENT, "idle_steps": 1, "factors": rotated.bucketed},
     ),
-    StateReader(
-        *("shampoo", ("pytorch_optimizer.optimizer.shampoo.Shampoo",), "average", "pre_cond_0"),
-        **_GROUPED,
-        mark="matrix_eps",
-        factors=rotated.shampoo,
+    _record(
+        *("shampoo", f"{_PO}.shampoo.Shampoo"),
+        **{**_GROUPED, "key": "pre_cond_0", "mark": "matrix_eps", "factors": rotated.shampoo},
         bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(rotated.MOST_DIMENSIONS)),
         note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
-    StateReader(
-        *(
-            "published",
-            (),
-            "average",
-            f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
-            (rotated.BETA_KEY, None),
-        ),
-        mark=rotated.SAVED_MARK,
-        factors=rotated.two_sided,
-        bases=_SIDES,
+    _record(
+        "published",
+        key=f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
+        **{**_TWO_SIDED, "decay": (rotated.BETA_KEY, None), "mark": rotated.SAVED_MARK},
     ),
-    StateReader(
-        "adagrad", ("torch.optim.adagrad.Adagrad",), "sum", "sum", start="initial_accumulator_value", coupled_decay=True
+    _record(
+        *("adagrad", "torch.optim.adagrad.Adagrad"),
+        statistic="sum",
+        key="sum",
+        start="initial_accumulator_value",
+        coupled_decay=True,
     ),
     _average(
         *("rmsprop", "torch.optim.rmsprop.RMSprop"),
@@ -273,13 +265,16 @@ READERS: tuple[StateReader, ...] = (
         note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
     ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
-    StateReader(
-        *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", ("betas", 1)),
+    _record(
+        *("adamax", "torch.optim.adamax.Adamax"),
+        statistic="root",
+        key="exp_inf",
+        decay=("betas", 1),
         coupled_decay=True,
         note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
     ),
     # Its average starts from the first gradient, so it has no bias to correct.
-    StateReader("adafactor", _of("torch.optim", "Adafactor _adafactor.Adafactor"), "factored", "variance"),
+    _record("adafactor", "torch.optim: Adafactor _adafactor.Adafactor", statistic="factored", key="variance"),
     _average("lamb", "timm.optim.lamb.Lamb", step="group", mark="grad_averaging"),
     # Averages (g + β₂ Δg)², after Nesterov.
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", mark="no_prox"),
@@ -295,43 +290,34 @@ READERS: tuple[StateReader, ...] = (
     ),
     _average(
         "pytorch-optimizer",
-        *_of(
-            "pytorch_optimizer.optimizer", "adabound.AdaBound adai.Adai adamc.AdamC adams.AdamS tam.AdaTAM swats.SWATS"
-        ),
-        *_of("pytorch_optimizer.optimizer", "avagrad.AvaGrad padam.PAdam diffgrad.DiffGrad dual_adam.DualAdam"),
-        *_of("pytorch_optimizer.optimizer", "exadam.EXAdam ademamix.SimplifiedAdEMAMix"),
+        f"{_PO}: adabound.AdaBound adai.Adai adamc.AdamC adams.AdamS tam.AdaTAM swats.SWATS avagrad.AvaGrad",
+        f"{_PO}: padam.PAdam diffgrad.DiffGrad dual_adam.DualAdam exadam.EXAdam ademamix.SimplifiedAdEMAMix",
         **{**_GROUPED, "mark": ""},
     ),
     # Weight decay joins the gradient after it is squared.
     _average(
         "pytorch-optimizer-decoupled",
-        *_of("pytorch_optimizer.optimizer", "adamp.AdamP grams.Grams laprop.LaProp radam.RAdam"),
+        f"{_PO}: adamp.AdamP grams.Grams laprop.LaProp radam.RAdam",
         step="group",
         mark="",
     ),
     # β₂ grows with the steps, or the average starts from the first gradient.
     _average(
         "pytorch-optimizer-unbiased",
-        *_of("pytorch_optimizer.optimizer", "adamw.StableAdamW qhadam.QHAdam adopt.ADOPT"),
+        f"{_PO}: adamw.StableAdamW qhadam.QHAdam adopt.ADOPT",
         **{**_GROUPED, "bias_correction": False, "mark": ""},
     ),
     _average(
-        *("heavyball", *_of("heavyball", "AdamW NAdam AdEMAMix RMSprop ADOPT LaProp AdamC UnscaledAdamW")),
+        *("heavyball", "heavyball: AdamW NAdam AdEMAMix RMSprop ADOPT LaProp AdamC UnscaledAdamW"),
         **{**_HEAVYBALL, "key": "update_by_adam_exp_avg_sq_0", "bias_correction": False, "mark": "", "read": _of_chain},
     ),
     _average(
         "schedule-free",
-        *_of("schedulefree.adamw_schedulefree", "AdamWScheduleFree"),
-        *_of("schedulefree.adamw_schedulefree_closure", "AdamWScheduleFreeClosure"),
-        *_of("schedulefree.radam_schedulefree", "RAdamScheduleFree"),
-        *_of("schedulefree.radam_schedulefree_closure", "RAdamScheduleFreeClosure"),
+        "schedulefree: adamw_schedulefree.AdamWScheduleFree adamw_schedulefree_closure.AdamWScheduleFreeClosure",
+        "schedulefree: radam_schedulefree.RAdamScheduleFree radam_schedulefree_closure.RAdamScheduleFreeClosure",
         **{**_FREE, "counter": "k"},
     ),
-    _average(
-        "schedule-free-pytorch-optimizer",
-        *_of("pytorch_optimizer.optimizer.schedulefree", "ScheduleFreeAdamW ScheduleFreeRAdam"),
-        **_FREE,
-    ),
+    _average("schedule-free-pytorch-optimizer", f"{_PO}.schedulefree: ScheduleFreeAdamW ScheduleFreeRAdam", **_FREE),
     _average(
         *("adam-mini", "adam_mini.adam_mini.Adam_mini"),
         key="v or vmean",
@@ -343,7 +329,7 @@ READERS: tuple[StateReader, ...] = (
     ),
     *(
         _adam(
-            *(f"torchao-{name.lower()}", *_of("torchao.optim.adam", f"{name}8bit {name}4bit {name}Fp8")),
+            *(f"torchao-{name.lower()}", f"torchao.optim.adam: {name}8bit {name}4bit {name}Fp8"),
             coupled_decay=name == "Adam",
             mark="",
             note="Blocks of few bits: small entries of a block round to zero, or up to the smallest code.",
@@ -351,12 +337,12 @@ READERS: tuple[StateReader, ...] = (
         for name in ("Adam", "AdamW")
     ),
     # Three betas, of which the last is that of the slow momentum.
-    _average("ademamix", "pytorch_optimizer.optimizer.ademamix.AdEMAMix", **_GROUPED, mark="t_alpha_beta3"),
+    _average("ademamix", f"{_PO}.ademamix.AdEMAMix", **_GROUPED, mark="t_alpha_beta3"),
     # The layout of its authors.
     _average("ademamix-reference", "ademamix.AdEMAMix", decay=("betas", -2), mark="alpha_warmup"),
     _average(
         "ademamix8bit",
-        *_of("bitsandbytes.optim.ademamix", "AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit"),
+        "bitsandbytes.optim.ademamix: AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit",
         # Its bases are two averages of the gradient, one above the other: of two biases a square.
         **{**_EIGHT_BITS, "decay": ("betas", -2), "mark": "t_beta3", "bases": ("state1",)},
     ),
@@ -375,39 +361,31 @@ READERS: tuple[StateReader, ...] = (
     *(
         _average(
             f"{name.lower()}8bit",
-            *_of(f"bitsandbytes.optim.{name.lower()}", f"{name} {name}8bit {name}32bit"),
-            *_of(f"bitsandbytes.optim.{name.lower()}", f"Paged{name} Paged{name}8bit Paged{name}32bit"),
+            *(f"bitsandbytes.optim.{name.lower()}: {kind} {kind}8bit {kind}32bit" for kind in (name, f"Paged{name}")),
             **_EIGHT_BITS,
         )
         for name in ("Adam", "AdamW")
     ),
-    StateReader(
-        "ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
-    ),
+    _record("ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."),
     _none("sgd", "torch.optim.sgd.SGD", mark="dampening"),
     _none("rprop", "torch.optim.rprop.Rprop", mark="etas"),
     _none("asgd", "torch.optim.asgd.ASGD", mark="lambd"),
     _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
-    _average("muon-with-adam", *_of("muon", "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam"), mark="use_muon"),
+    _average("muon-with-adam", "muon: MuonWithAuxAdam SingleDeviceMuonWithAuxAdam", mark="use_muon"),
     _average("muon-timm", "timm.optim.muon.Muon", mark="fallback_lr_scale"),
     # Those that average the orthogonalised update's squares beside it too.
     _average(
         "muon-pytorch-optimizer",
-        *_of(
-            "pytorch_optimizer.optimizer.muon",
-            "muon.Muon muon_clip.MuonClip adago.AdaGO adamuon.AdaMuon normuon.NorMuon",
-        ),
+        f"{_PO}.muon: muon.Muon muon_clip.MuonClip adago.AdaGO adamuon.AdaMuon normuon.NorMuon",
         step="group",
         mark="use_muon",
     ),
     # What they average are squares of projected gradients.
+    _none("galore", f"{_PO}: galore.GaLore apollo.APOLLO fira.Fira", mark="update_proj_gap"),
+    _none("muon", "torch.optim: Muon _muon.Muon", "muon: Muon SingleDeviceMuon", mark="ns_steps"),
     _none(
-        "galore", *_of("pytorch_optimizer.optimizer", "galore.GaLore apollo.APOLLO fira.Fira"), mark="update_proj_gap"
-    ),
-    _none("muon", "torch.optim.Muon", "torch.optim._muon.Muon", "muon.Muon", "muon.SingleDeviceMuon", mark="ns_steps"),
-    _none(
-        *("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
-        *("lion_pytorch.lion_pytorch.Lion", "pytorch_optimizer.optimizer.lion.Lion"),
+        *("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion: Lion Lion8bit"),
+        *("lion_pytorch.lion_pytorch.Lion", f"{_PO}.lion.Lion"),
     ),
     _none("sgd-schedule-free", "schedulefree.sgd_schedulefree.SGDScheduleFree", mark="scheduled_lr"),
     _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
