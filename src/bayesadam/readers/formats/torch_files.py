@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +68,18 @@ _SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip", ".nemo")
 _DEEPEST_MODULE, _MOST_MODULES = 200, 1_000_000
 
 
+class _Mapped(mmap.mmap):
+    def seekable(self) -> bool:
+        """What zipfile asks of a file, and mmap does not say before Python 3.13."""
+        return True
+
+
 def mapped(path: Path) -> memoryview:
     """A file as memory; writing to it does not change the file."""
     with path.open("rb") as file:
         # An empty file cannot be mapped.
         size = path.stat().st_size
-        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
+        return memoryview(_Mapped(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
 
 
 def inside(view: memoryview, start: int, length: int) -> memoryview:
@@ -91,29 +97,10 @@ def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
     return (found.clone() if found.data_ptr() % itemsize else found).untyped_storage()
 
 
-class _File(io.RawIOBase):
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._position = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = max(0, (0, self._position, len(self._view))[whence] + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._view[self._position : self._position + len(buffer)]
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-
-def as_file(view: memoryview) -> BinaryIO:
-    """Bytes as a file, without a copy of them."""
-    return io.BufferedReader(_File(view))
+def as_file(view: memoryview) -> Any:
+    """Bytes as a file: a whole mapped file as it is, a part of one as a copy."""
+    whole = isinstance(view.obj, _Mapped) and len(view.obj) == len(view)
+    return view.obj if whole else io.BytesIO(view)
 
 
 def zip_members(view: memoryview) -> dict[str, memoryview]:
