@@ -154,7 +154,9 @@ def by_form(name: str, number: int, kind: str, structure: str) -> Splits:
     X, X_test, y, y_test = rows_of(name, number, kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ba.errors.StructureWarning)
-        made = BadamRegressor(n_ensemble=1, structure=structure, random_state=number).fit(X, y)
+        made = BadamRegressor(
+            n_ensemble=1, structure=structure, random_state=number, likelihood="regression", activation="relu"
+        ).fit(X, y)
     posterior, scaler = made.posteriors_[0], made.target_scaler_
     held_out = split(np.zeros(len(y)), made.validation_fraction, 1, check_random_state(number))[0].held_out.numpy()
     inputs = [torch.from_numpy(made.input_scaler_.transform(part)) for part in (X[held_out], X_test)]
