@@ -431,6 +431,8 @@ def _agreeing_layouts(
 # --- positions ----------------------------------------------------------------------------------------------------
 
 _calls: WeakKeyDictionary[nn.Module, dict[Any, tuple[str, torch.Size]]] = WeakKeyDictionary()
+# Of a model, such as lengths of texts.
+_MOST_KINDS = 1000
 
 
 def at_one_position(call: Call, params: Named, inputs: Any) -> tuple[Call, torch.Size]:
@@ -461,5 +463,7 @@ def at_one_position(call: Call, params: Named, inputs: Any) -> tuple[Call, torch
             continue
         if cut.shape == (1, shape[-1]) and agree(cut, at_positions(whole, position)):
             at = name
+    if len(known) >= _MOST_KINDS:
+        known.clear()
     known[key] = at, shape
     return replace(call, at=at), shape
