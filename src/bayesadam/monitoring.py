@@ -334,8 +334,8 @@ class Monitor:
     def drivers(self, k: int = 5) -> dict[str, float]:
         """The k layers that extrapolate most: the mean of log h of recent inputs less the median of held-out ones.
 
-        0 is as on held-out inputs, 1 a leverage e times as large. The mean is over about the last 200 scores, and of
-        those that `update` was given with `layers=`.
+        0 is about as on held-out inputs, 1 a leverage e times as large, less than 0 more familiar. The mean is over
+        about the last 200 scores, and of those that `update` was given with `layers=`.
         """
         if not self._weight:
             raise SettingError("no layers were given: monitor.update(answer.novelty, layers=answer.layers)")

@@ -32,6 +32,7 @@ def balance(record: Any, outputs: Tensor, targets: Tensor, inputs: Tensor) -> fl
 
     `outputs` are (n, outputs), `inputs` those of the last layer, (n, width). 1 where slopes are not finite.
     """
+    targets = record.shaped(targets, outputs)
     _, slope = loss_and_slope(lambda f: record.loss(f, targets[None]), outputs[None])
     # Of each other's size, whatever the loss, so that their squares are numbers too.
     slope, inputs = (x / x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny) for x in (slope[0], inputs))

@@ -273,8 +273,8 @@ class Predictive(ABC):
         """Held-out scores."""
         if self.guarantee is None or name not in self.guarantee:
             raise CalibrationError(
-                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples. Scores "
-                "of classes are kept where each example has one class, and none is left out"
+                f"this needs scores of held-out examples ({name}): calibrate the posterior with at least {FEWEST_SCORED}. "
+                "Scores of classes are kept where each example has one class, and none is left out"
             )
         return self.guarantee[name]
 

@@ -109,7 +109,7 @@ class Distribution(ABC):
             probes: random directions of the outputs, from which `epistemic` is estimated; None for 2 where outputs are
                 chosen, else none.
             shift: whether probabilities at a temperature grow humble with an example's leverage, T(x) = T √((1 + r)/2);
-                False is plain temperature scaling.
+                False leaves that out, T(x) = T, which is close to temperature scaling: T was fitted with r.
             joint: `joint_covariance` too, between the inputs of a batch; draws are then of one θ for the whole batch.
             method: the old name of `predictive`.
         """
