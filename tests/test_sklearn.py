@@ -12,6 +12,7 @@ import sklearn
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_friedman1
+from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -482,15 +483,17 @@ def test_what_is_no_count_or_no_likelihood_is_refused():
 
 
 def held_out_by_hand(model, X, y, name):
-    """log p(y), and |y − E[y]| in standard deviations, of each row under the network that held it out."""
+    """log p(y), and |y − E[y]| in standard deviations, of each row under the first network that held it out."""
     x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
     scaled = torch.from_numpy((y - y.mean()) / y.std())[:, None]
     parts = split(np.zeros(len(y)), 0.2, len(model.posteriors_), np.random.RandomState(model.random_state))
-    log_probs, residuals = [], []
+    log_probs, residuals, seen = [], [], []
     for posterior, part in zip(model.posteriors_, parts, strict=True):
-        found = posterior.predict(x[part.held_out], likelihood=name)
-        log_probs.append(found.log_prob(scaled[part.held_out]))
-        residuals.append((scaled[part.held_out] - found.predicted_mean).abs() / found.stddev)
+        new = [row for row in part.held_out.tolist() if row not in seen]
+        found = posterior.predict(x[new], likelihood=name)
+        log_probs.append(found.log_prob(scaled[new]))
+        residuals.append((scaled[new] - found.predicted_mean).abs() / found.stddev)
+        seen += new
     return torch.cat(log_probs).numpy(), torch.cat(residuals).numpy()
 
 
@@ -503,8 +506,8 @@ def test_the_noise_model_is_picked_by_the_rows_held_out(changing, expected):
     model = BadamRegressor(**settings).fit(X, y)
     told = {name: BadamRegressor(**settings, likelihood=name).fit(X, y) for name in ("regression", "heteroscedastic")}
     homo, hetero = (held_out_by_hand(each, X, y, name)[0] for name, each in told.items())
-    assert len(homo) == 200
-    ahead = (hetero - homo).mean() > (hetero - homo).std() / np.sqrt(200)
+    assert len(homo) == 199
+    ahead = (hetero - homo).mean() > (hetero - homo).std() / np.sqrt(199)
     assert model.likelihood_ == expected == ("heteroscedastic" if ahead else "regression")
     assert np.array_equal(model.predict(X), told[expected].predict(X))
     assert told["regression"].likelihood_ == "regression"
@@ -533,11 +536,12 @@ def test_intervals_reach_as_far_as_the_rank_of_held_out_residuals(name):
     residuals = held_out_by_hand(model, X, y, name)[1]
     assert_close(model.residuals_, residuals, rtol=1e-9, atol=1e-9)
     mean, std, low, high = model.predict(X[:7], return_std=True, return_interval=0.8)
-    q = np.sort(residuals[:, 0])[81 - 1]  # ⌈101 × 0.8⌉ = 81
+    assert len(residuals) == 99  # one row is always trained on
+    q = np.sort(residuals[:, 0])[80 - 1]  # ⌈100 × 0.8⌉ = 80
     assert_close(low, mean - q * std, rtol=1e-9, atol=1e-9)
     assert_close(high, mean + q * std, rtol=1e-9, atol=1e-9)
     assert np.isinf(model.predict(X[:7], return_interval=0.995)[1]).all()
-    with pytest.raises(SettingError, match="level must lie between 0 and 1, got 90"):
+    with pytest.raises(SettingError, match=r"level must lie between 0 and 1.* got 90"):
         model.predict(X[:7], return_interval=90)
 
 
@@ -566,6 +570,39 @@ def test_scoring_by_the_log_likelihood():
     search = GridSearchCV(model, grid, cv=2, scoring=log_likelihood).fit(X, y)
     assert search.best_params_ == {"badamregressor__max_epochs": 20}
     assert log_likelihood(search, X, y) == approx(log_likelihood(search.best_estimator_, X, y))
+
+
+def test_scoring_of_another_regressor_is_of_a_gaussian():
+    X, y = sine(40)
+    process = GaussianProcessRegressor(alpha=0.1).fit(X, y)
+    mean, std = process.predict(X, return_std=True)
+    expected = -0.5 * (((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2))
+    assert log_likelihood(process, X, y) == approx(expected.mean())
+
+
+def test_a_row_that_several_networks_hold_out_has_one_residual():
+    X, y = sine(8)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 5}).fit(X, y)
+    assert len(model.residuals_) <= 8
+    _, low, high = model.predict(X, return_interval=0.9)
+    assert np.isinf(low).all()
+    assert np.isinf(high).all()
+
+
+def test_a_posterior_that_widens_far_has_one_noise_variance():
+    X, y, _ = changing_noise(100)
+    fitted = BadamRegressor(**{**SMALL, "n_ensemble": 2, "structure": "kronecker"}).fit(X, y)
+    assert fitted.likelihood_ == "regression"
+
+
+def test_intervals_of_counts_are_whole_numbers():
+    X, y, _ = counts(100)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 5, "likelihood": "poisson"}).fit(X, y)
+    _, low, high = model.predict(X, return_interval=0.8)
+    assert (low >= 0).all()
+    assert np.array_equal(low, low.round())
+    assert np.array_equal(high, high.round())
+    assert ((low <= y) & (y <= high)).mean() > 0.7
 
 
 # --- classification -------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_the_interval_holds_y_with_the_probability_asked_for(level: float):
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.1, 95, math.nan])
 def test_a_level_that_is_no_probability_is_named(level: float):
-    with pytest.raises(SettingError, match=f"level must lie between 0 and 1, got {level}"):
+    with pytest.raises(SettingError, match=rf"level must lie between 0 and 1.* got {level}"):
         gaussian("regression", (5, 3), whole=False).interval(level)
 
 

@@ -79,4 +79,4 @@ def joined(parts: Sequence[Guarantee], novelty: Sequence[Tensor]) -> dict[str, T
 def check_level(level: float) -> None:
     """Refuse what is no probability between 0 and 1."""
     if not 0 < level < 1:
-        raise SettingError(f"level must lie between 0 and 1, got {level!r}")
+        raise SettingError(f"level must lie between 0 and 1, such as 0.9 for 90 %, got {level!r}")

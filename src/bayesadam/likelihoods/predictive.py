@@ -273,7 +273,7 @@ class Predictive(ABC):
         """Held-out scores."""
         if self.guarantee is None or name not in self.guarantee:
             raise CalibrationError(
-                f"this needs scores of held-out examples ({name}): calibrate the posterior with at least {FEWEST_SCORED}. "
+                f"this needs held-out scores ({name}): calibrate the posterior with at least {FEWEST_SCORED} examples. "
                 "Scores of classes are kept where each example has one class, and none is left out"
             )
         return self.guarantee[name]

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from scipy.stats import norm
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -173,7 +174,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
             that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` trains the first two
             and keeps the second where log p(y) of rows under the networks that held them out is greater on average, by
-            more than a standard error, and 20 rows or more are held out.
+            more than a standard error, 20 rows or more are held out, and the structure is diagonal.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start; it falls to 0 at `max_epochs`, along a cosine.
         weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
@@ -211,7 +212,10 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in ("auto", *_REGRESSIONS):
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
-        names = _AUTO if self.likelihood == "auto" else (self.likelihood,)
+        names = (self.likelihood,)
+        if self.likelihood == "auto":
+            # E[exp(log-variance)] overflows where a posterior of such a structure widens.
+            names = _AUTO if self.structure == "diagonal" else _AUTO[:1]
         self._one_target = y.ndim == 1
         columns = y.reshape(len(y), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
@@ -238,8 +242,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
         `return_std` adds the standard deviation of y, noise included; `return_interval`, a level such as 0.9, adds the
         lower and the upper ends of conformal intervals E[y] ± q sd[y], each target's own: q is the ⌈(n + 1) level⌉-th
-        smallest of `residuals_`, ∞ where these are too few. Each row's residual is of a network that was not trained on
-        it, but was stopped and calibrated by it: the level is a measured one, not a proven one.
+        smallest of `residuals_`, ∞ where these are too few; of counts the ends are whole numbers. Each row's residual
+        is of a network that was not trained on it, but was stopped and calibrated by it: the level is a measured one,
+        not a proven one.
         """
         inputs, kind = self._inputs(X), likelihood(self.likelihood_)
         if return_std or return_interval is not None or not kind.standardised:
@@ -249,7 +254,10 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             if return_interval is not None:
                 check_level(return_interval)
                 reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
-                told += [self._in_units(mean - reach), self._in_units(mean + reach)]
+                ends = mean - reach, mean + reach
+                if not kind.standardised:
+                    ends = ends[0].clamp(min=0).ceil(), ends[1].floor()
+                told += [self._in_units(end) for end in ends]
             return tuple(told) if len(told) > 1 else told[0]
         # E[y] is the average of what the networks say: no derivative is needed.
         outputs = []
@@ -332,7 +340,8 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     """The mean of log p(y | X) in nats, for `scoring=`: larger is better.
 
-    The estimator is a fitted `BadamRegressor`, a pipeline that ends with one, or a search over either.
+    The estimator is a fitted `BadamRegressor`, a pipeline that ends with one, or a search over either. Of another
+    regressor whose `predict` takes `return_std`, such as a Gaussian process, it is that of a Gaussian.
 
     >>> from sklearn.model_selection import cross_val_score
     >>> X = np.linspace(-1, 1, 60)[:, None]
@@ -343,7 +352,9 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     model = getattr(estimator, "best_estimator_", estimator)
     if isinstance(model, Pipeline):
         X, model = model[:-1].transform(X) if len(model) > 1 else X, model[-1]
-    return float(model.log_likelihood(X, y).mean())
+    if hasattr(model, "log_likelihood"):
+        return float(model.log_likelihood(X, y).mean())
+    return float(norm.logpdf(y, *model.predict(X, return_std=True)).mean())
 
 
 def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
@@ -358,7 +369,10 @@ def _held_out(fit: _Fit, x: Tensor, y: Tensor, parts: Sequence[Part]) -> tuple[A
         found, own = _predictive(posterior, x[part.held_out], fit.likelihood), y[part.held_out]
         scores.append(found.log_prob(own))
         residuals.append(found.conformity(own, seed=0)["residuals"])
-    return torch.cat(scores).numpy(), torch.cat(residuals).numpy()
+    # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
+    rows = torch.cat([part.held_out for part in parts]).numpy()
+    first = np.sort(np.unique(rows, return_index=True)[1])
+    return torch.cat(scores).numpy()[first], torch.cat(residuals).numpy()[first]
 
 
 def calibrated(
