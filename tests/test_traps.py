@@ -130,6 +130,17 @@ def test_what_varied_or_was_not_finite_is_not_compared():
     assert departure(texts, {"input_ids": torch.full((1, 30), 900), "attention_mask": torch.ones(1, 30)}) is None
 
 
+@pytest.mark.parametrize("form", [lambda ids, mask: (ids, mask), lambda ids, mask: {"input_ids": ids, "mask": mask}])
+def test_texts_without_the_mask_that_they_were_calibrated_with_are_told(form: Callable[..., Any]) -> None:
+    ids, mask = torch.randint(9, (30, 5)), torch.ones(30, 5, dtype=torch.int64)
+    ranges = ranges_of([{"input_ids": ids, "attention_mask": mask}])
+    assert departure(ranges, {"attention_mask": mask, "input_ids": ids}) is None
+    told = departure(ranges, form(ids, mask))
+    assert told is not None
+    assert told.startswith("pass a mapping with 'attention_mask'")
+    assert departure(ranges_of([form(ids, mask)]), form(ids, mask)) is None
+
+
 def test_predict_warns_once_and_of_a_mixture_too(tmp_path):
     posterior, x = calibrated(images(60)), images(9, 1)
     posterior.predict(x)

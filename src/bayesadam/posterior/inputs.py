@@ -29,6 +29,8 @@ _MARGINS, _OF_FEW, _FEW, _WIDTH = (0.75, 0.25), (3.0, 3.0), 2, 0.25
 _FEWEST = 20
 # The share of held-out examples that inner ends may leave out.
 _RARE = 0.01
+# Of texts: what it leaves out is no part of the leverage.
+_MASK = "attention_mask"
 # Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
 _CLOSE = 16
 
@@ -92,6 +94,11 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
 
 def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
+    if any(each.name == _MASK for each in ranges) and _MASK not in dict(_leaves(inputs)):
+        return (
+            f"pass a mapping with {_MASK!r}, as to calibrate: this batch has none by that name, so that its padding "
+            "counts as words, and novelty and p-values are not those of the held-out inputs"
+        )
     for known, leaf in _pairs(ranges, inputs):
         if (words := _of_another_kind(known, leaf)) is not None:
             return words
