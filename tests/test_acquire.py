@@ -136,6 +136,7 @@ def test_gradients_are_spread_as_the_written_out_ones_would_be():
     assert found.tolist() == chosen
 
 
+@pytest.mark.slow
 def test_bald_is_the_largest_mutual_information():
     q, pool = classes(), 2 * torch.randn(50, 2).double()
     found = ba.acquire(q, pool, 5, method="bald", n_samples=20_000)

@@ -140,6 +140,7 @@ def test_a_drawn_network_is_the_network_with_the_weights_drawn():
     assert_close(found(x), torch.func.functional_call(posterior.model, weights, (x,)).detach())
 
 
+@pytest.mark.slow
 def test_drawn_functions_have_the_moments_of_the_prediction():
     q, x = ba.Mixture([posterior_of(seed=seed) for seed in (0, 1)], [1, 2]), torch.randn(3, 3).double()
     draws = torch.stack([q.draw(seed)(x) for seed in range(3000)]).flatten(1)
@@ -150,6 +151,7 @@ def test_drawn_functions_have_the_moments_of_the_prediction():
     assert_close(draws.T.cov() / scale / scale[:, None], correlations, rtol=0, atol=0.12)
 
 
+@pytest.mark.slow
 def test_draws_estimate_the_joint_covariance_too():
     posterior, x = posterior_of().replace(scale=1e4, prior_precision=1e4), torch.randn(3, 3).double()
     expected = posterior.predict(x, joint=True).joint_covariance

@@ -220,6 +220,7 @@ def test_the_last_place_is_that_of_the_attention_mask() -> None:
     assert_close(found.variance, expected.variance)
 
 
+@pytest.mark.slow
 def test_draws_at_all_places_are_near_the_exact_moments() -> None:
     torch.manual_seed(0)
     ids = words()
