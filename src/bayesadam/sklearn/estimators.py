@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from scipy.stats import norm
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -212,7 +211,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in ("auto", *_REGRESSIONS):
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
-        names = (self.likelihood,)
+        names: tuple[LikelihoodName, ...] = (self.likelihood,)
         if self.likelihood == "auto":
             # E[exp(log-variance)] overflows where a posterior of such a structure widens.
             names = _AUTO if self.structure == "diagonal" else _AUTO[:1]
@@ -354,7 +353,8 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
         X, model = model[:-1].transform(X) if len(model) > 1 else X, model[-1]
     if hasattr(model, "log_likelihood"):
         return float(model.log_likelihood(X, y).mean())
-    return float(norm.logpdf(y, *model.predict(X, return_std=True)).mean())
+    mean, std = model.predict(X, return_std=True)
+    return float(-0.5 * np.mean(((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2)))
 
 
 def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
