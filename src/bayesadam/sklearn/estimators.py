@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -38,17 +38,6 @@ Structure = Literal["diagonal", "kronecker", "low-rank"]
 _RECORDED = 100
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, each in LIKELIHOODS.items() if issubclass(each.kind, NumericPredictive))
-# What `likelihood="auto"` picks from; the first where too few rows are held out to tell.
-_AUTO = ("regression", "heteroscedastic")
-
-
-class _Fit(NamedTuple):
-    """Networks of one likelihood: calibrated posteriors, the best epoch of each, and the epochs trained."""
-
-    likelihood: LikelihoodName
-    posteriors: list[Posterior]
-    best_epochs: list[int]
-    n_iter: int
 
 
 # Its `__init__` keeps every argument as it is, under its name, as scikit-learn wants it.
@@ -78,8 +67,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         return self._scaled(X), split(strata, own["validation_fraction"], own["n_ensemble"], random)
 
-    def _fitted(self, x: Tensor, y: Tensor, parts: Sequence[Part], name: LikelihoodName) -> _Fit:
-        """Train, read the posteriors and calibrate them."""
+    def _train(self, x: Tensor, y: Tensor, parts: Sequence[Part], name: LikelihoodName) -> None:
+        """Train, read the posteriors, calibrate and keep them."""
         own, kind = self._checked(), likelihood(name)
         y, n, start = kind.shaped(y, x), len(parts[0].rows), kind.start(y)
         network = Network(x.shape[1], tuple(np.atleast_1d(own["hidden"]).tolist()), kind.n_outputs(y), self.activation)
@@ -94,7 +83,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             centre=None if start is None else start.float(),
             **{key: own[key] for key in ("lr", "max_epochs", "patience", "device")},
         )
-        posteriors = []
+        self.posteriors_ = []
         for one, part in zip(trained, parts, strict=True):
             model = network.build(one.params)
             # Without weight decay δ would be 0, and dead units of infinite variance.
@@ -113,13 +102,10 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
                 )
                 posterior = Posterior.from_recorder(model, recorder, n, structure=self.structure)
             held_out = x[part.held_out], y[part.held_out]
-            posteriors.append(calibrated(posterior, held_out, name, self.calibration))
-        return _Fit(name, posteriors, [one.best_epoch for one in trained], max(one.epochs for one in trained))
-
-    def _keep(self, fit: _Fit) -> None:
-        self.posteriors_, self.best_epochs_, self.n_iter_ = fit.posteriors, fit.best_epochs, fit.n_iter
+            self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
+        self.best_epochs_, self.n_iter_ = [one.best_epoch for one in trained], max(one.epochs for one in trained)
 
     def _checked(self) -> dict[str, Any]:
         """The arguments as Python's numbers; checked here, since scikit-learn wants `__init__` to take them all."""
@@ -171,9 +157,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     Args:
         hidden: units of each hidden layer; () for a linear model.
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
-            that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` trains the first two
-            and keeps the second where log p(y) of rows under the networks that held them out is greater on average, by
-            more than a standard error, 20 rows or more are held out, and the structure is diagonal.
+            that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` is the second, or the
+            first where fewer than 20 rows are held out, the structure is not diagonal, or evidence calibrates.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start; it falls to 0 at `max_epochs`, along a cosine.
         weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
@@ -192,7 +177,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         device: where to train; what was learnt then predicts on the CPU.
 
     Attributes:
-        likelihood_: the one given or picked.
+        likelihood_: the one given, or what `"auto"` came to.
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
         posteriors_: its members, one `bayesadam.Posterior` per network.
         networks_: the networks, in float64.
@@ -203,7 +188,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     """
 
     activation: str = field(default="silu", kw_only=True)
-    max_epochs: int = field(default=150, kw_only=True)
+    patience: int | None = field(default=60, kw_only=True)
     likelihood: LikelihoodName = field(default="auto", kw_only=True)
 
     def fit(self, X: Any, y: Any) -> BadamRegressor:
@@ -211,23 +196,20 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in ("auto", *_REGRESSIONS):
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
-        names: tuple[LikelihoodName, ...] = (self.likelihood,)
+        x, parts = self._split(X, np.zeros(len(y)))
+        self.likelihood_ = self.likelihood
         if self.likelihood == "auto":
-            # E[exp(log-variance)] overflows where a posterior of such a structure widens.
-            names = _AUTO if self.structure == "diagonal" else _AUTO[:1]
+            # A posterior that widens makes E[exp(log-variance)] far too large.
+            widens = self.structure != "diagonal" or self.calibration == "evidence"
+            few = sum(len(part.held_out) for part in parts) < FEWEST_SCORED
+            self.likelihood_ = "regression" if widens or few else "heteroscedastic"
         self._one_target = y.ndim == 1
         columns = y.reshape(len(y), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
-        self.target_scaler_ = _scaler(columns if likelihood(names[0]).standardised else np.zeros_like(columns))
+        self.target_scaler_ = _scaler(columns if likelihood(self.likelihood_).standardised else np.zeros_like(columns))
         targets = torch.from_numpy(self.target_scaler_.transform(columns))
-        x, parts = self._split(X, np.zeros(len(y)))
-        names = names if sum(len(part.held_out) for part in parts) >= FEWEST_SCORED else names[:1]
-        fits = [self._fitted(x, targets, parts, name) for name in names]
-        scores, residuals = zip(*[_held_out(fit, x, targets, parts) for fit in fits], strict=True)
-        gain = scores[-1] - scores[0]
-        best = int(gain.mean() > gain.std() / np.sqrt(len(gain)))
-        self._keep(fits[best])
-        self.likelihood_, self.residuals_ = fits[best].likelihood, residuals[best]
+        self._train(x, targets, parts, self.likelihood_)
+        self.residuals_ = self._residuals(x, targets, parts)
         if likelihood(self.likelihood_).noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
             noise = noise * self.target_scaler_.scale_**2
@@ -286,6 +268,17 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         draws = found.sample(n_samples, generator=torch.Generator().manual_seed(noise))
         return np.moveaxis(self._in_units(draws), 0, -1)
 
+    def _residuals(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> Array:
+        """|y − E[y]| in standard deviations, (rows, targets), of each row under a network that held it out."""
+        residuals = [
+            _predictive(posterior, x[part.held_out], self.likelihood_).conformity(y[part.held_out], seed=0)["residuals"]
+            for posterior, part in zip(self.posteriors_, parts, strict=True)
+        ]
+        # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
+        rows = torch.cat([part.held_out for part in parts]).numpy()
+        first = np.sort(np.unique(rows, return_index=True)[1])
+        return np.asarray(torch.cat(residuals))[first]
+
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
         """From standardised targets, in the last dimension, to the shape and units of y."""
         values: Array = scaled.numpy() * self.target_scaler_.scale_
@@ -297,7 +290,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     """Classification by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
-    As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss, ReLUs and up to 300 epochs; every
+    As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss, ReLUs and a patience of 30; every
     class keeps a share of the data in training and, where it has two examples or more, may be held out.
     `calibration="auto"` is `"validation"` here, for evidence fails. Probabilities are those of the linearised networks
     by the probit approximation, averaged over the networks.
@@ -322,7 +315,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
             raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
         labels = torch.from_numpy(indices.astype(np.int64))
         x, parts = self._split(X, indices)
-        self._keep(self._fitted(x, labels, parts, "classification"))
+        self._train(x, labels, parts, "classification")
         return self
 
     def predict(self, X: Any) -> Array:
@@ -360,19 +353,6 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
 def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
     """With a generator of its own, for torch's global one is the user's."""
     return posterior.predict(inputs, likelihood=name, generator=torch.Generator().manual_seed(0))
-
-
-def _held_out(fit: _Fit, x: Tensor, y: Tensor, parts: Sequence[Part]) -> tuple[Array, Array]:
-    """Each network on the rows that it held out: log p(y), and |y − E[y]| in standard deviations."""
-    scores, residuals = [], []
-    for posterior, part in zip(fit.posteriors, parts, strict=True):
-        found, own = _predictive(posterior, x[part.held_out], fit.likelihood), y[part.held_out]
-        scores.append(found.log_prob(own))
-        residuals.append(found.conformity(own, seed=0)["residuals"])
-    # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
-    rows = torch.cat([part.held_out for part in parts]).numpy()
-    first = np.sort(np.unique(rows, return_index=True)[1])
-    return torch.cat(scores).numpy()[first], torch.cat(residuals).numpy()[first]
 
 
 def calibrated(
