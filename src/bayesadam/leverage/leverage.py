@@ -254,38 +254,26 @@ def from_inputs(
 
         h ← (n − 1)/n · h/(1 − h/n)
 
-    Embeddings, whose inputs are one-hot vectors, have their factors from the state, or are left out; so have all layers
-    where inputs are fewer than 20.
+    Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. The state's leverage
+    stands where inputs are fewer than 20, or where there is no other layer.
     """
     batches = list(batches)
     seen = _in(layers, set.intersection(*map(set, batches)))
-    if sum(len(next(iter(each.values()), ())) for each in batches) < FEWEST:
+    wide = [layer for layer in seen if not layer.tokens]
+    if not wide or sum(len(each[wide[0].module]) for each in batches) < FEWEST:
         state = state.among([layer.module for layer in seen])
         log_h = torch.cat([state.log_h(each) for each in batches]) if state.layers else torch.zeros(0, 0)
         return state.against(log_h) if state.layers else state, log_h
-    pooled: dict[str, list[Tensor]] = {}
-    for inputs in batches:
-        for layer in seen:
-            if layer.tokens and layer.module not in state.factors:
-                continue
-            a = inputs[layer.module]
-            given = leverages(a, state.factors[layer.module].to(a), layer) if layer.tokens else a
-            pooled.setdefault(layer.module, []).append(given)
     kept, factors, columns = [], {}, []
-    for layer in seen:
-        a = torch.cat(pooled.get(layer.module, [torch.zeros(1)]))
+    for layer in wide:
+        a = torch.cat([inputs[layer.module] for inputs in batches])
         if not bool(a.any()):
             continue
-        if layer.tokens:
-            w, h = state.factors[layer.module], a
-        else:
-            x, n = blocks(a, layer), len(a)
-            w = factor(torch.einsum("bgs,bgt->gst", x, x) / n)
-            h = leverages(a, w, layer)
-            h = (n - 1) / n * h / (1 - h / n).clamp(min=1e-6)
+        x, n = blocks(a, layer), len(a)
+        w = factors[layer.module] = factor(torch.einsum("bgs,bgt->gst", x, x) / n)
+        h = leverages(a, w, layer)
         kept.append(layer)
-        factors[layer.module] = w
-        columns.append(h.sum(dim=1))
+        columns.append(((n - 1) / n * h / (1 - h / n).clamp(min=1e-6)).sum(dim=1))
     log_h = _log(torch.stack(columns, dim=1))
     return Leverage(tuple(kept), factors, "inputs").against(log_h), log_h
 
