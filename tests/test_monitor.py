@@ -182,6 +182,16 @@ def test_drift_is_found(change, before, most):
     assert not monitor.update(normal(500, 4))
 
 
+@pytest.mark.parametrize(
+    ("direction", "change"), [("stranger", (1, 1)), ("more familiar", (-1, 1)), ("more alike", (0, 0.2))]
+)
+def test_an_alarm_has_a_direction(direction, change):
+    monitor, (mean, spread) = ba.Monitor(reference=normal(500, 0)), change
+    assert monitor.update(mean + spread * normal(500, 1))
+    assert monitor.whole.direction == direction
+    assert str(monitor).splitlines()[-1].endswith(direction)
+
+
 def test_capital_and_memory_are_bounded():
     monitor = ba.Monitor(reference=normal(20000, 0), slices=2)
     sizes = []
@@ -316,7 +326,7 @@ def test_its_picture_and_table():
     assert ax.get_title(loc="left") == f"alarm at score {monitor.alarmed_at:,}"
     lines = str(monitor).splitlines()
     assert lines[0] == "Monitor: at most 1 % false alarms, 500 held-out scores"
-    assert lines[2].split() == ["whole", "600", *lines[2].split()[2:5], str(monitor.whole.alarmed_at)]
+    assert lines[2].split() == ["whole", "600", *lines[2].split()[2:5], str(monitor.whole.alarmed_at), "stranger"]
     assert lines[-1] == "and 3 more slices"
     monitor.reset()
     assert monitor.plot().lines[0].get_ydata()[-1] == 0

@@ -48,7 +48,8 @@ _KIND = _storage.Kind("bayesadam.monitor", "a saved monitor", ": give the file t
 # κ q^(κ − 1), shifted by δ so that it is bounded, or 2 (1 − q). All were chosen by the delay on made-up streams.
 _SHARES, _EXPONENTS, _SHIFT = np.array([0.03, 0.2, 0.9]), np.array([0.05, 0.3, 0.7]), 1e-4
 _SCALES = _EXPONENTS / ((1 + _SHIFT) ** _EXPONENTS - _SHIFT**_EXPONENTS)
-_BETS = 3 * (len(_EXPONENTS) + 1) * len(_SHARES)
+_DIRECTIONS = ("stranger", "more familiar", "more alike")
+_BETS = len(_DIRECTIONS) * (len(_EXPONENTS) + 1) * len(_SHARES)
 # a: ½ log a/log(a + t) is not yet bet after t scores.
 _PATIENCE = 100.0
 # Scores of a stream that are taken at once: products of so many bets stay far from the ends of float64.
@@ -72,6 +73,8 @@ class Watched:
         peak: the largest log M.
         limit: the log M that raises the alarm.
         alarmed_at: which score of this stream raised it, 1 for the first; None where none did.
+        direction: what most of M is bet on: that scores are `"stranger"` than held-out ones, `"more familiar"`, or
+            `"more alike"`.
     """
 
     n: int
@@ -79,6 +82,7 @@ class Watched:
     peak: float
     limit: float
     alarmed_at: int | None
+    direction: str
 
 
 class Monitor:
@@ -215,8 +219,9 @@ class Monitor:
         return {name: self._watched(row) for name, row in self._names.items()}
 
     def _watched(self, row: int) -> Watched:
-        at = int(self._alarmed[row])
-        return Watched(int(self._n[row]), float(self._log[row]), float(self._peak[row]), self._limit(row), at or None)
+        at, log, peak = int(self._alarmed[row]), float(self._log[row]), float(self._peak[row])
+        direction = _DIRECTIONS[self._capital[row].reshape(len(_DIRECTIONS), -1).sum(axis=1).argmax()]
+        return Watched(int(self._n[row]), log, peak, self._limit(row), at or None, direction)
 
     def _limit(self, row: int) -> float:
         parts = 1 if not self._most else 2 * self._most if row else 2
@@ -359,10 +364,11 @@ class Monitor:
 
     def __str__(self) -> str:
         shown = sorted(self.slices.items(), key=lambda item: -item[1].peak)
-        rows = [["stream", "scores", "log M", "peak", "limit", "alarm"]]
+        rows = [["stream", "scores", "log M", "peak", "limit", "alarm", "they are"]]
         for name, one in [("whole", self.whole), *shown[:5]]:
             numbers = (f"{value:.2f}" for value in (one.log_martingale, one.peak, one.limit))
-            rows.append([str(name), f"{one.n:,}", *numbers, f"{one.alarmed_at:,}" if one.alarmed_at else "none"])
+            alarm = [f"{one.alarmed_at:,}", one.direction] if one.alarmed_at else ["none", "as usual"]
+            rows.append([str(name), f"{one.n:,}", *numbers, *alarm])
         title = f"Monitor: at most {100 * self.alarm:g} % false alarms, {len(self._scores):,} held-out scores"
         more = [f"and {len(shown) - 5:,} more slices"] if len(shown) > 5 else []
         return "\n".join([title, *aligned(rows), *more])
