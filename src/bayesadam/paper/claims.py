@@ -280,7 +280,8 @@ class Claim:
         n, clearly = len(found), sum(check.passed is True for check in found)
         led = [check.what for check in found if check.values[0] > check.values[1]]
         passed = True if clearly > n / 2 else None if len(led) > n / 2 else False
-        shown = f"ahead in {len(led)} of {n} ({', '.join(led)}), {clearly} of them beyond two standard errors"
+        named = f" ({', '.join(led)})" if led else ""
+        shown = f"ahead in {len(led)} of {n}{named}, {clearly} of them beyond two standard errors"
         return [Check("most columns", passed, shown, (float(len(led)), float(n)))]
 
 
