@@ -335,12 +335,15 @@ def stepped(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_the_number_of_batches_for_that_of_examples_is_told():
+def test_the_number_of_batches_for_that_of_examples_is_told(tmp_path):
     model, optimizer = stepped(3 * 117)
-    with pytest.warns(
-        BayesAdamWarning, match=r"^pass n_data=len\(loader.dataset\).* the 351 steps .* 3 times n_data=117"
-    ):
+    file = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    told = r"^give n_data= the number of training examples.* the 351 steps .* 3 times 117$"
+    with pytest.warns(BayesAdamWarning, match=told):
         ba.Posterior.from_optimizer(model, optimizer, n_data=117, likelihood="classification")
+    with pytest.warns(BayesAdamWarning, match=told):
+        ba.GaussianWeights.open(file, n_data=117)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for n, batch_size in ((936, None), (118, None), (117, 8), (13, None)):

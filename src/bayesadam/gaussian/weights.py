@@ -42,6 +42,8 @@ _PLOTTED = 1_000_000
 _SHARE, _ROTATED_SHARE = 1e-3, 1e-4
 # Where nothing says how many examples were behind one gradient.
 _USUAL_BATCH = 100
+# Fewer batches than this in an epoch may divide the steps by chance.
+_FEWEST_BATCHES = 100
 
 
 class Marginals(ABC):
@@ -178,6 +180,7 @@ class GaussianWeights(Marginals):
         match = readers.match_checkpoint(checkpoint, options=reading)
         batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
         settings = Settings(n_data, {}, power, batch_size, form)
+        warn_of_batches(settings, match)
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
@@ -506,6 +509,22 @@ def of_match(match: Match, settings: Settings, prior_precision: Any, spec: Struc
     settings = with_prior(settings, prior_precision, decays, like)
     structure = spec.build(Reading(match, Lazy(like, moment)))
     return GaussianWeights(mode, structure, settings, match.omitted, origin=readers.origin_of(match), dtypes=types)
+
+
+def warn_of_batches(settings: Settings, match: Match) -> None:
+    """Warn where n_data looks like the number of batches: of a number that is not round, whole epochs are no chance.
+
+    1 stands for an N that does not matter.
+    """
+    n, batch_size = settings.n_data, settings.batch_size
+    steps = max((entry.steps or 0 for entry in match.entries), default=0)
+    if batch_size is not None and 1 < n < batch_size:
+        sign = f"{n:g} is less than the batch size, {batch_size}"
+    elif batch_size is None and n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n:
+        sign = f"the {steps:,.0f} steps of the optimiser are {steps / n:,.0f} times {n:g}"
+    else:
+        return
+    warn(f"give n_data= the number of training examples, len(loader.dataset), not that of the batches: {sign}")
 
 
 def with_prior(settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Named) -> Settings:

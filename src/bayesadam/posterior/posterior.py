@@ -24,7 +24,7 @@ from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import AnyPath, Named, Reading, StructureSpec, outlined
-from bayesadam.gaussian.weights import GaussianWeights, unpacked, with_prior
+from bayesadam.gaussian.weights import GaussianWeights, unpacked, warn_of_batches, with_prior
 from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
@@ -40,18 +40,6 @@ if TYPE_CHECKING:
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
 _GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
-# Fewer batches than this in an epoch may divide the steps by chance.
-_FEWEST_BATCHES = 100
-
-
-def _counts_batches(settings: Settings, steps: float) -> str | None:
-    """Why n_data looks like the number of batches: of a number that is not round, whole epochs are no chance."""
-    n, batch_size = settings.n_data, settings.batch_size
-    if batch_size is not None and batch_size > n:
-        return f"n_data={n:g} is less than batch_size={batch_size}"
-    if batch_size is None and n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n:
-        return f"the {steps:,.0f} steps of the optimiser are {steps / n:,.0f} times n_data={n:g}"
-    return None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -282,10 +270,7 @@ class Posterior(GaussianWeights, Distribution):
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
-        if (
-            sign := _counts_batches(settings, max((entry.steps or 0 for entry in match.entries), default=0))
-        ) is not None:
-            warn(f"pass n_data=len(loader.dataset): it counts the training examples, not the batches, and {sign}")
+        warn_of_batches(settings, match)
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
         moments = curvature.second_moment
         structure = spec.build(Reading(match, moments, gradients))
