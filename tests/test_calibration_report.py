@@ -387,6 +387,15 @@ def test_labels_of_other_inputs_are_warned_of():
         calibrated(network(), (x, y[torch.randperm(len(y), generator=seeded())]))
 
 
+@pytest.mark.parametrize("method", ["evidence", "validation"])
+def test_targets_of_another_scale_are_told(method):
+    x, y = waves(100, 1)
+    with pytest.warns(
+        HeldOutWarning, match="farther from the held-out targets than their mean .* scaled as in training"
+    ):
+        calibrated(curve(), (x, 50 + 20 * y), "regression", method=method)
+
+
 def test_inputs_that_are_not_scaled_are_warned_of():
     x, y = blobs(200, 5)
     with pytest.warns(HeldOutWarning, match="scaled as in training"):

@@ -45,6 +45,8 @@ AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
 # share of one, or so hot.
 _WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
+# The same of numbers, if its mean squared error is so many times that of the targets' mean.
+_FAR_OFF = 2.0
 # Temperatures grow with leverage by the first exponent at which held-out data lose at most 0.5 % of their likelihood.
 _EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.005
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
@@ -329,5 +331,14 @@ def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) ->
                 f"the network is worse on the held-out data than a guess among their classes (negative log-likelihood "
                 f"{nll[_ALONE]:.3g} against {guess:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the "
                 "labels those of these inputs, and are the inputs scaled as in training?",
+                HeldOutWarning,
+            )
+    elif record.standardised and not record.tempered:
+        centres = record.locations(seen.outputs), seen.targets.mean(dim=0)
+        error, spread = ((seen.targets - each).square().mean() for each in centres)
+        if error > _FAR_OFF * spread:
+            warn(
+                f"the network is farther from the held-out targets than their mean is (mean squared error {error:.3g} "
+                f"against {spread:.3g}): are the targets those of these inputs, and both scaled as in training?",
                 HeldOutWarning,
             )

@@ -47,7 +47,9 @@ def described(posterior: Any) -> list[tuple[str, str]]:
         lines.append((name.replace("_", " "), text))
     lines.append(("leverage", "; ".join(dict.fromkeys(map(_of_leverage, posterior.members)))))
     if report is None:
-        return [*lines, ("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
+        each = all(member.calibration is not None for member in posterior.members)
+        words = "each member by itself" if each else "no: calibrate(posterior, held_out, likelihood=...)"
+        return [*lines, ("calibrated", words)]
     nll = ", ".join(f"{name} {value}" for name, value in report.scores)
     lines += [("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
     return lines if report.abstention is None else [*lines, ("answers", str(report.abstention))]
