@@ -1,6 +1,7 @@
 """Checks of arguments, each with the message that names the argument, its value and what is wanted."""
 
 import math
+import reprlib
 
 from bayesadam.errors import MatchError, SettingError
 
@@ -30,13 +31,13 @@ def is_count(value: object, least: int = 1) -> bool:
 def positive(name: str, value: object, meaning: str) -> None:
     """Raise unless it is a positive finite number."""
     if not (is_number(value) and value > 0):  # type: ignore[operator]
-        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
+        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {reprlib.repr(value)}")
 
 
 def not_negative(name: str, value: object) -> None:
     """Raise unless it is a finite number of at least 0."""
     if not (is_number(value) and value >= 0):  # type: ignore[operator]
-        raise SettingError(f"{name} must be finite and at least 0, got {value!r}")
+        raise SettingError(f"{name} must be finite and at least 0, got {reprlib.repr(value)}")
 
 
 def count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
@@ -47,4 +48,4 @@ def count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
     bayesadam.errors.SettingError: keep must be a whole number of at least 1 (gradients), got 2.5
     """
     if not is_count(value, least):
-        raise SettingError(f"{name} must be a whole number of at least {least} ({meaning}), got {value!r}")
+        raise SettingError(f"{name} must be a whole number of at least {least} ({meaning}), got {reprlib.repr(value)}")

@@ -309,4 +309,4 @@ def _first(inputs: Any) -> Tensor:
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf
-    raise SettingError("the batch holds no tensor: pass the model's inputs")
+    raise SettingError("pass the model's inputs as torch tensors: the batch holds none")

@@ -480,6 +480,15 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
         read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live)))
 
 
+def test_a_model_of_another_width_is_refused_by_its_shapes(tmp_path: Path) -> None:
+    net = mlp(3, 5, 4)
+    live = torch.optim.Adam(net.parameters())
+    train(net, live)
+    file = save(tmp_path / "c.pt", net, live)
+    with pytest.raises(MatchError, match=r"^build the model as it was trained: .* shape \(4, 5\) in .* and \(2, 5\) in"):
+        ba.Posterior.from_checkpoint(file, mlp(3, 5, 2), n_data=10)
+
+
 def test_a_list_in_another_order_is_refused(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     live = torch.optim.Adam(list(net.parameters())[::-1])

@@ -170,6 +170,8 @@ def match_checkpoint(
     reader = matching.usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
     slots = matching.slots_of(state, reader)
     own, is_part = ({}, True) if model is None else _own_names(checkpoint, unwrap(model))
+    if model is not None:
+        _check_shapes(checkpoint, own, own_parameters(model))
     if model is not None and not is_part:
         return match_pairs(own_parameters(model), state, reader, _pair_model(checkpoint, slots, options, model, own))
     pairing = _by_names(checkpoint, slots, options, None, weights)
@@ -295,6 +297,17 @@ def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, s
     return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
 
 
+def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
+    """Raise where a tensor of the model, by the checkpoint's name of it, has another shape there."""
+    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+    for name, stored in names.items():
+        if name in own and outline[stored].shape != own[name].shape:
+            raise MatchError(
+                f"build the model as it was trained: {name!r} has shape {tuple(outline[stored].shape)} in "
+                f"{checkpoint.path} and {tuple(own[name].shape)} in the model"
+            )
+
+
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
@@ -313,13 +326,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
-    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
-    for name, stored in names.items():
-        if outline[stored].shape != own[name].shape:
-            raise MatchError(
-                f"{checkpoint.path} is another model's: {name!r} has shape {tuple(outline[stored].shape)} in the file "
-                f"and {tuple(own[name].shape)} in the model"
-            )
+    _check_shapes(checkpoint, names, own)
     weights = {name: checkpoint.weights[stored] for name, stored in names.items()}
     sharded = [name for name in weights if is_sharded(own[name])]
     with torch.no_grad():
