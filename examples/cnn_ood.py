@@ -29,22 +29,16 @@ model = nn.Sequential(
     nn.Linear(64, 10),
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-recorder = ba.Recorder(
-    optimizer, keep=50, every=5
-)  # every fifth gradient, the last fifty: what novelty is best read off
 for _ in range(30):
     for x, y in train_loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-# `prior_precision` because this training had no weight decay, which would otherwise say it.
-posterior = ba.Posterior.from_optimizer(
-    model, optimizer, n_data=len(train), batch_size=50, structure="kronecker", recorder=recorder, prior_precision=1.0
-)
-posterior = ba.calibrate(posterior, held_out_loader, likelihood="classification")
+posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=len(train), likelihood="classification")
+posterior = ba.calibrate(posterior, held_out_loader)
 
-p = posterior.predict(images[test], likelihood="classification")
+p = posterior.predict(images[test])
 network = model(images[test]).softmax(dim=-1).detach()
 right = p.probs.argmax(dim=-1) == labels[test]
 print(f"test accuracy {right.float().mean():.3f}")
@@ -65,7 +59,7 @@ unlike = {
 }
 print(f"familiar: {(p.novelty_pvalue < 0.05).float().mean():.3f} flagged at p < .05")
 for name, inputs in unlike.items():
-    q = posterior.predict(inputs, likelihood="classification")
+    q = posterior.predict(inputs)
     truth = [0] * len(test) + [1] * len(test)
     auroc = roc_auc_score(truth, torch.cat([p.novelty, q.novelty]))
     other = model(inputs).softmax(dim=-1).detach()
