@@ -1,6 +1,8 @@
 """What a release says about itself agrees with the package."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,10 @@ def test_the_workflow_runs_targets_that_there_are_on_the_pythons_that_are_promis
     targets = set(matrix["target"]) | {extra["target"] for extra in matrix["include"]}
     assert targets >= {"check", "test-all", "docs", "build"}
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_what_a_release_is_tried_with_runs_without_the_tests_around_it():
+    script = ROOT / "tests" / "smoke.py"
+    done = subprocess.run([sys.executable, "-I", str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"bayesadam {bayesadam.__version__}")
