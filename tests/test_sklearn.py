@@ -576,6 +576,17 @@ def test_a_row_that_several_networks_hold_out_has_one_residual():
     assert np.isinf(high).all()
 
 
+def test_noise_far_from_the_data_is_at_most_what_targets_varied_by():
+    X, y, _ = changing_noise(100)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 2}).fit(X, y)
+    _, std = model.predict(1e3 * X, return_std=True)
+    assert np.isfinite(std).all()
+    noise = np.sqrt([float(posterior.noise_variance) for posterior in model.posteriors_]) * y.std()
+    assert (noise <= np.abs(y - y.mean()).max() * 1.5).all()
+    found = model.posterior_.predict(model._inputs(1e3 * X), likelihood="heteroscedastic")
+    assert float(found.noise_variance.sqrt().max()) * y.std() <= noise.max() * (1 + 1e-9)
+
+
 def test_a_posterior_that_widens_far_has_one_noise_variance():
     X, y, _ = changing_noise(100)
     fitted = BadamRegressor(**{**SMALL, "n_ensemble": 2, "structure": "kronecker"}).fit(X, y)

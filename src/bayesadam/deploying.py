@@ -128,7 +128,7 @@ class Served(nn.Module):
             "order": order,
             "medians": leverage.medians,
             "novelties": guarantee.get("novelty"),
-            "noise_variance": posterior.noise_variance if self.record.noise else None,
+            "noise_variance": posterior.noise_variance,
             "spread": posterior.spread,
             "reach": None if scores is None else threshold(scores, level),
         } | {f"factors{number}": w for number, (_, w) in enumerate(stacks)}

@@ -32,7 +32,8 @@ def drawn_classes(probs: Tensor, seed: int) -> Tensor:
 
 
 def made(name: str, mean: Tensor, variance: Tensor, guarantee: Guarantee | None = None, noise: Tensor | None = None):
-    component = Component(mean, variance, noise_variance=torch.zeros(()) if noise is None else noise)
+    noise = torch.zeros(()) if noise is None and likelihood(name).noise else noise
+    component = Component(mean, variance, noise_variance=noise)
     return likelihood(name).predictive([component], guarantee=guarantee)
 
 

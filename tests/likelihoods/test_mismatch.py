@@ -102,7 +102,7 @@ def test_fewer_examples_than_in_a_batch_are_warned_of():
     optimizer = torch.optim.Adam(model.parameters())
     nn.functional.cross_entropy(model(torch.rand(64, 3)), torch.arange(64) % 3).backward()
     optimizer.step()
-    with pytest.warns(BayesAdamWarning, match=r"len\(loader.dataset\).*n_data=16 is less than batch_size=64"):
+    with pytest.warns(BayesAdamWarning, match=r"len\(loader.dataset\).* 16 is less than the batch size, 64"):
         ba.Posterior.from_optimizer(model, optimizer, n_data=16, batch_size=64)
 
 

@@ -224,7 +224,7 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
             near: Any = {"variance": table / weight, "start": chosen["temperature"], "reach": 1.2}
             chosen = {"temperature": best_temperature(options, mean, y, **near)[0]}
     unit = settings.weight / settings.scale
-    outputs = {"noise_variance": None} | chosen
+    outputs = {"noise_variance": record.ceiling(y)} | chosen
     prior = settings.prior_at(weight * ratios[number])
     return posterior.replace(scale=weight / unit, prior_precision=prior, covariant=settings.covariant, **outputs)
 
@@ -250,7 +250,7 @@ def by_forward(posterior: Posterior, data: HeldOut) -> Posterior:
     r = seen.ratios.gentle[seen.owners].to(seen.outputs)
 
     def settings(scale: float) -> dict[str, Any]:
-        noise = None
+        noise = record.ceiling(seen.targets)
         if record.noise:
             square = (seen.targets - seen.outputs).square()
             noise = (square / (1 + scale * r).view(-1, *[1] * (square.dim() - 1))).mean(dim=0)

@@ -121,6 +121,10 @@ class Likelihood(ABC, Generic[P]):
         """The positions in the batch whose targets count."""
         return slice(None)
 
+    def ceiling(self, targets: Tensor) -> Tensor | None:
+        """The most that noise that depends on the input can be, by target; None where there is none such."""
+        return None
+
     def log_probs(self, predictive: Predictive, targets: Tensor) -> Tensor:
         """log p of every target that counts, one number each."""
         return predictive.log_prob(targets)
@@ -139,7 +143,7 @@ class Likelihood(ABC, Generic[P]):
         return f"the averaged prediction is {float(drift):.3g} from the mean network's, {spread}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Predictive(ABC):
     """The distribution of y for every example of a batch: f of one network, or of several with weights π.
 
@@ -166,6 +170,12 @@ class Predictive(ABC):
     plan: str = ""
     abstention: Abstention | None = None
     in_range: Tensor | None = None
+
+    def __repr__(self) -> str:
+        networks = f", {len(self.components)} networks" if len(self.components) > 1 else ""
+        return (
+            f"{type(self).__name__}({self.likelihood.name}, outputs {tuple(self.components[0].mean.shape)}{networks})"
+        )
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:

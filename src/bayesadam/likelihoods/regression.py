@@ -26,7 +26,7 @@ _FAR = 1e18
 _NODES_PER_UNIT = 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class NumericPredictive(Predictive):
     """p(y) of targets that are numbers, (batch, ..., k).
 
@@ -297,6 +297,9 @@ class Heteroscedastic(GaussianLikelihood):
     form, g by quadrature, or over its draws where the prediction sampled. m and g are independent unless the prediction
     was made with `covariance=True`; the k targets of an example always are, but for `sample`.
 
+    Where `noise_variance` is known, as after `calibrate`, it is the most that exp g counts for: far from the data g may
+    be anything.
+
     The Hessian in (m, g) is taken in expectation over y, diag(exp(−g), ½): at a single y it is not positive.
     """
 
@@ -343,16 +346,29 @@ class Heteroscedastic(GaussianLikelihood):
         """Var[y] = Var[m] + E[exp g]."""
         return c.variance.chunk(2, dim=-1)[0] + self.noise_variance(c)
 
+    def ceiling(self, targets: Tensor) -> Tensor:
+        """The largest (y − ȳ)² of each target."""
+        return (targets - targets.mean(dim=0)).square().amax(dim=0)
+
     def noise_variance(self, c: Component) -> Tensor:
-        """E[exp g], exp(E[g] + Var[g]/2) where g is Gaussian."""
+        """E[exp g], exp(E[g] + Var[g]/2) where g is Gaussian and nothing bounds it."""
         if c.draws is not None:
-            return c.draws.chunk(2, dim=-1)[1].exp().mean(dim=0)
-        return (c.mean + c.variance / 2).chunk(2, dim=-1)[1].exp()
+            return self._noise(c, c.draws.chunk(2, dim=-1)[1]).mean(dim=0)
+        if c.noise_variance is None:
+            return (c.mean + c.variance / 2).chunk(2, dim=-1)[1].exp()
+        centre, spread = (part.chunk(2, dim=-1)[1] for part in (c.mean, c.variance))
+        weights, g = nodes(_NODES_PER_UNIT, centre, spread, None)
+        return (weights * self._noise(c, g)).sum(dim=0)
+
+    def _noise(self, c: Component, g: Tensor) -> Tensor:
+        """exp g, at most the ceiling."""
+        found = g.exp()
+        return found if c.noise_variance is None else found.minimum(c.noise_variance.to(found))
 
     def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
         """m + N(0, exp g) at draws of (m, g)."""
         mean, log_variance = function_draws(c, n, generator).chunk(2, dim=-1)
-        return mean + normal_like(self.expected(c), n, generator) * (log_variance / 2).exp()
+        return mean + normal_like(self.expected(c), n, generator) * self._noise(c, log_variance).sqrt()
 
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """One for each node, or draw, of g: E[m | g] and Var[m | g] + exp g."""
@@ -363,7 +379,7 @@ class Heteroscedastic(GaussianLikelihood):
             k = centre.shape[-1]
             shared = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
         slope = shared / of_g.clamp(min=torch.finfo(g.dtype).tiny)
-        return weights, m + slope * (g - centre), ((of_m - slope * shared).clamp(min=0) + g.exp()).sqrt()
+        return weights, m + slope * (g - centre), ((of_m - slope * shared).clamp(min=0) + self._noise(c, g)).sqrt()
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,8 @@ def described(posterior: Any) -> list[tuple[str, str]]:
             continue
         if report is not None and report.before and name not in report.before:
             change.insert(0, "not known")
-        text = f"{_SYMBOLS[name]} = {' → '.join(change)}"
+        bound = name == "noise_variance" and posterior.likelihood == "heteroscedastic"
+        text = f"{_SYMBOLS[name]} {'≤' if bound else '='} {' → '.join(change)}"
         if name == "prior_precision" and any(member.settings.default_prior for member in posterior.members):
             text += " (no weight decay)" if value == (1.0, 1.0) else " (1 where there is no weight decay)"
         lines.append((name.replace("_", " "), text))

@@ -231,8 +231,9 @@ class Network:
 
     @property
     def noise(self) -> Tensor | None:
-        """σ², where the likelihood has one."""
-        return self.gaussian.noise_variance if self.options.record.noise else None
+        """σ², or the most that noise can be."""
+        found: Tensor | None = self.gaussian.noise_variance
+        return found
 
     def probes(self) -> tuple[Rows, dict[str, Tensor]]:
         """Random directions of the outputs, and their random signs for this batch, (batch, probes, outputs)."""
@@ -306,7 +307,7 @@ def _linearised(net: Network, chosen: Top | Tensor | None) -> tuple[Component, s
     if rows is None:
         every = Component(found.mean, variance, block, joint=joint, noise_variance=net.noise, **settings)
         return every, f"{how}, one for each output"
-    k, (mean, noise) = rows.k, _chosen(net.noise, given, found.mean, found.indices)
+    k, (mean, noise) = rows.k, _chosen(net.noise if options.record.noise else None, given, found.mean, found.indices)
     some = Component(
         mean,
         variance[:, :k],
@@ -381,7 +382,7 @@ def _drawn(net: Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
         scores.append(curved / 2)
     away = torch.cat(kept)
     shift = away.mean(dim=0) if sampled else torch.zeros_like(away[0])
-    mean, noise = _chosen(net.noise, given, logits, basis.indices)
+    mean, noise = _chosen(net.noise if options.record.noise else None, given, logits, basis.indices)
     mask = chosen_positions(options.positions, net.inputs, shape).flatten() if len(shape) > 1 else None
 
     def there(rows: Any, dim: int = 0) -> Any:

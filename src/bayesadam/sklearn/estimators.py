@@ -15,7 +15,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
 from bayesadam._checks import count, not_negative, positive
@@ -26,6 +26,7 @@ from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, NumericPredictive, likelihood
+from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.conformal import check_level, threshold
 from bayesadam.likelihoods.predictive import FEWEST_SCORED
 from bayesadam.posterior import Mixture, Posterior
@@ -169,8 +170,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
             calibrate too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as
-            its prior precision (1 if λ is 0) and the noise from held-out residuals.
+        calibration: `"evidence"`, `"validation"` or `"auto"`, which of counts is None; None leaves the posterior as it
+            is read, with N × λ as its prior precision (1 if λ is 0) and the noise from held-out residuals.
         structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the
             trained weights, which widen where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
@@ -181,7 +182,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
         posteriors_: its members, one `bayesadam.Posterior` per network.
         networks_: the networks, in float64.
-        noise_variance_: σ² of a regression's observations in the units of y, one per target (a float for 1-D y).
+        noise_variance_: with `likelihood="regression"`, σ² in the units of y, one per target (a float for 1-D y): what
+            the networks' own variance leaves of that of the residuals, which need not be the noise alone.
         residuals_: |y − E[y]| in standard deviations, (rows, targets), of rows under networks that held them out.
         input_scaler_, target_scaler_: the StandardScalers of inputs and targets.
         best_epochs_, n_iter_: for each network, the best epoch; the epochs trained.
@@ -219,7 +221,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     def predict(
         self, X: Any, return_std: bool = False, return_interval: float | None = None
     ) -> Array | tuple[Array, ...]:
-        """E[y] for each row, of y's shape; then what else is asked for, in this order.
+        """E[y] for each row, of counts the rate, of y's shape; then what else is asked for, in this order.
 
         `return_std` adds the standard deviation of y, noise included; `return_interval`, a level such as 0.9, adds the
         lower and the upper ends of conformal intervals E[y] ± q sd[y], each target's own: q is the ⌈(n + 1) level⌉-th
@@ -228,24 +230,19 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         not a proven one.
         """
         inputs, kind = self._inputs(X), likelihood(self.likelihood_)
-        if return_std or return_interval is not None or not kind.standardised:
-            found = _predictive(self.posterior_, inputs, self.likelihood_)
-            mean, std = found.predicted_mean, found.stddev
-            told = [self._in_units(mean), *([self._in_units(std, shift=False)] if return_std else [])]
-            if return_interval is not None:
-                check_level(return_interval)
-                reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
-                ends = mean - reach, mean + reach
-                if not kind.standardised:
-                    ends = ends[0].clamp(min=0).ceil(), ends[1].floor()
-                told += [self._in_units(end) for end in ends]
-            return tuple(told) if len(told) > 1 else told[0]
-        # E[y] is the average of what the networks say: no derivative is needed.
-        outputs = []
-        for network in self.networks_:
-            with alone_with(network), torch.no_grad():
-                outputs.append(kind.locations(network(inputs)))
-        return self._in_units(torch.stack(outputs).mean(dim=0))
+        mean = torch.stack([_centre(network, inputs, kind) for network in self.networks_]).mean(dim=0)
+        told = [self._in_units(mean)]
+        if return_std or return_interval is not None:
+            std = _predictive(self.posterior_, inputs, self.likelihood_).stddev
+            told += [self._in_units(std, shift=False)] if return_std else []
+        if return_interval is not None:
+            check_level(return_interval)
+            reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
+            ends = mean - reach, mean + reach
+            if not kind.standardised:
+                ends = ends[0].clamp(min=0).ceil(), ends[1].floor()
+            told += [self._in_units(end) for end in ends]
+        return tuple(told) if len(told) > 1 else told[0]
 
     def log_likelihood(self, X: Any, y: Any) -> Array:
         """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets together."""
@@ -270,10 +267,10 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     def _residuals(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> Array:
         """|y − E[y]| in standard deviations, (rows, targets), of each row under a network that held it out."""
-        residuals = [
-            _predictive(posterior, x[part.held_out], self.likelihood_).conformity(y[part.held_out], seed=0)["residuals"]
-            for posterior, part in zip(self.posteriors_, parts, strict=True)
-        ]
+        residuals, kind = [], likelihood(self.likelihood_)
+        for posterior, part in zip(self.posteriors_, parts, strict=True):
+            own, std = x[part.held_out], _predictive(posterior, x[part.held_out], self.likelihood_).stddev
+            residuals.append((y[part.held_out] - _centre(posterior.model, own, kind)).abs() / std)
         # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
         rows = torch.cat([part.held_out for part in parts]).numpy()
         first = np.sort(np.unique(rows, return_index=True)[1])
@@ -350,6 +347,14 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     return float(-0.5 * np.mean(((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2)))
 
 
+def _centre(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
+    """E[y | f] at the network's own f, (rows, targets): no derivative is needed."""
+    with alone_with(network), torch.no_grad():
+        outputs = network(inputs)
+    found: Tensor = kind.expected(Component(outputs, torch.zeros_like(outputs)))
+    return found
+
+
 def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
     """With a generator of its own, for torch's global one is the user's."""
     return posterior.predict(inputs, likelihood=name, generator=torch.Generator().manual_seed(0))
@@ -359,11 +364,12 @@ def calibrated(
     posterior: Posterior, held_out: tuple[Tensor, Tensor], name: LikelihoodName, calibration: Calibration | None
 ) -> Posterior:
     """The posterior, calibrated; as it was read where that is asked for, or where calibration fails."""
-    if likelihood(name).noise:
-        x, y = held_out
-        with torch.no_grad():
-            posterior = posterior.replace(noise_variance=(y - posterior.model(x)).square().mean(dim=0))
-    if calibration is None:
+    (x, y), kind = held_out, likelihood(name)
+    with torch.no_grad():
+        noise = (y - posterior.model(x)).square().mean(dim=0) if kind.noise else kind.ceiling(y)
+    posterior = posterior.replace(noise_variance=noise)
+    # The expected count, exp(E[f] + Var[f]/2), of a posterior that was widened for the likelihood's sake is absurd.
+    if calibration is None or (calibration == "auto" and not kind.standardised):
         return posterior
     method = None if calibration == "auto" else calibration
     try:
