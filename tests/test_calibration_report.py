@@ -390,10 +390,26 @@ def test_labels_of_other_inputs_are_warned_of():
 @pytest.mark.parametrize("method", ["evidence", "validation"])
 def test_targets_of_another_scale_are_told(method):
     x, y = waves(100, 1)
-    with pytest.warns(
-        HeldOutWarning, match="farther from the held-out targets than their mean .* scaled as in training"
-    ):
+    with pytest.warns(HeldOutWarning, match="^scale the targets as in training: .*mean squared error"):
         calibrated(curve(), (x, 50 + 20 * y), "regression", method=method)
+
+
+def test_held_out_examples_that_are_there_twice_are_told():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(60, 8)
+    y = x[:, :3].argmax(dim=1)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 60, likelihood="classification")
+    with pytest.warns(HeldOutWarning, match="^give every held-out example once: 30 of 60 are there before"):
+        ba.calibrate(posterior, [(x[:30], y[:30]), (x[:30], y[:30])])
+
+
+def test_inputs_that_make_the_network_absurdly_sure_are_told():
+    x, y = blobs(200, 1)
+    with pytest.warns(HeldOutWarning, match="worse on the held-out data than a guess .* scaled as in training"):
+        calibrated(network(), (1000 * x.roll(1, dims=1), y))
 
 
 def test_inputs_that_are_not_scaled_are_warned_of():

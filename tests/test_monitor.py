@@ -192,6 +192,14 @@ def test_an_alarm_has_a_direction(direction, change):
     assert str(monitor).splitlines()[-1].endswith(direction)
 
 
+def test_the_direction_is_that_of_the_alarm(tmp_path):
+    monitor = ba.Monitor(reference=normal(500, 0))
+    assert monitor.update(normal(100, 1) + 3)
+    monitor.update(normal(2000, 2) - 3)
+    monitor.save(tmp_path / "monitor.safetensors")
+    assert ba.Monitor.load(tmp_path / "monitor.safetensors").whole.direction == "stranger"
+
+
 def test_capital_and_memory_are_bounded():
     monitor = ba.Monitor(reference=normal(20000, 0), slices=2)
     sizes = []

@@ -137,7 +137,7 @@ def test_texts_without_the_mask_that_they_were_calibrated_with_are_told(form: Ca
     assert departure(ranges, {"attention_mask": mask, "input_ids": ids}) is None
     told = departure(ranges, form(ids, mask))
     assert told is not None
-    assert told.startswith("pass a mapping with 'attention_mask'")
+    assert told.startswith("pass mappings with 'attention_mask' to calibrate and to predict")
     assert departure(ranges_of([form(ids, mask)]), form(ids, mask)) is None
 
 
@@ -343,10 +343,12 @@ def test_the_number_of_batches_for_that_of_examples_is_told(tmp_path):
     with pytest.warns(BayesAdamWarning, match=told):
         ba.Posterior.from_optimizer(model, optimizer, n_data=117, likelihood="classification")
     with pytest.warns(BayesAdamWarning, match=told):
+        ba.Posterior.from_optimizer(model, optimizer, n_data=117, batch_size=8, likelihood="classification")
+    with pytest.warns(BayesAdamWarning, match=told):
         ba.GaussianWeights.open(file, n_data=117)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for n, batch_size in ((936, None), (118, None), (117, 8), (13, None)):
+        for n, batch_size in ((936, None), (118, None), (117, 1), (13, None)):
             ba.Posterior.from_optimizer(model, optimizer, n, batch_size=batch_size, likelihood="classification")
 
 
@@ -361,3 +363,24 @@ def test_targets_before_inputs_are_told(likelihood):
     # What neither of the pair explains is the network's own to say.
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         ba.calibrate(posterior, (x[:, :4], y))
+
+
+def test_batch_norms_that_were_trained_on_are_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer, x, y = torch.optim.Adam(model.parameters(), lr=0.01), rows(60), torch.arange(60) % 3
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model.train()(x), y).backward()
+        optimizer.step()
+        model.eval()
+
+    step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 60, likelihood="classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior.predict(x)
+    step()
+    with pytest.warns(BayesAdamWarning, match="^read the posterior again, .* '1.running_mean'"):
+        posterior.predict(x)

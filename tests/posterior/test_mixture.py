@@ -360,8 +360,6 @@ def test_replace_and_to_reach_every_member():
         mixed.replace(weights=(1, 1, 1))
 
 
-# The members were not trained.
-@pytest.mark.filterwarnings("ignore:the network is farther")
 @pytest.mark.parametrize(("likelihood", "method"), [("regression", "evidence"), ("classification", "validation")])
 def test_calibration_is_that_of_each_member(likelihood, method):
     mixed = mixture()

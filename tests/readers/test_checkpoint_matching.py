@@ -485,7 +485,9 @@ def test_a_model_of_another_width_is_refused_by_its_shapes(tmp_path: Path) -> No
     live = torch.optim.Adam(net.parameters())
     train(net, live)
     file = save(tmp_path / "c.pt", net, live)
-    with pytest.raises(MatchError, match=r"^build the model as it was trained: .* shape \(4, 5\) in .* and \(2, 5\) in"):
+    with pytest.raises(
+        MatchError, match=r"^build the model as it was trained: .* shape \(4, 5\) in .* and \(2, 5\) in"
+    ):
         ba.Posterior.from_checkpoint(file, mlp(3, 5, 2), n_data=10)
 
 

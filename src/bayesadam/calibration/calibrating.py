@@ -35,7 +35,7 @@ from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod, Predictive
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.distribution import by_leverage, component_of_member, grown
-from bayesadam.posterior.inputs import ranges_of
+from bayesadam.posterior.inputs import fingerprints, ranges_of
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import DEFAULT_BUDGET
@@ -45,8 +45,13 @@ AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
 # share of one, or so hot.
 _WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
-# The same of numbers, if its mean squared error is so many times that of the targets' mean.
-_FAR_OFF = 2.0
+# It is so, too, where it is worse than a guess at all and hotter than this.
+_ABSURD = 30.0
+# The share of held-out examples that may be there before.
+_REPEATED = 0.05
+# The same of numbers, if its mean squared error is so many times that of the targets' mean, and their correlation shows
+# that it was trained for them.
+_FAR_OFF, _FOLLOWS = 2.0, 0.3
 # Temperatures grow with leverage by the first exponent at which held-out data lose at most 0.5 % of their likelihood.
 _EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.005
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
@@ -316,6 +321,14 @@ def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) ->
     """Warn of data of training, of those of another likelihood, of too few, and of labels of other inputs."""
     record, seen = data.options.record, data.observed
     _warn_of_training(data)
+    rows = [row for inputs, _ in data.batches for row in fingerprints(inputs).tolist()]
+    repeated = len(rows) - len(set(rows))
+    if repeated > _REPEATED * len(rows):
+        warn(
+            f"give every held-out example once: {repeated} of {len(rows)} are there before, so that p-values, sets and "
+            "intervals claim more than they hold. A sampler that draws with replacement makes such data",
+            HeldOutWarning,
+        )
     if (reason := record.mismatch(seen.outputs, seen.targets)) is not None:
         warn(reason, HeldOutWarning)
     if (counted := len(seen.targets)) < FEWEST_SCORED:
@@ -326,7 +339,8 @@ def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) ->
         )
     elif record.coupled:
         guess, hottest = math.log(max(int(seen.targets.max()) + 1, 2)), max(fit.temperature for fit in fits)
-        if nll[_ALONE] > _WORSE * guess and (nll[_TEMPERATURE] > _NO_BETTER * guess or hottest > _TOO_HOT):
+        hot = hottest > _ABSURD and nll[_ALONE] > guess
+        if hot or (nll[_ALONE] > _WORSE * guess and (nll[_TEMPERATURE] > _NO_BETTER * guess or hottest > _TOO_HOT)):
             warn(
                 f"the network is worse on the held-out data than a guess among their classes (negative log-likelihood "
                 f"{nll[_ALONE]:.3g} against {guess:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the "
@@ -334,11 +348,11 @@ def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) ->
                 HeldOutWarning,
             )
     elif record.standardised and not record.tempered:
-        centres = record.locations(seen.outputs), seen.targets.mean(dim=0)
-        error, spread = ((seen.targets - each).square().mean() for each in centres)
-        if error > _FAR_OFF * spread:
+        f, y = (each - each.mean(dim=0) for each in (record.locations(seen.outputs), seen.targets))
+        error, spread = (seen.targets - record.locations(seen.outputs)).square().mean(), y.square().mean()
+        if error > _FAR_OFF * spread and (f * y).mean().square() > _FOLLOWS * f.square().mean() * spread:
             warn(
-                f"the network is farther from the held-out targets than their mean is (mean squared error {error:.3g} "
-                f"against {spread:.3g}): are the targets those of these inputs, and both scaled as in training?",
+                "scale the targets as in training: the network's outputs follow the held-out ones, but are farther "
+                f"from them than their mean is (mean squared error {error:.3g} against {spread:.3g})",
                 HeldOutWarning,
             )

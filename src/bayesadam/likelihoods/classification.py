@@ -28,7 +28,7 @@ _SHARE, _STEEP, _SHARE_OF_TEXTS = 10 * math.pi / 4, 1.5, 0.3
 _SAME_SUM = 1e-2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LogitPredictive(Predictive):
     """p(y) of targets that are classes: p = Σ π_m p_m.
 

@@ -199,6 +199,11 @@ class Distribution(ABC):
 
     def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, with a warning before the first that has left the range of the held-out inputs."""
+        if moved := [name for q in self.members for name in q.moved_statistics]:
+            warn(
+                f"read the posterior again, or train a copy of the model: running statistics of its batch norms have "
+                f"changed since (first {moved[0]!r}), and predictions are neither the old network's nor the new one's"
+            )
         reports = [q.calibration for q in (self, *self.members) if q.calibration is not None]
         ranges = reports[0].inputs if reports else ()
         for batch in batches:

@@ -31,6 +31,8 @@ _FEWEST = 20
 _RARE = 0.01
 # Of texts: what it leaves out is no part of the leverage.
 _MASK = "attention_mask"
+# So many real numbers tell one example from another.
+_TELLING = 8
 # Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
 _CLOSE = 16
 
@@ -94,10 +96,12 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
 
 def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
-    if any(each.name == _MASK for each in ranges) and _MASK not in dict(_leaves(inputs)):
+    masked = any(each.name == _MASK for each in ranges)
+    if masked != (_MASK in dict(_leaves(inputs))):
+        what = "this batch has none by that name" if masked else "the held-out inputs had none by that name"
         return (
-            f"pass a mapping with {_MASK!r}, as to calibrate: this batch has none by that name, so that its padding "
-            "counts as words, and novelty and p-values are not those of the held-out inputs"
+            f"pass mappings with {_MASK!r} to calibrate and to predict: {what}, so that padding counts as words there "
+            "alone, and novelty and p-values are not those of inputs like the held-out ones"
         )
     for known, leaf in _pairs(ranges, inputs):
         if (words := _of_another_kind(known, leaf)) is not None:
@@ -123,6 +127,20 @@ def inside(ranges: Sequence[InputRange], inputs: Any) -> Tensor | None:
             continue
         found = each if found is None else found & each
     return found
+
+
+def fingerprints(inputs: Any) -> Tensor:
+    """A number for each example, (batch,), int64: the same for the same bits and, but by chance, for no others.
+
+    Of the first tensor of real numbers, eight or more an example, which do not agree by chance; else of none.
+    """
+    for _, leaf in _leaves(inputs):
+        if leaf.is_floating_point() and leaf[0].numel() >= _TELLING:
+            bits = leaf.detach().reshape(len(leaf), -1).cpu().contiguous().view(torch.uint8).long()
+            # An odd multiplier of each place; sums of whole numbers that overflow do not depend on their order.
+            places = torch.arange(bits.shape[1]).mul(0x9E3779B97F4A7C15 - 2**64).bitwise_or(1)
+            return ((bits + 1) * places).sum(dim=1)
+    return torch.zeros(0, dtype=torch.int64)
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
@@ -208,9 +226,10 @@ def _of_another_kind(known: InputRange, leaf: Tensor) -> str | None:
 def _of_other_values(known: InputRange, low: float, high: float, how_many: str) -> str:
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{_named(known)} hold NaN or infinities in {how_many} examples: replace them, or leave those out"
+    inside = ", but otherwise within an example" if known.low <= low and high <= known.high else ""
     return (
         f"{_named(known)} lie between {low:.3g} and {high:.3g}, the held-out ones between {known.low:.3g} and "
-        f"{known.high:.3g}: scale and normalise them as in training ({how_many} examples have left the range)"
+        f"{known.high:.3g}{inside}: scale and normalise them as in training ({how_many} examples have left the range)"
     )
 
 

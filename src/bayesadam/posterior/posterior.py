@@ -29,7 +29,12 @@ from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, obser
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
-from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
+from bayesadam.posterior.running import (
+    other_statistics,
+    running_statistics,
+    warn_of_other_statistics,
+    writes_to_statistics,
+)
 from bayesadam.predict.call import Forward
 from bayesadam.readers import Recorder
 from bayesadam.readers.formats.lazy import Lazy
@@ -63,7 +68,8 @@ class Posterior(GaussianWeights, Distribution):
     Attributes:
         model: the model; only `sampled` and `copy_mean_to_model` write to it.
         likelihood: the name of the likelihood of its outputs, such as `"classification"`; None where none was given.
-        noise_variance: σ² of a regression's observations, by output; None until it is calibrated or given.
+        noise_variance: σ² of a regression's observations, by output, or the most that heteroscedastic noise can be;
+            None until it is calibrated or given.
         temperature: T, by which logits are divided before they become probabilities.
         averaged: whether probabilities average over the posterior; else they are the mean network's at T.
         spread: v of the predictive `"forward"`, Var[f] = v r, by target; None unless it was calibrated for that.
@@ -81,6 +87,7 @@ class Posterior(GaussianWeights, Distribution):
     spread: Tensor | None = field(default=None, kw_only=True)
     leverage: Leverage | None = field(default=None, kw_only=True)
     calibration: CalibrationReport | None = field(default=None, kw_only=True)
+    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.likelihood is not None:
@@ -90,6 +97,15 @@ class Posterior(GaussianWeights, Distribution):
             with alone_with(self.model):
                 rows = {name: row for name, row in padding_rows(self.model).items() if name in self.mode}
             object.__setattr__(self, "padding", rows)
+        if self.running is None:
+            object.__setattr__(self, "running", (writes_to_statistics(self.model), running_statistics(self.model)))
+
+    @property
+    def moved_statistics(self) -> list[str]:
+        """Running statistics of the model's batch norms that have changed since the posterior was read."""
+        assert self.running is not None
+        writes, before = self.running
+        return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
     @classmethod
     def from_optimizer(

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms: predictions depend on them and no posterior holds them, so files have a check."""
+"""Running statistics of batch norms: predictions depend on them and no posterior holds them, so there are checks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ def running_statistics(model: nn.Module) -> dict[str, list[float]]:
         for name, buffer in unwrap(model).named_buffers()
         if name.rpartition(".")[2] in _NAMES and buffer.numel() and not is_sharded(buffer)
     }
+
+
+def writes_to_statistics(model: nn.Module) -> int:
+    """How often running statistics were written to, by torch's own count; cheaper than a look at their values.
+
+    In training the count of `num_batches_tracked` rises, that of the others when a state is loaded.
+    """
+    names = (*_NAMES, "num_batches_tracked")
+    held = (buffer for name, buffer in unwrap(model).named_buffers() if name.rpartition(".")[2] in names)
+    return sum(0 if buffer.is_inference() else buffer._version for buffer in held)
+
+
+def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """The running statistics of a model that are not the saved ones."""
+    own = running_statistics(model)
+    return [name for name, numbers in own.items() if name in saved and not _close(numbers, saved[name])]
 
 
 def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -65,9 +81,7 @@ def warn_of_other_statistics(path: AnyPath, saved: Any, model: nn.Module) -> Non
     """Warn where a posterior was saved with other statistics than the model has."""
     if not isinstance(saved, Mapping):
         return
-    own = running_statistics(model)
-    other = [name for name, numbers in own.items() if name in saved and not _close(numbers, saved[name])]
-    if other:
+    if other := other_statistics(saved, model):
         warn(
             f"the model's running statistics are not those that {path} was saved with (first {other[0]!r}, "
             f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
