@@ -73,8 +73,8 @@ class Watched:
         peak: the largest log M.
         limit: the log M that raises the alarm.
         alarmed_at: which score of this stream raised it, 1 for the first; None where none did.
-        direction: what most of M is bet on: that scores are `"stranger"` than held-out ones, `"more familiar"`, or
-            `"more alike"`.
+        direction: what most of M was bet on at the alarm, or is before one: that scores are `"stranger"` than held-out
+            ones, `"more familiar"`, or `"more alike"`.
     """
 
     n: int
@@ -159,7 +159,7 @@ class Monitor:
         self._capital = np.full((rows, _BETS), 0.5 / _BETS)
         self._n = np.zeros(rows, np.int64)
         self._log, self._peak = np.zeros(rows), np.zeros(rows)
-        self._alarmed = np.zeros(rows, np.int64)
+        self._alarmed, self._direction = np.zeros((2, rows), np.int64)
         self.alarmed_at: int | None = None
         self.p_values: Array = np.zeros(0)
         self._history, self._stride = np.zeros((1, 2)), 1
@@ -220,8 +220,8 @@ class Monitor:
 
     def _watched(self, row: int) -> Watched:
         at, log, peak = int(self._alarmed[row]), float(self._log[row]), float(self._peak[row])
-        direction = _DIRECTIONS[self._capital[row].reshape(len(_DIRECTIONS), -1).sum(axis=1).argmax()]
-        return Watched(int(self._n[row]), log, peak, self._limit(row), at or None, direction)
+        direction = int(self._direction[row]) if at else _direction(self._capital[row])
+        return Watched(int(self._n[row]), log, peak, self._limit(row), at or None, _DIRECTIONS[direction])
 
     def _limit(self, row: int) -> float:
         parts = 1 if not self._most else 2 * self._most if row else 2
@@ -323,7 +323,9 @@ class Monitor:
         self._peak[rows] = np.maximum(self._peak[rows], shown.max(axis=1))
         reached = shown >= np.where(rows > 0, self._limit(1), self._limit(0))[:, None]
         new = (self._alarmed[rows] == 0) & reached.any(axis=1)
-        self._alarmed[rows[new]] = t[many, reached.argmax(axis=1) + 1][new]
+        at = reached.argmax(axis=1)
+        self._alarmed[rows[new]] = t[many, at + 1][new]
+        self._direction[rows[new]] = _direction(capitals[many, at])[new]
         self._n[rows] += last + 1
         return logs, p
 
@@ -408,7 +410,12 @@ class Monitor:
         return monitor
 
 
-_SAVED = ("scores", "order", "counts", "capital", "n", "log", "peak", "alarmed", "history", "excess")
+_SAVED = ("scores", "order", "counts", "capital", "n", "log", "peak", "alarmed", "direction", "history", "excess")
+
+
+def _direction(capital: Array) -> Any:
+    """Which kind of bets has the most of a capital, (..., bets)."""
+    return capital.reshape(*capital.shape[:-1], len(_DIRECTIONS), -1).sum(axis=-1).argmax(axis=-1)
 
 
 def densities(p: Array) -> Array:
@@ -432,6 +439,8 @@ def _scores(values: Scores, name: str) -> Array:
     """(n,), with what is not finite as the largest."""
     if values is None:
         raise MatchError(f"{name} are None: give a number for each input")
+    if hasattr(values, "novelty"):
+        raise MatchError("pass a number for each input, as .novelty of this prediction or answer is")
     found = np.atleast_1d(_array(values))
     if found.ndim != 1:
         raise MatchError(f"{name} must be one number an input, (n,), got shape {found.shape}")
