@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in path.read_text(encoding="utf-8"))
+# `house.py` measures the source, not the software.
+SCRIPTS = sorted(
+    path.stem
+    for path in HERE.glob("*.py")
+    if "\ndef main()" in path.read_text(encoding="utf-8") and path.stem != "house"
+)
 # Those that do something else altogether by an option, which is then in the name of their results.
 RUNS = [*((script,) for script in SCRIPTS), ("tabular", "--made-up-gaps"), ("lora", "--text")]
 PEERS = {
@@ -62,7 +67,7 @@ def test_peers_can_be_imported(module):
 @pytest.mark.parametrize("command", RUNS, ids=" ".join)
 def test_benchmarks_run_and_end_with_a_number(command, tmp_path):
     done = run(*command, "--out", tmp_path)
-    if done.returncode and "no source delivered it" in done.stderr:
+    if done.returncode and ("no source delivered it" in done.stderr or "NoData: " in done.stderr):
         pytest.skip(f"{done.stderr.splitlines()[-1]}; set BAYESADAM_DATA")
     assert done.returncode == 0, done.stderr[-4000:]
     name = "".join(command).replace("--", "-")

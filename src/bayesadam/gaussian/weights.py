@@ -520,11 +520,16 @@ def warn_of_batches(settings: Settings, match: Match) -> None:
     steps = max((entry.steps or 0 for entry in match.entries), default=0)
     if batch_size is not None and 1 < n < batch_size:
         sign = f"{n:g} is less than the batch size, {batch_size}"
-    elif batch_size is None and n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n:
+    elif n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n and not _whole_epochs(steps, n, batch_size):
         sign = f"the {steps:,.0f} steps of the optimiser are {steps / n:,.0f} times {n:g}"
     else:
         return
     warn(f"give n_data= the number of training examples, len(loader.dataset), not that of the batches: {sign}")
+
+
+def _whole_epochs(steps: float, n: float, batch_size: int | None) -> bool:
+    """Whether steps are whole epochs of n examples in batches of a known size, the last of them kept or dropped."""
+    return batch_size is not None and any(not steps % max(size, 1) for size in (n // batch_size, -(-n // batch_size)))
 
 
 def with_prior(settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Named) -> Settings:
