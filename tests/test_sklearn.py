@@ -413,7 +413,9 @@ def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     mean, std = model.predict(X[:6], return_std=True)
     assert mean.shape == std.shape == (6,)
     assert_close(model.predict(X[:6]), mean, rtol=1e-12)
-    assert_close(mean, found.predicted_mean.numpy()[:, 0] * scale + shift, rtol=1e-12)
+    rates = torch.stack([network(x).detach().exp() for network in model.networks_]).mean(dim=0)
+    expected = rates if name == "poisson" else found.predicted_mean
+    assert_close(mean, expected.numpy()[:, 0] * scale + shift, rtol=1e-12)
     assert_close(std, found.stddev.numpy()[:, 0] * scale, rtol=1e-12)
     scaled = torch.from_numpy((y[:6, None] - shift) / scale)
     assert_close(model.log_likelihood(X[:6], y[:6]), found.log_prob(scaled).numpy() - np.log(scale), rtol=1e-9)
@@ -469,6 +471,16 @@ def test_several_targets_each_have_a_noise_or_a_rate():
     X, y, _ = counts(120)
     model = BadamRegressor(likelihood="poisson", **SMALL).fit(X, np.stack([y, 0 * y], axis=1))
     assert (model.predict(X)[:, 1] < 0.5).all()
+
+
+def test_counts_that_vary_far_more_than_poissons_have_sane_means_and_are_told():
+    random = np.random.RandomState(0)
+    X = random.randn(500, 3)
+    rate = np.exp(1 + 0.7 * X[:, 0])
+    y = random.negative_binomial(1, 1 / (1 + rate))
+    with pytest.warns(BayesAdamWarning, match="^trust the means and the intervals, not the standard deviations: "):
+        model = BadamRegressor(**{**SMALL, "n_ensemble": 5, "likelihood": "poisson"}).fit(X, y)
+    assert model.predict(X).max() < 20 * y.max()
 
 
 def test_what_is_no_count_or_no_likelihood_is_refused():

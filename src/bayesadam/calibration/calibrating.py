@@ -51,7 +51,7 @@ _ABSURD = 30.0
 _REPEATED = 0.05
 # The same of numbers, if its mean squared error is so many times that of the targets' mean, and their correlation shows
 # that it was trained for them.
-_FAR_OFF, _FOLLOWS = 2.0, 0.3
+_FAR_OFF, _FOLLOWS = 4.0, 0.3
 # Temperatures grow with leverage by the first exponent at which held-out data lose at most 0.5 % of their likelihood.
 _EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.005
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"

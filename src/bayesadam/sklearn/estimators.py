@@ -170,8 +170,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
             calibrate too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: `"evidence"`, `"validation"` or `"auto"`, which of counts is None; None leaves the posterior as it
-            is read, with N × λ as its prior precision (1 if λ is 0) and the noise from held-out residuals.
+        calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as
+            its prior precision (1 if λ is 0) and the noise from held-out residuals.
         structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the
             trained weights, which widen where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
@@ -211,6 +211,12 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         self.target_scaler_ = _scaler(columns if likelihood(self.likelihood_).standardised else np.zeros_like(columns))
         targets = torch.from_numpy(self.target_scaler_.transform(columns))
         self._train(x, targets, parts, self.likelihood_)
+        if not (kind := likelihood(self.likelihood_)).standardised:
+            rows = parts[0].held_out
+            with torch.no_grad():
+                reason = kind.mismatch(self.networks_[0](x[rows]), targets[rows])
+            if reason is not None:
+                warn(f"trust the means and the intervals, not the standard deviations: {reason.partition('.')[0]}")
         self.residuals_ = self._residuals(x, targets, parts)
         if likelihood(self.likelihood_).noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
@@ -368,8 +374,7 @@ def calibrated(
     with torch.no_grad():
         noise = (y - posterior.model(x)).square().mean(dim=0) if kind.noise else kind.ceiling(y)
     posterior = posterior.replace(noise_variance=noise)
-    # The expected count, exp(E[f] + Var[f]/2), of a posterior that was widened for the likelihood's sake is absurd.
-    if calibration is None or (calibration == "auto" and not kind.standardised):
+    if calibration is None:
         return posterior
     method = None if calibration == "auto" else calibration
     try:
