@@ -111,6 +111,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.slow
 def test_the_risk_is_exceeded_no_more_often_than_was_allowed(world):
     rate, generator, runs, n, risk = WORLDS[world], np.random.default_rng(0), 300, 400, 0.05
     grid = (np.arange(20_000) + 0.5) / 20_000

@@ -115,6 +115,7 @@ every_likelihood = pytest.mark.parametrize("likelihood", ["classification", "bin
     ("likelihood", "loss"), [("classification", F.cross_entropy), ("binary", F.binary_cross_entropy_with_logits)]
 )
 @pytest.mark.parametrize("link", ["probit", "sampling"])
+@pytest.mark.slow
 def test_validation_is_no_worse_than_the_network_without_a_posterior(
     request, coarse, likelihood: str, loss: Any, link: str
 ):
@@ -459,6 +460,7 @@ def predictions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ba.Posterior, dic
 
 @every_likelihood
 @pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
+@pytest.mark.slow
 def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
     request, coarse, likelihood: str, predictive: str, predictions
 ):

@@ -175,6 +175,7 @@ def test_draws_of_the_product_are_the_same_ones(adapted):
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.BayesAdamWarning")
 @pytest.mark.parametrize(("options", "c"), KINDS)
+@pytest.mark.slow
 def test_calibration_keeps_the_symmetry(adapted, options, c):
     calibration_keeps_it(adapted, options, c, "evidence")
 

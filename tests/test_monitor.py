@@ -152,6 +152,7 @@ def test_a_bet_neither_gains_nor_loses_on_uniform_numbers():
     assert_close(means, np.ones(36), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_false_alarms_are_bounded():
     """No drift, 300 streams: at α = .2 more than 82 alarms had a probability of less than .001."""
     alarms = 0

@@ -544,6 +544,7 @@ def test_intervals_reach_as_far_as_the_rank_of_held_out_residuals(name):
         model.predict(X[:7], return_interval=90)
 
 
+@pytest.mark.slow
 def test_intervals_hold_new_rows_inside_a_pipeline():
     held = []
     settings = {**HOMOSCEDASTIC, "hidden": (), "n_ensemble": 5}
@@ -673,6 +674,7 @@ def test_the_random_state_determines_everything_and_no_global_one_is_touched():
     assert not close(other.predict(X), expected[0])
 
 
+@pytest.mark.slow
 def test_draws_of_y_have_the_predictive_moments():
     X, y = sine(60)
     model = BadamRegressor(**SMALL).fit(X, y)

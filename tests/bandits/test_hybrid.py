@@ -139,6 +139,7 @@ def played(problem, rounds: int, **changes: object) -> Hybrid:
     return playing.learner
 
 
+@pytest.mark.slow
 def test_linear_rewards_are_left_to_the_linear_head():
     learner = played(linear_problem(), 300)
     assert float(learner._share) < 0.3
@@ -146,6 +147,7 @@ def test_linear_rewards_are_left_to_the_linear_head():
     assert learner.buffer.rewards.sum() > 0.85 * best
 
 
+@pytest.mark.slow
 def test_others_are_left_to_the_network():
     learner = played(rings(), 1000)
     assert float(learner._share) > 0.7

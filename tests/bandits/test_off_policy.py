@@ -236,6 +236,7 @@ def test_bounds_hold_over_every_path_of_terms_whose_means_change(risk):
 @pytest.mark.parametrize("against", [0.0, 1 / 3], ids=["one", "two"])
 @pytest.mark.parametrize("full", [True, False], ids=["all arms", "chosen arm"])
 @pytest.mark.parametrize("depth", [0.5, 4.0])
+@pytest.mark.slow
 def test_terms_of_a_sequence_have_the_value_as_their_mean_over_every_log(depth, full, against):
     # With a small depth many predictions are cut off.
     found, least = np.zeros((2, 2)), np.inf

@@ -108,6 +108,7 @@ def prior() -> Prior:
     return fit_prior([slopes(number) for number in range(12)], hidden=(30,), rounds=200, steps=300)
 
 
+@pytest.mark.slow
 def test_an_agent_that_starts_from_a_prior_needs_less(prior):
     small = agent_settings("hybrid", hidden=(20,), train_steps=20)
     alone = simulate(slopes(99), "hybrid", runs=4, rounds=150, seed=3, settings=small)

@@ -270,6 +270,7 @@ def little_room(monkeypatch):
 
 
 @pytest.mark.parametrize("forget", [None, 30.0])
+@pytest.mark.slow
 def test_the_head_on_the_contexts_has_all_observations_whatever_the_buffer_holds(forget, monkeypatch):
     whole = new(forget=forget)
     feed(whole, 0, 700)
@@ -291,6 +292,7 @@ def test_the_head_on_the_contexts_has_all_observations_whatever_the_buffer_holds
 
 @pytest.mark.parametrize("name", AGENTS)
 @pytest.mark.usefixtures("little_room")
+@pytest.mark.slow
 def test_an_agent_with_little_room_resumes(name, tmp_path):
     agent = new(name)
     feed(agent, 0, 333)

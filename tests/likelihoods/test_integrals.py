@@ -121,6 +121,7 @@ def log_probabilities(counts: Tensor, reach: float, nodes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)], ids=str)
+@pytest.mark.slow
 def test_a_poisson_predictive_is_the_integral(shape):
     found = likelihood("poisson").predictive([Component(MEAN.view(shape), VARIANCE.view(shape))])
     counts = torch.tensor([0.0, 1.0, 5.0, 40.0, 300.0, 1000.0], dtype=torch.float64)

@@ -116,6 +116,7 @@ def test_the_table_has_a_row_for_every_parameter(small):
         assert f"{row['share_v_zero']:.0%}" in line
 
 
+@pytest.mark.slow
 def test_the_picture_is_ours_whatever_the_users_style(small):
     def drawn() -> bytes:
         buffer = BytesIO()

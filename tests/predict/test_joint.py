@@ -102,6 +102,7 @@ def test_a_mixture_adds_what_its_members_disagree_on():
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.slow
 def test_gradients_with_respect_to_inputs_are_those_of_finite_differences(structure, calibrated):
     posterior, x = posterior_of(structure), torch.randn(3, 3).double().requires_grad_()
     if calibrated:

@@ -220,6 +220,7 @@ def test_everything_else_with_a_scalar(structure: str, tmp_path: Any):
 
 @every_structure
 @pytest.mark.parametrize("method", ["validation", "evidence"])
+@pytest.mark.slow
 def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: str, monkeypatch):
     monkeypatch.setattr(fits, "_RATIOS", 3)
     monkeypatch.setattr(fits, "_NOISE_SHARES", (0.1, 0.5, 1.0))

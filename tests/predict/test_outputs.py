@@ -168,6 +168,7 @@ def test_targets_of_two_outputs_are_chosen_with_both() -> None:
 
 
 @pytest.mark.parametrize("positions", ["last", "numbers", "mask", "all"])
+@pytest.mark.slow
 def test_places_have_the_dense_moments(positions: str) -> None:
     torch.manual_seed(0)
     ids = words()

@@ -366,6 +366,7 @@ def test_it_says_what_stands_behind_it(tmp_path):
 
 
 @pytest.mark.parametrize("turned", quick_of([False, True], True))
+@pytest.mark.slow
 def test_novelty_sees_what_training_did_not_show(turned):
     """Inputs along directions of which the training data have little: as well as by Adam's state or a recorder."""
     torch.manual_seed(0)
