@@ -478,7 +478,7 @@ def test_counts_that_vary_far_more_than_poissons_have_sane_means_and_are_told():
     X = random.randn(500, 3)
     rate = np.exp(1 + 0.7 * X[:, 0])
     y = random.negative_binomial(1, 1 / (1 + rate))
-    with pytest.warns(BayesAdamWarning, match="^trust the means and the intervals, not the standard deviations: "):
+    with pytest.warns(BayesAdamWarning, match="^trust the means and the intervals, not .* Poisson counts would$"):
         model = BadamRegressor(**{**SMALL, "n_ensemble": 5, "likelihood": "poisson"}).fit(X, y)
     assert model.predict(X).max() < 20 * y.max()
 

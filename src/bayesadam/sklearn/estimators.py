@@ -205,20 +205,20 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             widens = self.structure != "diagonal" or self.calibration == "evidence"
             few = sum(len(part.held_out) for part in parts) < FEWEST_SCORED
             self.likelihood_ = "regression" if widens or few else "heteroscedastic"
-        self._one_target = y.ndim == 1
+        self._one_target, kind = y.ndim == 1, likelihood(self.likelihood_)
         columns = y.reshape(len(y), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
-        self.target_scaler_ = _scaler(columns if likelihood(self.likelihood_).standardised else np.zeros_like(columns))
+        self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
         targets = torch.from_numpy(self.target_scaler_.transform(columns))
         self._train(x, targets, parts, self.likelihood_)
-        if not (kind := likelihood(self.likelihood_)).standardised:
+        if not kind.standardised:
             rows = parts[0].held_out
             with torch.no_grad():
                 reason = kind.mismatch(self.networks_[0](x[rows]), targets[rows])
             if reason is not None:
-                warn(f"trust the means and the intervals, not the standard deviations: {reason.partition('.')[0]}")
+                warn(f"trust the means and the intervals, not the standard deviations: {reason.partition('. ')[0]}")
         self.residuals_ = self._residuals(x, targets, parts)
-        if likelihood(self.likelihood_).noise:
+        if kind.noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
             noise = noise * self.target_scaler_.scale_**2
             self.noise_variance_ = float(noise[0]) if self._one_target else noise
@@ -275,7 +275,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         """|y − E[y]| in standard deviations, (rows, targets), of each row under a network that held it out."""
         residuals, kind = [], likelihood(self.likelihood_)
         for posterior, part in zip(self.posteriors_, parts, strict=True):
-            own, std = x[part.held_out], _predictive(posterior, x[part.held_out], self.likelihood_).stddev
+            own = x[part.held_out]
+            std = _predictive(posterior, own, self.likelihood_).stddev
             residuals.append((y[part.held_out] - _centre(posterior.model, own, kind)).abs() / std)
         # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
         rows = torch.cat([part.held_out for part in parts]).numpy()
