@@ -136,7 +136,8 @@ def fingerprints(inputs: Any) -> Tensor:
     """
     for _, leaf in _leaves(inputs):
         if leaf.is_floating_point() and leaf[0].numel() >= _TELLING:
-            bits = leaf.detach().reshape(len(leaf), -1).cpu().contiguous().view(torch.uint8).long()
+            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.element_size()]
+            bits = leaf.detach().reshape(len(leaf), -1).cpu().contiguous().view(whole).long()
             # An odd multiplier of each place; sums of whole numbers that overflow do not depend on their order.
             places = torch.arange(bits.shape[1]).mul(0x9E3779B97F4A7C15 - 2**64).bitwise_or(1)
             return ((bits + 1) * places).sum(dim=1)
