@@ -664,7 +664,7 @@ def test_fetch_names_a_damaged_file(tiny):
     done = data("fetch", "tiny")
     assert done.exit_code == 1
     expected, found = (hashlib.sha256(content).hexdigest() for content in (CONTENT, b"other data"))
-    assert f"{tiny / 'b.csv'} is damaged: its sha256 is {found}, expected {expected}" in done.stderr
+    assert f"{tiny / 'b.csv'} is damaged: its checksum is {found}, expected {expected}" in done.stderr
 
 
 def test_an_unknown_name_is_refused_before_any_work(tiny):

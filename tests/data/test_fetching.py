@@ -268,11 +268,11 @@ def test_the_name_appears_only_when_the_file_is_whole(tiny, server):
 
 
 def test_no_space_left_is_named(tiny, server, monkeypatch):
-    def full(path: Path) -> str:
+    def full(path: Path, like: str) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     server.answers = {"/first": [CONTENT]}
-    monkeypatch.setattr(fetching, "_sha256", full)
+    monkeypatch.setattr(fetching, "_digest", full)
     with pytest.raises(DataError, match=f"cannot save to {tiny}: No space left on device"):
         locate("tiny")
     assert nothing_left(tiny.parent)
@@ -369,4 +369,16 @@ def test_files_are_verified_by_their_content(tiny, tmp_path, monkeypatch, name, 
     path = users(tmp_path, monkeypatch, name, content)
     assert fetching.verify("tiny") == {}
     path.write_bytes(content[:-1] + b"!")
-    assert "expected sha256" in fetching.verify("tiny")["tiny.csv"]
+    assert "expected checksum" in fetching.verify("tiny")["tiny.csv"]
+
+
+def test_a_file_may_be_known_by_its_git_blob(cache, server, monkeypatch):
+    """Its size is not known; `git hash-object` gives its name."""
+    blob = DataFile("tiny.csv", 0, "git:ce013625030ba8dba906f756967f9e9ca394464a", (f"{server.url}/first",))
+    monkeypatch.setitem(fetching.DATA_SETS, "tiny", DataSet("tiny", "a test", "tables/tiny", (blob,), instead="wheel"))
+    server.answers = {"/first": [b"hello", b"hello\n"]}
+    with pytest.raises(DataError, match="wrong checksum: git:"):
+        fetch("tiny", progress=False)
+    assert fetch("tiny", progress=False) == (cache / "tiny.csv",)
+    assert locate("tiny") == {"tiny.csv": cache / "tiny.csv"}
+    assert fetching.verify("tiny") == {}

@@ -227,6 +227,8 @@ def real(name: str):
         ("statlog", (43500, 9), [34108, 37, 132, 6748, 2458, 6, 11]),
         ("covertype", (581012, 54), [211840, 283301, 35754, 2747, 9493, 17367, 20510]),
         ("census", (2458285, 389), None),
+        ("census-part", (307283, 389), None),
+        ("census-1000", (1000, 360), [417, 119, 180, 73, 23, 74, 108, 3, 3]),
     ],
 )
 def test_shapes_and_counts_are_the_published_ones(name, shape, counts):

@@ -22,6 +22,8 @@ from bayesadam.errors import DataError, MissingExtraError, SettingError
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
 TIMEOUT = 20.0
+# A checksum that begins with this is the name of a git blob.
+_GIT = "git:"
 # What opens a packed file, by its ending.
 UNPACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -31,11 +33,12 @@ class DataFile:
     """A file that a loader reads, and its public sources; a folder may also hold it compressed, as .gz or .xz.
 
     A source that ends in .gz or .zip, where the file's own name does not, delivers it packed.
+    The checksum is a sha256; or, for a file whose sha256 and size (0) are not known, `"git:"` and its git blob's name.
     """
 
     name: str
     n_bytes: int
-    sha256: str
+    checksum: str
     urls: tuple[str, ...] = ()
 
 
@@ -55,7 +58,7 @@ class DataSet:
         return not self.files
 
 
-# Folder and name, bytes, sha256.
+# Folder and name, bytes, checksum. A set is called as its folder, and a part of one as what stands first.
 _FILES = """
 mnist/train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
 mnist/train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
@@ -73,6 +76,8 @@ bandits/adult/adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554
 bandits/adult/adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
 bandits/covertype/covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
 bandits/census/USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
+part=bandits/census/partaa 0 git:8087060305be8570379c881c39ddcc34f8028b22
+1000=bandits/census/us_census_1990_rows1000.csv 145002 4c5c60d66a06e57dc41e3e5f08d2427b3dabd393839b2d8592e7038f55a3ee99
 """
 _TITLES = {
     "mnist": "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
@@ -84,6 +89,8 @@ _TITLES = {
     "adult": "UCI Adult: 45,222 complete rows of a census, 14 occupations",
     "covertype": "UCI Covertype: 581,012 patches of forest in 7 classes",
     "census": "UCI US Census 1990: 2,458,285 people, 9 kinds of occupation",
+    "census-part": "the first 307,283 people of the UCI US Census 1990",
+    "census-1000": "the first 1,000 people of the UCI US Census 1990",
 }
 # A source that ends in "/" has every file under its published name. Jester's authors have a spreadsheet, which is not
 # this file; UCI has statlog as .Z, which Python cannot unpack.
@@ -103,6 +110,8 @@ covertype https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covt
 covertype https://storage.googleapis.com/bandits_datasets/
 census https://archive.ics.uci.edu/ml/machine-learning-databases/census1990-mld/
 census https://storage.googleapis.com/bandits_datasets/
+census-part https://raw.githubusercontent.com/matkosoric/US-Census-1990-Stream/a425413105ab7579a144e116e133da47cd344018/src/main/resources/census-data/
+census-1000 https://raw.githubusercontent.com/AmyLinck/project4/f0b912615fab8a5f395d6a4fa245e6c4a9687c5f/Data/original/us_census_1990.csv
 """
 
 
@@ -110,12 +119,12 @@ def _record(name: str, title: str) -> DataSet:
     """A set by the name of its folder."""
     sources = [url for known, url in map(str.split, _SOURCES.strip().splitlines()) if known == name]
     files, folder = [], ""
-    for path, n_bytes, digest in map(str.split, _FILES.strip().splitlines()):
-        parent, _, file = path.rpartition("/")
-        if parent.split("/")[-1] == name:
+    for where, n_bytes, digest in map(str.split, _FILES.strip().splitlines()):
+        part, _, path = where.rpartition("=")
+        if name == "-".join(filter(None, (path.split("/")[-2], part))):
+            folder, _, file = path.rpartition("/")
             urls = tuple(url + file if url.endswith("/") else url for url in sources)
             files.append(DataFile(file, int(n_bytes), digest, urls))
-            folder = parent
     return DataSet(name, title, folder, tuple(files), "wheel" if folder.startswith("bandits/") else "digits")
 
 
@@ -181,7 +190,7 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
             continue
         path = paths[file.name] = present.get(file.name) or _download(record, file, progress)
         # A truncated file is caught without reading it.
-        if path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
+        if file.n_bytes and path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
             wrong = f"{path} has {size:,} bytes, expected {file.n_bytes:,}: it is truncated or another file"
             raise DataError(f"{wrong}; remove it, then `bayesadam data fetch {record.name}`")
     return paths
@@ -195,11 +204,11 @@ def fetch(name: str, *, progress: bool = True) -> tuple[Path, ...]:
     record, users, present, paths = data_set(name), data_folder(), find(name), []
     for file in record.files:
         path = present.get(file.name)
-        digest = None if path is None else _sha256(path, packed=path.name != file.name)
-        if path and digest != file.sha256 and users in path.parents:
-            damage = f"{path} is damaged: its sha256 is {digest}, expected {file.sha256}"
+        digest = None if path is None else _digest(path, file.checksum, packed=path.name != file.name)
+        if path and digest != file.checksum and users in path.parents:
+            damage = f"{path} is damaged: its checksum is {digest}, expected {file.checksum}"
             raise DataError(f"{damage}: replace it, or remove it to have it fetched")
-        paths.append(path if path and digest == file.sha256 else _download(record, file, progress))
+        paths.append(path if path and digest == file.checksum else _download(record, file, progress))
     return tuple(paths)
 
 
@@ -210,16 +219,19 @@ def verify(name: str) -> dict[str, str]:
         path = present.get(file.name)
         if path is None:
             wrong[file.name] = "missing"
-        elif (digest := _sha256(path, packed=path.name != file.name)) != file.sha256:
-            wrong[file.name] = f"{path}: expected sha256 {file.sha256}, found {digest}"
+        elif (digest := _digest(path, file.checksum, packed=path.name != file.name)) != file.checksum:
+            wrong[file.name] = f"{path}: expected checksum {file.checksum}, found {digest}"
     return wrong
 
 
-def _sha256(path: Path, *, packed: bool = False) -> str:
-    """Of the content, unpacked where it is packed; of nothing where it cannot be."""
-    digest = hashlib.sha256()
+def _digest(path: Path, like: str, *, packed: bool = False) -> str:
+    """The checksum, of the same kind as another, of the content, unpacked where it is packed."""
     try:
         with (UNPACKED[path.suffix] if packed else open)(path, "rb") as file:
+            if like.startswith(_GIT):
+                content = file.read()
+                return _GIT + hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+            digest = hashlib.sha256()
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     except (OSError, EOFError, zlib.error, lzma.LZMAError):
@@ -249,8 +261,8 @@ def _download(record: DataSet, file: DataFile, progress: bool) -> Path:
                 download(url, temporary, None)
                 if url.endswith((".gz", ".zip")) and not url.endswith(file.name):
                     _unpack(temporary, url, file.n_bytes)
-                if (digest := _sha256(temporary)) != file.sha256:
-                    raise DataError(f"wrong checksum: sha256 {digest}, expected {file.sha256}")
+                if (digest := _digest(temporary, file.checksum)) != file.checksum:
+                    raise DataError(f"wrong checksum: {digest}, expected {file.checksum}")
             return target
         except OSError as error:
             reasons.append(f"{url}: {error}")

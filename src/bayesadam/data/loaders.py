@@ -104,7 +104,7 @@ class Table:
 
 
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool = False) -> Table:
-    """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype or census.
+    """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype, census or parts of it.
 
     The contexts are neither scaled nor shuffled. A categorical column becomes one of zeros and ones for each value that
     occurs in it, in sorted order.
@@ -179,7 +179,7 @@ _READERS: dict[str, Callable[..., Table]] = {
     "statlog": read_statlog,
     "adult": read_adult,
     "covertype": read_covertype,
-    "census": read_census,
+    **dict.fromkeys(("census", "census-part", "census-1000"), read_census),
 }
 
 
