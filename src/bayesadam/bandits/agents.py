@@ -9,6 +9,7 @@ from bayesadam.bandits.hybrid import HYBRID, Hybrid
 from bayesadam.bandits.learner import UNIFORM, AgentSettings, Buffer, Entry, Learner
 from bayesadam.bandits.linear import LINEAR, NEURAL_LINEAR
 from bayesadam.bandits.prior import Prior
+from bayesadam.bandits.showdown import SHOWDOWN_BBB, SHOWDOWN_DROPOUT, SHOWDOWN_GREEDY
 from bayesadam.errors import SettingError
 
 REGISTRY: Mapping[str, Entry] = {
@@ -28,6 +29,9 @@ _PAPER: Mapping[str, Entry] = {
     "epsilon-greedy": networks.EPSILON_GREEDY,
     "ivon": networks.IVON_AGENT,
     "bootstrap": networks.BOOTSTRAP,
+    "mc-dropout-showdown": SHOWDOWN_DROPOUT,
+    "bbb-showdown": SHOWDOWN_BBB,
+    "greedy-showdown": SHOWDOWN_GREEDY,
 }
 # The values that agents share, each as far as it has the setting. "paper" is the paper's appendix; what it leaves open
 # (prior, noise, dropout rate) is the Showdown's, or the classes' defaults. "tuned" was chosen on the benchmark's

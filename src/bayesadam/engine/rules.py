@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesadam.engine.gradients import StackedGradient
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.streams import Streams
 
@@ -78,6 +79,10 @@ class Rule(ABC):
     def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
         """The factors of inputs and of every hidden layer's units, (s, b, units) each, where units are dropped."""
         return None
+
+    def gradient(self, network: Network, weights: Tensor, state: State) -> StackedGradient:
+        """What takes the gradient at the weights that `at` writes."""
+        return StackedGradient(network, weights)
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:  # noqa: B027
         """Write the weights at which the gradient is taken into `out`; `noise` may be overwritten."""
@@ -164,9 +169,8 @@ def optimizer_state_dict(network: Network, state: State, index: int, rule: Adam)
     return {"state": entries, "param_groups": [group]}
 
 
-@dataclass(frozen=True)
-class Dropout(Adam):
-    """Adam under the network's dropout, in prediction as in training (MC dropout)."""
+class Dropped(Rule):
+    """The network's dropout, in prediction as in training (MC dropout), before the rule that it stands in front of."""
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """One uniform number for each unit of each example."""
@@ -184,6 +188,11 @@ class Dropout(Adam):
         drawn = _mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
         masks = list(torch.split(drawn, list(network.hidden), dim=-1))
         return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
+
+
+@dataclass(frozen=True)
+class Dropout(Dropped, Adam):
+    """Adam under dropout."""
 
 
 def _dropped(network: Network) -> list[tuple[int, float]]:

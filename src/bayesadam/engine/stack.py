@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.engine.gradients import Slope, StackedGradient
+from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, initial, member, unflatten
 from bayesadam.engine.rules import Adam, Drawn, Gaussian, Rule, State, Step, optimizer_state_dict
 from bayesadam.engine.streams import Streams
@@ -64,7 +64,7 @@ class Stack:
         self.penalty: Tensor | None = None
         self.streams = Streams(seeds, "training", device)
         self._at = torch.empty_like(self.weights) if rule.needs_noise else self.weights
-        self._gradient = StackedGradient(network, self._at)
+        self._gradient = rule.gradient(network, self._at, self.state)
         self._predraw = predraw and self.device.type == "cuda"
         # Rates, rows and random numbers of the prepared block.
         self._block: list[Tensor] = []
