@@ -504,7 +504,7 @@ def test_settings_by_name():
         paper, tuned = agent_settings(agent, "paper"), agent_settings(agent)
         if agent == "hybrid":
             assert paper == tuned
-        if "lr" not in paper.names() or agent == "hybrid":
+        if "lr" not in paper.names() or agent in ("hybrid", "bbb-showdown"):
             continue
         assert (paper.lr, paper.lr_decay, paper.init_range, paper.batch_size) == (0.1, 0.5, 0.3, 512)
         assert (paper.train_steps, paper.clip, paper.standardise) == (50, 5.0, False)
@@ -516,6 +516,9 @@ def test_settings_by_name():
         )
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
+    assert (
+        agent_settings("badam", "paper").prior_variance == agent_settings("badam-map", "paper").prior_variance == 0.01
+    )
     assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"
     assert agent_settings("mc-dropout").dropout == agent_settings("mc-dropout", "paper").dropout == 0.2
     assert agent_settings("epsilon-greedy").epsilon == agent_settings("epsilon-greedy", "paper").epsilon == 0.05

@@ -29,7 +29,16 @@ from bayesadam.bandits.learner import (
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import IVON, Adam, BayesByBackprop, Dropout, Gaussian, Rule, Vadam, second_moment
+from bayesadam.engine.rules import (
+    IVON,
+    Adam,
+    BayesByBackprop,
+    Dropout,
+    Gaussian,
+    Rule,
+    Vadam,
+    second_moment,
+)
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
@@ -357,8 +366,10 @@ class Badam(AdamLearner):
 # Of badam, badam-map, bbb, vadam and ivon: chosen by `benchmarks/tune_bandits.py`, with seeds 7001 and 7002.
 _BADAM = {"lr": 1.33e-4, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 20, "l2": 5.82e-4, "l2_by_noise": False}
 _BADAM |= {"dropout": 0.1, "prior_variance": 0.0836, "n_per_round": 1000.0}
-BADAM = Entry(Badam, BadamSettings, tuned=_BADAM)
-BADAM_MAP = Entry(Badam, BadamSettings, tuned={**_BADAM, "form": "map"}, paper={"form": "map"})
+# The released code's `sigma_prior=0.1` is a standard deviation.
+_RELEASED = {"prior_variance": 0.01}
+BADAM = Entry(Badam, BadamSettings, tuned=_BADAM, paper=_RELEASED)
+BADAM_MAP = Entry(Badam, BadamSettings, tuned={**_BADAM, "form": "map"}, paper={**_RELEASED, "form": "map"})
 
 
 @dataclass(frozen=True)
@@ -401,12 +412,14 @@ class Variational(NetworkLearner):
 
 _BBB = {"lr": 4.93e-4, "betas": (0.9, 0.9999), "train_steps": 100, "standardise": False, "prior_variance": 0.189}
 _BBB |= {"n_per_round": 10.0, "noise_variance": 0.5, "initial_std": 0.0349}
-_VADAM = {"lr": 4.9e-3, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 20, "prior_variance": 7.39e-3}
-_VADAM |= {"n_per_round": 10.0, "noise_variance": 0.1, "initial_std": 0.0732}
+_VADAM = {"lr": 4.9e-3, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 50, "prior_variance": 7.39e-3}
+_VADAM |= {"n_per_round": 10.0, "noise_variance": 0.003, "initial_std": 0.0732}
 _IVON = {"lr": 0.0183, "train_steps": 20, "standardise": False, "prior_variance": 0.994}
 _IVON |= {"n_per_round": 1000.0, "noise_variance": 0.1, "initial_std": 0.0458}
 BBB = Entry(partial(Variational, BayesByBackprop), VariationalSettings, _BBB, paper={"noise_variance": 0.01})
-VADAM = Entry(partial(Variational, Vadam), VariationalSettings, _VADAM)
+# With the paper's settings: searched on problems that are not in its table.
+_PAPER_VADAM = {"noise_variance": 0.01, "prior_variance": 1e-3, "initial_std": 0.03}
+VADAM = Entry(partial(Variational, Vadam), VariationalSettings, _VADAM, _PAPER_VADAM)
 IVON_AGENT = Entry(partial(Variational, IVON), VariationalSettings, _IVON)
 
 
