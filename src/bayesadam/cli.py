@@ -370,7 +370,7 @@ def play(
 def regression(
     methods: Annotated[str | None, _names_of("bayesadam.paper.regression:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
-    n_seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
+    n_seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 5,
     gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
     seed: Seed = 0,
     out: Out = Path("out/regression"),

@@ -148,25 +148,28 @@ def fit(
     return METHODS[method](Problem(data, network, Training(**training), tuple(seeds)))
 
 
-def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **own: Any) -> Stack:
+def trained(
+    problem: Problem, kind: type[Rule], *, lr: float | None = None, learn_noise: bool = False, **own: Any
+) -> Stack:
     """A stack trained on the problem's data by one rule, with settings of its own; `lr=None` is the rule's usual rate.
 
-    Where the rule needs the noise of a regression, log σ is learnt beside the weights, one per network, by Adam on
-    r²/(2σ²) + log σ with r² the squared error.
+    Where the rule needs the noise of a regression, σ² is the held-out squared error of the network under Adam; or with
+    `learn_noise` log σ is learnt beside the weights, one per network, by Adam on r²/(2σ²) + log σ with r² the squared
+    error.
     """
     data, training, n = problem.data, problem.training, len(problem.data)
     rule, device = kind.with_settings(**{**vars(training), **own}), data.x.device
     index = torch.arange(len(problem.seeds), device=device)[:, None]
     log_noise = torch.full((len(problem.seeds),), -1.0, device=device)
     noise_state, noise_lr = adam_state(log_noise), torch.tensor(training.lr, device=device)
-    learns_noise = rule.needs_noise and data.kind.noise
+    needs_noise = rule.needs_noise and data.kind.noise
 
     def batch(rows: Tensor) -> tuple[Tensor, Slope]:
         y = data.y[index, rows]
 
         def slope(outputs: Tensor) -> Tensor:
             losses, found = loss_and_slope(lambda f: data.kind.loss(f, y), outputs)
-            if learns_noise:
+            if needs_noise and learn_noise:
                 precision = torch.exp(-2 * log_noise)
                 adam_update(log_noise, 1 - losses * precision, noise_state, noise_lr)
                 stack.scale.copy_(0.5 * precision.unsqueeze(1))
@@ -176,6 +179,9 @@ def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **ow
 
     weights = problem.optimum.weights.clone() if rule.starts_trained else None
     stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
+    if needs_noise and not learn_noise:
+        known = data.kind.loss(forward(problem.network, problem.optimum.params, data.x_held_out), data.y_held_out)
+        stack.scale.copy_(0.5 / known.clamp(min=1e-12).unsqueeze(1))
     steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
     schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
     train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
@@ -228,9 +234,21 @@ def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
     return Fitted(tuple(map(predictor, range(len(problem.seeds)))), posteriors(problem, stack))
 
 
-def _linearised(problem: Problem, found: Sequence[Posterior]) -> Fitted:
-    asked: Any = {"likelihood": problem.data.likelihood}
+def _linearised(problem: Problem, found: Sequence[Posterior], *, shift: bool = False) -> Fitted:
+    asked: Any = {"likelihood": problem.data.likelihood, "shift": shift}
     return Fitted(tuple(partial(posterior.predict, **asked) for posterior in found), tuple(found))
+
+
+def _once(network: nn.Module, x: Tensor) -> Tensor:
+    outputs: Tensor = network(x)
+    return outputs.unsqueeze(0)
+
+
+def with_noise(problem: Problem, found: Sequence[Posterior]) -> Fitted:
+    """Posteriors of a regression as they are: the network linearised, σ² its held-out squared error."""
+    with torch.no_grad():
+        noise = [held_out_noise(problem, number, partial(_once, each.model)) for number, each in enumerate(found)]
+    return _linearised(problem, [each.replace(noise_variance=s) for each, s in zip(found, noise, strict=True)])
 
 
 def fit_rule(name: str, problem: Problem, **own: Any) -> Fitted:
@@ -243,8 +261,11 @@ def fit_rule(name: str, problem: Problem, **own: Any) -> Fitted:
     return sampled(name, problem, trained(problem, RULES[name], **own))
 
 
-def fit_badam(problem: Problem) -> Fitted:
-    """The paper's method: the posterior is read off Adam's state, calibrated, and the network linearised."""
+def fit_badam(problem: Problem, *, shift: bool = False) -> Fitted:
+    """The paper's method: the posterior is read off Adam's state, calibrated, and the network linearised.
+
+    With `shift` its variance grows with the leverage of an input, as it does where a user calls `predict`.
+    """
     data, found = problem.data, []
     for index, network in enumerate(problem.networks()):
         read = Posterior.from_state_dict(network, problem.optimum.state_dict(index), len(data))
@@ -253,7 +274,7 @@ def fit_badam(problem: Problem) -> Fitted:
         method: Any = "validation" if likelihood_named(data.likelihood).tempered else None
         read = read.replace(prior_precision=1.0)
         found.append(calibrate(read, held_out, likelihood=data.likelihood, method=method))
-    return _linearised(problem, found)
+    return _linearised(problem, found, shift=shift)
 
 
 def fit_laplace_diagonal(problem: Problem) -> Fitted:
@@ -365,6 +386,8 @@ METHODS: Mapping[str, Method] = {
     "gp": fit_gp,
     "badam": fit_badam,
     **{name: partial(fit_rule, name) for name in RULES if name != "adam"},
+    # With a noise as small as the toy problem's its usual rate diverges.
+    "ivon": partial(fit_rule, "ivon", learn_noise=True),
     # The network itself: no uncertainty of the weights, noise from the held-out residuals.
     "map": lambda problem: sampled("map", replace(problem, draws=1), problem.optimum),
     "laplace-diagonal": fit_laplace_diagonal,
@@ -405,7 +428,7 @@ def _scaled_jacobian(problem: Problem, network: nn.Module, index: int) -> tuple[
     """Λ^(1/2) J of the training data, rows by example and output, and the noise where the likelihood has one."""
     x = problem.data.x[index]
     with torch.no_grad():
-        noise = held_out_noise(problem, index, lambda inputs: network(inputs)[None])
+        noise = held_out_noise(problem, index, partial(_once, network))
         root = problem.data.kind.hessian_root(network(x).double(), None if noise is None else noise.double())
         return (root.mT @ _jacobian(network, x)).flatten(0, 1), noise
 

@@ -18,6 +18,8 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
 from bayesadam.paper import percent
 from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_ggn, posteriors, trained
+from bayesadam.paper.released import NOTEBOOK
+from bayesadam.paper.released import posteriors as released_posteriors
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
 
@@ -34,7 +36,17 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     **{f"badam-l2-{decay:g}": {"weight_decay": decay} for decay in _DECAYS},
 }
 _OTHERWISE = (*(f"Badam, β₂ = {beta:g}" for beta in _BETAS), *(f"Badam, L2 penalty {decay:g}" for decay in _DECAYS))
-TITLES = {**plots.METHOD_TITLES, **dict(zip(VARIANTS, _OTHERWISE, strict=True))}
+RELEASED = "badam-released"
+TITLES = {
+    **plots.METHOD_TITLES,
+    RELEASED: "Badam, as the released notebook",
+    **dict(zip(VARIANTS, _OTHERWISE, strict=True)),
+}
+# The accuracies that the notebook prints, of one network.
+PRINTED: Mapping[str, Mapping[float, float]] = {
+    "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
+    "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
+}
 STYLES: Mapping[str, Any] = {"snr": "-", "magnitude": "--", "path-snr": ":"}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
@@ -125,6 +137,7 @@ def _from_ggn(problem: Problem) -> list[Posterior]:
 
 _TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
     "badam": _from_adam,
+    RELEASED: lambda problem: released_posteriors(problem, NOTEBOOK, len(problem.data)),
     "mc-dropout": lambda problem: _from_adam(_usual(problem)),
     "bbb": lambda problem: _from_rule(problem, BayesByBackprop),
     "vadam": lambda problem: _from_rule(problem, Vadam, prior_precision=len(problem.data) / 600),
@@ -185,6 +198,8 @@ def fit_part(
         training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
         training = replace(training, **VARIANTS.get(name, {}))
         network = Network(inputs, settings.hidden, classes, settings.activation, settings.dropout)
+        if name == RELEASED:
+            network = replace(network, activation=NOTEBOOK.activation, dropout=0.0)
         if settings.sparse:
             recipe = next(recipe for recipe in RECIPES if recipe.name == name)
             network = replace(network, hidden=recipe.hidden, input_dropout=recipe.input_dropout)
@@ -213,6 +228,9 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
         bold = ["**" if curve.get(f) == best[f] else "" for f in fractions]
         cells = (f"{b}{percent(curve.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
         rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
+        if method == RELEASED:
+            printed = (percent(PRINTED[ranking].get(f)) for f in fractions)
+            rows.append((f"*what the notebook prints*, {ranking}", *printed))
     title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
     note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
     return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)

@@ -16,20 +16,32 @@ from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, generator, run_parts, seeds_of
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.paper import Sample, digits
-from bayesadam.paper.methods import METHODS, Data, Fitted, Method, Network, Problem, Training, fit_rule
+from bayesadam.paper.methods import METHODS, Data, Fitted, Method, Network, Problem, Training, fit_badam, fit_rule
+from bayesadam.paper.released import fit_letter, fit_script
 
 # As in the paper's figure, then the others.
 PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
-_OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
 _BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
 # Vadam from other initial precisions than its usual 10⁴.
 _PRECISIONS = (1e1, 1e2, 1e3, 1e5)
+# Rows of the table that stand beside those of the figure: what the paper leaves open, settled otherwise.
 VARIANTS: Mapping[str, Method] = {
-    f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS
+    "badam-released": fit_script,
+    "badam-letter": fit_letter,
+    "badam-leverage": partial(fit_badam, shift=True),
+    "bbb-learnt": partial(fit_rule, "bbb", learn_noise=True),
+    "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
+    **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
 }
-TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND)}
-TITLES |= {name: f"Vadam, initial precision {p:g}" for name, p in zip(VARIANTS, _PRECISIONS, strict=True)}
-METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
+_OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
+_OWN |= {"badam-released": "Badam, as the released code", "badam-letter": "Badam, to the letter of the paper"}
+_OWN |= {"badam-leverage": "Badam, widened by leverage"}
+_OWN |= {"bbb-learnt": "Bayes by Backprop, noise learnt", "vadam-learnt": "Vadam, noise learnt"}
+_OWN |= {f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS}
+TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND, *VARIANTS)}
+METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "coverage95_in", "rmse_in")
+# Outside, "near" are inputs at most so far from the middle of the training range, and "far" the others.
+_NEAR = 0.5
 
 
 def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
@@ -47,7 +59,7 @@ class RegressionSettings:
     """
 
     methods: tuple[str, ...] = tuple(TITLES)
-    n_seeds: int = 10
+    n_seeds: int = 5
     epochs: int = 20_000
     batch_size: int = 100
     lr: float = 1e-3
@@ -90,7 +102,9 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
     for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
         near, far = predictor(inside.x), predictor(outside.x)
         nlls = scores.nll(near, inside.y), scores.nll(far, outside.y)
-        deviations = (float(found.variance.sqrt().mean()) for found in (near, far))
+        std_in, std_out = (found.variance.sqrt() for found in (near, far))
+        close = (outside.x - sum(TRAIN_INTERVAL) / 2).abs() <= _NEAR
+        deviations = (float(part.mean()) for part in (std_in, std_out[close], std_out[~close], std_out))
         rows.append((*nlls, *deviations, scores.coverage(near, inside.y), scores.rmse(near.mean, inside.y)))
     shown: Any = fitted.predictors[0](toy_grid().x)
     mean, std = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.stddev))
@@ -100,16 +114,18 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
 def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     """Means over the seeds."""
     columns = {"nll_in": "NLL in", "nll_out": "NLL out", "coverage95_in": "95 % coverage", "rmse_in": "RMSE in"}
-    columns |= {"std_in": "std in", "std_out": "std out"}
+    columns |= {"std_in": "std in", "std_near": "std near", "std_far": "std far", "std_out": "std out"}
     rows = []
     for method, found in results.items():
-        means = {name: Sample.of(found[name]).mean for name in columns}
+        means = {name: Sample.of(found.get(name, ())).mean for name in columns}
         growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
         rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
     note = (
-        "NLL is the mean negative log-likelihood of new points, lower is better. “std” is the function's standard "
-        "deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, where no "
-        "method has seen data. The paper prints no numbers for this figure."
+        "NLL is the mean negative log-likelihood of new points, lower is better; RMSE is that of noisy points. “std” "
+        "is the function's standard deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to "
+        "0 and 0.5 to 1.2, where no method has seen data, “near” its part at most 0.25 away and “far” the rest. The "
+        "noise is the held-out squared error of a network unless it is learnt. The paper prints no numbers for this "
+        "figure."
     )
     return Table(f"Scores, mean of {settings['n_seeds']} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
@@ -117,9 +133,9 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
 def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
     """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations.
 
-    Vadam from other initial precisions is drawn where nothing else is.
+    Of the variants only the released code's is drawn, unless there is nothing else.
     """
-    rows = {method: row for method, row in rows.items() if method not in VARIANTS} or rows
+    rows = {name: row for name, row in rows.items() if name not in VARIANTS or name == "badam-released"} or rows
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
