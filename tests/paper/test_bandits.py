@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.resources import files
 
 import pytest
 from typer.testing import CliRunner
@@ -47,9 +48,9 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
     }
     settings = asdict(BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
     text = bandits.table(bandits.by_problem(cells), settings).markdown()
-    assert "| Badam | **.800 ± .100** (.700) |" in text
-    assert "| Greedy | .100 ± .100 (.000, 1 lost) |" in text
-    assert "| *in the paper* | .740 ± .090 |" in text
+    assert "| Badam | **.800** ± .141 (.100; .700) |" in text
+    assert "| Greedy | .100 ± .141 (.100; .000, 1 lost) |" in text
+    assert "| *in the paper* | .74 ± .09 |" in text
 
 
 def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
@@ -144,3 +145,30 @@ def test_a_change_concerns_the_agents_that_have_the_setting():
     assert settings.of("bbb") == agent_settings("bbb", epsilon=0.1)
     with pytest.raises(BayesAdamError, match="no agent here has the setting members: choose from activation"):
         BanditSettings(agents=("uniform", "greedy"), changes={"members": 3})
+
+
+def test_the_papers_numbers_stand_below_the_showdowns_agents():
+    cells = {f"census:1000/{agent}": {"reward_ratio": [0.3, 0.4]} for agent in ("bbb-showdown", "bbb")}
+    asked = BanditSettings(problems=("census:1000",), agents=("bbb-showdown", "bbb"), runs=2, settings="paper")
+    rows = bandits.table(bandits.by_problem(cells), asdict(asked)).rows
+    assert [row[0] for row in rows] == ["Bayes by Backprop, as the Showdown", "*in the paper*", "Bayes by Backprop"]
+    assert rows[1][1] == ".38 ± .02"
+    assert bandits.published("jester:redrawn", "badam") is None
+
+
+def test_every_setting_of_the_papers_rows_has_a_source():
+    """What `settings.json` says is what the agents have, and it leaves no setting out."""
+    told: dict[str, dict[str, object]] = {agent: {} for agent in bandits.OWN_AGENTS}
+    for record in json.loads(files("bayesadam.paper").joinpath("settings.json").read_text("utf-8")):
+        assert record["whose"] in ("the paper", "the Showdown", "the released code", "ours")
+        for agent in told if record["agents"] == "all" else record["agents"]:
+            own = {n: v for n, v in record["fields"].items() if n in agent_settings(agent).names()}
+            assert record["agents"] == "all" or own == record["fields"]
+            assert not told[agent].keys() & own.keys()
+            told[agent] |= own
+    for agent, values in told.items():
+        assert values == approx_settings(agent_settings(agent, "paper").plain()), agent
+
+
+def approx_settings(values):
+    return {name: approx(value) if isinstance(value, float) else value for name, value in values.items()}

@@ -30,9 +30,14 @@ class Sample:
         return fmean(self.values) if self.values else math.nan
 
     @property
+    def deviation(self) -> float:
+        """The standard deviation; NaN where there are not two values."""
+        return stdev(self.values) if len(self.values) > 1 else math.nan
+
+    @property
     def standard_error(self) -> float:
-        """Of the mean: sd/√n; NaN where there are not two values."""
-        return stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else math.nan
+        """Of the mean: sd/√n."""
+        return self.deviation / math.sqrt(max(len(self.values), 1))
 
 
 def above(first: Sample, second: Sample) -> bool | None:
@@ -77,12 +82,3 @@ def percent(value: float | None, digits: int = 2) -> str:
     ('98.43', '−0.42')
     """
     return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}".replace("-", "−")
-
-
-def mean_error(sample: Sample) -> str:
-    """Mean ± standard error.
-
-    >>> mean_error(Sample((0.5, 0.7)))
-    '.600 ± .100'
-    """
-    return fixed(sample.mean) + (f" ± {fixed(sample.standard_error)}" if len(sample.values) > 1 else "")

@@ -1,8 +1,11 @@
 """Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,14 @@ from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, run_parts
 from bayesadam.errors import SettingError
-from bayesadam.paper import MISSING, Sample, fixed, mean_error
+from bayesadam.paper import MISSING, Sample, fixed
 
 TITLES = {
     **plots.METHOD_TITLES,
     "badam-map": "Badam, map form",
+    "mc-dropout-showdown": "MC dropout, as the Showdown",
+    "bbb-showdown": "Bayes by Backprop, as the Showdown",
+    "greedy-showdown": "Greedy, as the Showdown",
     "greedy": "Greedy",
     "uniform": "Uniform",
     "epsilon-greedy": "ε-greedy",
@@ -40,8 +46,14 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
         ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
     )
 }
+# An agent that the paper took from the Showdown has this at the end of its name.
+SHOWDOWN = "-showdown"
+# The rows with the paper's settings: its own, Badam's other form, and a stronger Bayes by Backprop.
+OWN_AGENTS = (
+    *("badam", "badam-map", f"mc-dropout{SHOWDOWN}", f"bbb{SHOWDOWN}", "bbb", "vadam", f"greedy{SHOWDOWN}", "uniform"),
+)
 # What a lost run is, in a few words; see `bayesadam.bandits.Simulation`.
-LOST = "lost are runs that earned no more than the best single arm"
+LOST = "Lost are runs that earned no more than the best single arm"
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
 _AT_ONCE = {"cpu": 1, "cuda": 8}
 
@@ -53,7 +65,7 @@ class BanditSettings:
     These are `"tuned"` or `"paper"`, with changes to single ones, by name, for every agent that has them.
     """
 
-    problems: tuple[str, ...] = _COLUMNS[:6]
+    problems: tuple[str, ...] = (*_COLUMNS[:6], "census:1000", "jester:redrawn")
     agents: tuple[str, ...] = tuple(PAPER)
     runs: int = 10
     rounds: int | None = None
@@ -74,6 +86,7 @@ class BanditSettings:
 
 
 Cell = dict[str, Any]
+HEADINGS = {"census:1000": "census, 1,000 rounds", "jester:redrawn": "jester, arms redrawn"}
 
 
 def play(names: Sequence[str], *, seed: int, settings: BanditSettings, device: str) -> Iterator[tuple[str, Cell]]:
@@ -98,37 +111,66 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
     return found
 
 
-def worst(cell: Cell) -> str:
-    """The reward of a cell's worst run, and how many were lost where any was.
+def published(problem: str, agent: str) -> tuple[float, float] | None:
+    """The paper's mean and standard deviation; its jester has fixed arms."""
+    kind, _, option = problem.partition(":")
+    return None if option == "redrawn" else PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(kind)
 
-    >>> worst({"reward_ratio": [0.9, -0.01], "lost": [False, True]})
-    '−.010, 1 lost'
+
+def spread(cell: Cell) -> str:
+    """A cell's mean ± standard deviation; in brackets its standard error, its worst run, and how many runs were lost.
+
+    >>> spread({"reward_ratio": [0.9, 0.1], "lost": [False, True]})
+    '.500 ± .566 (.400; .100, 1 lost)'
     """
-    lost = sum(cell.get("lost", ()))
-    return fixed(min(value for value in cell["reward_ratio"] if value is not None)) + (f", {lost} lost" if lost else "")
+    sample, lost = Sample.of(cell["reward_ratio"]), sum(cell.get("lost", ()))
+    if not sample.values:
+        return MISSING
+    told = f"{fixed(min(sample.values))}{f', {lost} lost' if lost else ''}"
+    if len(sample.values) == 1:
+        return f"{fixed(sample.mean)} ({told})"
+    return f"{fixed(sample.mean)} ± {fixed(sample.deviation)} ({fixed(sample.standard_error)}; {told})"
 
 
 def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> Table:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold."""
     problems = [problem for problem in settings["problems"] if problem in results]
     agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
-    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in results[p].items()} for p in problems}
-    best = {p: max((s.mean for s in samples.values() if s.values), default=None) for p, samples in ours.items()}
-    published = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
+    means = {p: {a: Sample.of(cell["reward_ratio"]).mean for a, cell in results[p].items()} for p in problems}
+    best = {p: max((m for m in found.values() if math.isfinite(m)), default=None) for p, found in means.items()}
+    highest = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
     rows = []
     for agent in agents:
         shown, paper = [], []
         for p in problems:
-            sample, (mean, sd) = ours[p].get(agent, Sample(())), PAPER.get(agent, {}).get(p, (None, None))
-            bold, star = ("**" if a == b else "" for a, b in ((sample.mean, best[p]), (mean, published.get(p))))
-            worst_run = worst(results[p][agent]) if sample.values else ""
-            shown.append(f"{bold}{mean_error(sample)}{bold} ({worst_run})" if sample.values else MISSING)
-            paper.append(f"{star}{fixed(mean)}{star} ± {fixed(sd)}" if mean is not None else "")
-        rows += [(TITLES.get(agent, agent), *shown), *([("*in the paper*", *paper)] if any(paper) else [])]
+            bold = "**" if means[p].get(agent) == best[p] else ""
+            mean, _, rest = spread(results[p][agent]).partition(" ") if agent in results[p] else (MISSING, "", "")
+            shown.append(f"{bold}{mean}{bold} {rest}".strip())
+            theirs = published(p, agent)
+            star = "**" if theirs and theirs[0] == highest[p.partition(":")[0]] else ""
+            paper.append(f"{star}{fixed(theirs[0], 2)}{star} ± {fixed(theirs[1], 2)}" if theirs else "")
+        rows.append((TITLES.get(agent, agent), *shown))
+        if any(paper) and agent + SHOWDOWN not in agents:
+            rows.append(("*in the paper*", *paper))
     changed = ", ".join(f"{name}={value}" for name, value in (settings.get("changes") or {}).items())
     played = f"{settings['runs']} runs, settings `{settings['settings']}`" + (f" with {changed}" if changed else "")
-    title = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})"
-    return Table(title, ("agent", *problems), rows, "The paper's are means ± standard deviations.")
+    title = f"Total reward over the optimum's: mean ± standard deviation of {played} (standard error; worst run)"
+    note = f"{LOST}. The paper's are means ± standard deviations of 10 runs; its census has 10,000 rounds."
+    return Table(title, ("agent", *(HEADINGS.get(p, p) for p in problems)), rows, note)
+
+
+def settings_table() -> Table:
+    """Every setting of `--settings paper`, and whose it is."""
+    rows = []
+    for record in json.loads(files(__package__).joinpath("settings.json").read_text("utf-8")):
+        agents = record["agents"]
+        named = "all" if agents == "all" else ", ".join(TITLES.get(agent, agent) for agent in agents) or MISSING
+        rows.append((record["what"], named, record["value"], record["whose"]))
+    note = (
+        "The Showdown is the code of *Deep Bayesian Bandits Showdown*, on which the paper builds; the released code is "
+        "the authors', which has no bandits."
+    )
+    return Table("The settings `paper`, and whose they are", ("setting", "agents", "value", "whose"), rows, note)
 
 
 def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings) -> Figure:
@@ -140,7 +182,7 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings)
             mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
             axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
             axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
-        axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
+        axes.set(title=HEADINGS.get(problem, problem), xlabel="rounds", ylabel="cumulative regret")
         axes.locator_params(axis="x", nbins=4)
 
     title = f"Regret, mean and one standard deviation of {settings.runs} runs"
@@ -162,5 +204,6 @@ def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, 
         results = by_problem(run_parts(run, names, work, so_far))
         found = table(results, asdict(settings))
         run.show(found)
-        files: Any = {"table1.md": found.markdown(), "regret.png": plots.png(picture(results, settings))}
-        return run.finish(files, results)
+        told = found.markdown() + (settings_table().markdown() if settings.settings == "paper" else "")
+        made: Any = {"table1.md": told, "regret.png": plots.png(picture(results, settings))}
+        return run.finish(made, results)
