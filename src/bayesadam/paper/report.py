@@ -10,6 +10,7 @@ from typing import Any
 
 from bayesadam._extras import require
 from bayesadam._version import __version__
+from bayesadam.bandits.problems import table_name
 from bayesadam.commands.running import Run, Table
 from bayesadam.data import data_set, find, locate
 from bayesadam.errors import BayesAdamError, DataError
@@ -81,6 +82,7 @@ class Report:
         given: Any = {"loader": jinja2.PackageLoader(__package__, "."), "undefined": jinja2.StrictUndefined}
         environment = jinja2.Environment(**given, autoescape=True, keep_trailing_newline=True)
         tools: Any = {"table_of": table_of, "verdicts": list(Verdict), "headings": HEADINGS}
+        tools["settings_table"] = bandits.settings_table()
         tools["base64"] = lambda content: base64.b64encode(content).decode()
         return str(environment.get_template("report.html").render(report=self, version=__version__, **tools))
 
@@ -132,15 +134,16 @@ def run_missing(experiment: str, quick: bool, *, device: str, **given: Any) -> s
     if experiment == "cost":
         run_cost(**given, settings=QUICK_COST if quick else CostSettings())
         return ""
-    settings = QUICK_BANDITS if quick else BanditSettings(problems=tuple(bandits.PAPER["badam"]))
+    settings = QUICK_BANDITS if quick else BanditSettings(agents=bandits.OWN_AGENTS, settings="paper")
     absent = {}
     for name in settings.problems:
-        # The census is a third of a gigabyte, and fetched by name alone; the quick version fetches nothing.
-        if (quick or name == "census") and len(find(name)) < len(data_set(name).files):
-            absent[name] = f"It is not on this machine: `bayesadam data fetch {name}`."
+        # The quick version fetches nothing.
+        table = table_name(name)
+        if quick and len(find(table)) < len(data_set(table).files):
+            absent[name] = f"It is not on this machine: `bayesadam data fetch {table}`."
         else:
             try:
-                locate(name)
+                locate(table)
             except DataError as error:
                 absent[name] = f"{error}."
     there = tuple(name for name in settings.problems if name not in absent)
