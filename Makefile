@@ -7,11 +7,12 @@ PEERS  := .venv-peers
 OUT    ?= out
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo reproduce test test-all test-gpu check bench peers peers-test mergekit-test botorch-test wild docs serve build release-test clean
+.PHONY: help demo reproduce goldens test test-all test-gpu check bench peers peers-test mergekit-test botorch-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
 	@echo "make reproduce   Figures 1 and 2 and Table 1 on one page (out/reproduce/report.html); QUICK=1 in minutes"
+	@echo "make goldens   the numbers that no change may lose, beside the frozen ones"
 	@echo "make test    the test suite, doctests included, without what trains long or starts processes: minutes"
 	@echo "make test-all   all of it"
 	@echo "make test-gpu   the tests that need CUDA, with the torch of PYTHON as it is (no environment is made)"
@@ -39,6 +40,9 @@ demo: $(READY)
 # Hours on a CPU, minutes on a GPU; stopped, it resumes. The quick version keeps its runs apart and leaves these alone.
 reproduce: $(READY)
 	$(BIN)/bayesadam paper report $(OUT)/reproduce $(if $(QUICK),--quick)
+
+goldens: $(READY)
+	$(BIN)/python benchmarks/goldens.py
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
