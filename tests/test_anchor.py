@@ -23,7 +23,6 @@ from floats import assert_close
 
 N, BATCH = 64, 8
 KINDS = ("diagonal", "kronecker")
-SUMMED = (*KINDS, "low-rank", "low-rank+diagonal")
 
 
 def batches(seed: int, count: int = 20, inputs: int = 3, outputs: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
@@ -63,23 +62,18 @@ def flat(named: Any) -> Tensor:
 def dense(q: ba.Posterior, prior: bool = True) -> Tensor:
     """P over all weights, row-major and in the order of the posterior: from the definition of each structure."""
     weight, power, structure = q.settings.weight, q.settings.power, q.structure
-    if structure.kind.startswith("low-rank"):
-        rows = torch.cat([r.flatten(1) for r in structure.rows.values()], dim=1)
-        found = rows.T @ torch.diag(weight * structure.values**power) @ rows
-        found += torch.diag(weight * flat(structure.rest) ** power)
-    else:
-        blocks = []
-        for name, v in structure.second_moment.items():
-            rotation = structure.bases.get(name)
-            q_left = q_right = None
-            if rotation is not None:
-                q_left, q_right = rotation.left, rotation.right
-            rows = v.shape[0] if v.dim() > 1 else 1
-            left = torch.eye(rows, dtype=v.dtype) if q_left is None else q_left
-            right = torch.eye(v.numel() // rows, dtype=v.dtype) if q_right is None else q_right
-            both = torch.kron(left, right)
-            blocks.append(both @ torch.diag(weight * v.flatten() ** power) @ both.T)
-        found = torch.block_diag(*blocks)
+    blocks = []
+    for name, v in structure.second_moment.items():
+        rotation = structure.bases.get(name)
+        q_left = q_right = None
+        if rotation is not None:
+            q_left, q_right = rotation.left, rotation.right
+        rows = v.shape[0] if v.dim() > 1 else 1
+        left = torch.eye(rows, dtype=v.dtype) if q_left is None else q_left
+        right = torch.eye(v.numel() // rows, dtype=v.dtype) if q_right is None else q_right
+        both = torch.kron(left, right)
+        blocks.append(both @ torch.diag(weight * v.flatten() ** power) @ both.T)
+    found = torch.block_diag(*blocks)
     if prior:
         deltas = {n: torch.full_like(t, 0.0) + q.prior_precision[n] for n, t in q.mode.items()}
         found = found + torch.diag(flat(deltas))
@@ -377,8 +371,8 @@ def test_settings_that_would_switch_it_off_are_refused():
     for unfit in (torch.optim.Rprop, torch.optim.LBFGS, torch.optim.Adadelta, torch.optim.Adafactor):
         with pytest.raises(StateError, match="train with Adam"):
             anchor(unfit(before.model.parameters()), before)
-    with pytest.raises(SettingError, match="not one of low rank"):
-        anchor(optimizer, posterior("low-rank"))
+    with pytest.raises(SettingError, match="before with_inputs"):
+        anchor(optimizer, before.with_inputs(torch.randn(30, 3).double()))
     with pytest.raises(MatchError, match="posterior must be a Posterior, got dict"):
         anchor(optimizer, before.mode)
     assert not optimizer._optimizer_step_post_hooks
@@ -579,9 +573,9 @@ def test_parameters_of_one_part_keep_theirs(kind):
 
 
 def test_what_has_no_sum_is_refused(tmp_path):
-    a, b = pair("kronecker", "low-rank")
-    with pytest.raises(SettingError, match="read both as"):
-        a + b
+    a, b = pair("kronecker", "diagonal")
+    with pytest.raises(SettingError, match="add them first"):
+        a + b.with_inputs(torch.randn(30, 3).double())
     with pytest.raises(TypeError):
         a + 1
     with pytest.raises(MatchError, match="no parameter in common"):

@@ -295,7 +295,7 @@ def merge(
 
 
 _Compress = _named("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
-_Structure = _named("bayesadam.commands.files:EXPORTED", "kronecker is for the state of a SOAP.")
+_Structure = _named("bayesadam.gaussian.bases:STRUCTURES", "kronecker is for the state of a SOAP.")
 
 
 @_on_a_file

@@ -117,7 +117,7 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
     hidden = False
     if entry is None:
-        part = gaussian if gaussian.structure.has_directions else gaussian.part(name)
+        part = gaussian.part(name) if gaussian.structure.by_parameter else gaussian
         v = part.structure.diagonal(name)
     else:
         ends, v = read_entry(entry)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarni
 
 by_name = {network.name: network for network in NETWORKS}
 NAMES = ("conv2d-groups", "layer-norm-sequence", "batch-norm-2d", "embedding", "encoder-layer")
-STRUCTURES = ("diagonal", "kronecker", "low-rank")
+STRUCTURES = ("diagonal", "kronecker", "inputs")
 
 
 def posterior_of(structure: str = "diagonal", seed: int = 0, **options: Any) -> ba.Posterior:
@@ -32,18 +32,19 @@ def posterior_of(structure: str = "diagonal", seed: int = 0, **options: Any) -> 
         optimizer.zero_grad()
         model(torch.randn(8, 3).double()).square().mean().backward()
         optimizer.step()
-    return ba.Posterior.from_optimizer(
+    found = ba.Posterior.from_optimizer(
         model,
         optimizer,
         30,
         likelihood="regression",
         power=1,
         batch_size=8,
-        structure=structure,
-        recorder=None if structure == "diagonal" else recorder,
+        structure="kronecker" if structure == "kronecker" else "diagonal",
+        recorder=recorder if structure == "kronecker" else None,
         prior_precision=2.0,
         **options,
     )
+    return found.with_inputs(torch.randn(30, 3).double()) if structure == "inputs" else found
 
 
 def whole(posterior: ba.Posterior, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from floats import assert_close
 # Eight gradients are few: that is told of a posterior at its own settings, and not what is asked here.
 pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
 N, BATCH = 20_000, 10
-STRUCTURES = ["diagonal", "kronecker", "soap", "low-rank", "low-rank+diagonal"]
+STRUCTURES = ["diagonal", "kronecker", "soap"]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -83,10 +83,6 @@ def trained(
 def dense_curvature(posterior: ba.Posterior) -> Tensor:
     """V over all weights, from the structure's tensors by its definition: no Woodbury, no rotation of Jacobians."""
     structure = posterior.structure
-    if structure.kind.startswith("low-rank"):
-        u = torch.cat([structure.rows[name].flatten(1) for name in posterior.mode], dim=1)
-        rest = torch.cat([structure.rest[name].flatten() for name in posterior.mode])
-        return u.T @ torch.diag(structure.values) @ u + torch.diag(rest)
     blocks = []
     for name in posterior.mode:
         v = structure.second_moment[name]
@@ -264,7 +260,7 @@ def test_sampling_predictives_have_the_mean_of_their_draws(predictive):
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_of_sequences_it_is_entropy_and_leverage_place_by_place(structure):
     posterior = trained(structure, mlp(3, 4, 3), 5, 3)
     x = 2 * normal(6, 5, 3, seed=100)
@@ -283,7 +279,7 @@ def test_one_place_has_no_tokens():
 # --- other likelihoods ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_of_binary_outputs_it_is_the_average_entropy(structure):
     posterior = trained(structure, mlp(3, 4, 2), loss="binary")
     x = 2 * normal(6, 3, seed=100)
@@ -294,7 +290,7 @@ def test_of_binary_outputs_it_is_the_average_entropy(structure):
     assert_novelty(posterior.novelty(x, likelihood="binary"), expected)
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 @pytest.mark.parametrize("likelihood", ["regression", "poisson", "heteroscedastic"])
 def test_of_numbers_it_is_the_relative_leverage(structure, likelihood):
     posterior = trained(structure, mlp(3, 4, 2), loss=likelihood)
@@ -309,14 +305,14 @@ def test_of_numbers_it_is_the_relative_leverage(structure, likelihood):
 
 def members(*sizes: int, loss: str = "classification") -> list[ba.Posterior]:
     found = []
-    for structure in ("diagonal", "kronecker", "low-rank"):
+    for structure in ("diagonal", "kronecker"):
         torch.manual_seed(len(structure))
         model = mlp(*sizes).double()
         found.append(trained(structure, copy.deepcopy(model), loss=loss))
     return found
 
 
-WEIGHTS = (0.5, 0.2, 0.3)
+WEIGHTS = (0.7, 0.3)
 
 
 def test_of_a_mixture_it_is_the_average():

@@ -384,7 +384,7 @@ def test_from_batches_without_a_batch_is_told():
 
 
 @pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_a_posterior_of_a_recorder_is_that_of_its_optimiser(structure):
     model, data = normed(), pairs(12)
     recorder = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)

@@ -205,7 +205,6 @@ def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
         return _Fit(by_forward(posterior, data), seen)
     found = by_evidence(posterior, data) if method == "evidence" else by_validation(posterior, data)
     found = found if predictive == "linearised" else by_draws(found, data)
-    found.warn_of_limits()
     return _Fit(found, seen, plain)
 
 

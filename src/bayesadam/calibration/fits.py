@@ -14,7 +14,6 @@ from torch import Tensor
 from bayesadam._progress import progress
 from bayesadam.calibration.held_out import HeldOut, aligned, quietly
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Component, agreed
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.distribution import by_leverage
@@ -154,8 +153,7 @@ def tables_of(data: HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
     """Ratios δ/w, of δ R/w under a prior of shape R; E[f] and w Var[f] at each, (k, n, ...); the targets.
 
     The scale then costs nothing, since it only divides. One pass over the data serves all ratios. In the likelihood
-    form the mean, too, depends on the ratio: there it takes a pass for each, as it does where directions over all
-    weights change with it.
+    form the mean, too, depends on the ratio: there it takes a pass for each.
     """
     posterior = data.posterior
     settings, structure = posterior.settings, posterior.structure
@@ -166,7 +164,7 @@ def tables_of(data: HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
         raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
     low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
-    if settings.form == "map" and not structure.has_directions:
+    if settings.form == "map":
         by_name = dict(zip(structure.second_moment, curvatures, strict=True))
 
         def variance_at(ratio: float) -> VarianceOf:
@@ -178,7 +176,7 @@ def tables_of(data: HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
         passes, unit = [], settings.weight
         for r in ratios:
             at = posterior.replace(prior_precision=settings.prior_at(r * settings.weight), covariant=settings.covariant)
-            passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__], directions=[at.directions])))
+            passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__])))
     means = torch.stack([torch.cat([part.mean for part in each]) for each in passes])
     variances = torch.cat([unit * torch.cat([part.variances for part in each], dim=1) for each in passes])
     return ratios, means.expand(_RATIOS, *means.shape[1:]), variances, torch.cat([part.y for part in passes[0]])
@@ -277,7 +275,7 @@ def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
     record, shape = data.options.record, posterior.settings.prior_shape
 
     def unit(name: str) -> Tensor:
-        return torch.ones_like(posterior.mode[name]) / (1.0 if shape is None else shape[name])
+        return torch.ones_like(posterior.structure.second_moment[name]) / (1.0 if shape is None else shape[name])
 
     if not record.noise:
         # ½ tr(H Cov f) at Cov θ = 1 is half the trace of the Gauss-Newton matrix.
@@ -286,10 +284,9 @@ def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
         return _at_evidence(posterior, 2 * float(torch.cat(halves).mean(dtype=torch.float64)))
     found, noise = posterior, None
     variances: list[VarianceOf] = [unit]
-    directions: list[Directions | None] = [None]
     for _ in range(_NOISE_ROUNDS + 1):
         # In the likelihood form the mean moves with δ, and the residuals with it.
-        rows = list(data.moments(found, variances, directions=directions))
+        rows = list(data.moments(found, variances))
         mean, y = torch.cat([p.mean for p in rows]), torch.cat([p.y for p in rows])
         square = (y - mean).square()
         square = square.clamp(min=torch.finfo(square.dtype).tiny)
@@ -304,7 +301,7 @@ def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
                 return found
         curvature = (reach * record.hessian_diagonal(mean, noise)).mean(dim=0).sum()
         found = _at_evidence(posterior, float(curvature)).replace(noise_variance=noise)
-        variances, directions = [unit, found.coordinate_variance.__getitem__], [None, found.directions]
+        variances = [unit, found.coordinate_variance.__getitem__]
     return found
 
 

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError
-from bayesadam.gaussian.structure import Directions
 from bayesadam.leverage import Leverage, Ratios, from_inputs, observed
 from bayesadam.likelihoods import Component, Likelihood, agreed
 from bayesadam.likelihoods import likelihood as record_of
@@ -281,7 +280,6 @@ class HeldOut:
         variances: Sequence[VarianceOf],
         *,
         covariance: bool = False,
-        directions: Sequence[Directions | None] = (),
     ) -> Iterator[Rows]:
         """Of the linearised network at a posterior's mean, batch by batch, under each of k variances of the weights.
 
@@ -290,8 +288,8 @@ class HeldOut:
         """
         record, params = self.options.record, parameters_at_mean(posterior)
         call, device = Call(self.posterior.model, self.options.forward), next(iter(params.values())).device
-        of_weights: Any = {"params": params, "variances": variances, "directions": directions}
-        ask: Any = partial(moments, **of_weights, budget=self.options.memory_budget, bases=posterior.structure.bases)
+        of_weights: Any = {"params": params, "variances": variances}
+        ask: Any = partial(moments, **of_weights, budget=self.options.memory_budget, structure=posterior.structure)
         with evaluating(self.posterior.model):
             for number, (inputs, y) in enumerate(self.batches):
                 self.step()

@@ -18,7 +18,6 @@ from bayesadam._options import in_options
 from bayesadam.commands.running import Run, Table, as_json, target
 from bayesadam.deploying import deploy
 from bayesadam.errors import BayesAdamWarning, SettingError
-from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
@@ -26,8 +25,6 @@ from bayesadam.posterior import Posterior
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.readers import CheckpointOptions
 
-# Structures that need no recorded gradients, which a checkpoint does not hold.
-EXPORTED = tuple(name for name, spec in STRUCTURES.items() if not spec.needs_gradients)
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 

@@ -1,114 +1,177 @@
-"""A Gaussian with one precision per coordinate, w v̂ᵖ + δ: of the weights, or of rotated ones (Kronecker)."""
+"""The one structure: a precision w c + δ for every coordinate, in the weights' own coordinates or in rotated ones.
+
+| bases | name          | from                                                          |
+|-------|---------------|---------------------------------------------------------------|
+| none  | `"diagonal"`  | the second moment of Adam and its kin                         |
+| right | `"inputs"`    | the same, and the inputs of each layer (`gaussian.inputs`)    |
+| both  | `"kronecker"` | SOAP, Shampoo's statistics, or recorded gradients             |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
+from bayesadam.gaussian.inputs import InputSide
 from bayesadam.gaussian.noise import draw, stream_seed
 from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
-from bayesadam.gaussian.structure import Named, Structure, StructureSpec, Types
+from bayesadam.gaussian.structure import Named, Types
 from bayesadam.readers.rotated import Rotation
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Structure):
-    """Second moments v̂ by parameter name, the diagonal of V_t in the coordinates of each parameter's `bases`.
+class Diagonal:
+    """Second moments v̂ by parameter name, the diagonal of V_t in the coordinates of each parameter.
 
-    Without bases the coordinates are the weights. A matrix W with bases Q_L and Q_R is Kronecker-factored:
+    A matrix W with the bases Q_L and Q_R is Kronecker-factored:
 
-        Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ
+        Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w c + δ)) (Q_R ⊗ Q_L)ᵀ,   c = v̂ᵖ
+
+    One whose inputs are known has Q_R alone, and v̂_ij = g_i λ_j there: its curvature is c = g_iᵖ λ_j = v̂ᵖ λ^(1−p).
+
+    Attributes:
+        second_moment: v̂ in the coordinates; tensors may be on the disk. A bias that is a column of its matrix has none.
+        bases: Q_L and Q_R of parameters that have them.
+        inputs: the input sides of layers, by the names of their weights.
     """
 
-    second_moment: Mapping[str, Tensor]
+    second_moment: Named
     bases: Mapping[str, Rotation] = field(default_factory=dict)
+    inputs: Mapping[str, InputSide] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:  # type: ignore[override]
-        """`"diagonal"`, or `"kronecker"` with bases."""
-        return "kronecker" if self.bases else "diagonal"
+    def kind(self) -> str:
+        """Its name, as users and files have it."""
+        return "inputs" if self.inputs else "kronecker" if self.bases else "diagonal"
 
     @property
-    def independent(self) -> bool:  # type: ignore[override]
-        """Whether the weights are the coordinates."""
-        return not self.bases
+    def independent(self) -> bool:
+        """Whether the weights are the coordinates, so that each is independent of all others."""
+        return not self.bases and not self.inputs
 
-    def _into(self, named: Named) -> Named:
-        """Weights by name as coordinates."""
-        bases, moments = self.bases, self.second_moment
-        turned = {n: bases[n].into(t.to(moments[n]), moments[n].dim()) for n, t in named.items() if n in bases}
-        return {**named, **turned} if turned else named
+    @property
+    def by_parameter(self) -> bool:
+        """Whether parameters are independent of each other: no bias has joined its matrix."""
+        return not any(side.bias for side in self.inputs.values())
 
-    def _out_of(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Coordinates by name as weights."""
-        bases, moments = self.bases, self.second_moment
-        return {n: bases[n].out_of(t, moments[n].dim()) if n in bases else t for n, t in named.items()}
+    # --- coordinates --------------------------------------------------------------------------------------------------
+
+    def into(self, named: Named) -> Named:
+        """Weights by name, with any leading dimensions, as coordinates."""
+        if self.independent:
+            return named
+        biases, found = {side.bias for side in self.inputs.values()}, {}
+        for name, t in named.items():
+            if name in biases:
+                continue
+            v = self.second_moment[name]
+            if name in self.inputs:
+                side = self.inputs[name]
+                found[name] = side.into(t.to(v), None if side.bias is None else named[side.bias])
+            else:
+                found[name] = self.bases[name].into(t.to(v), v.dim()) if name in self.bases else t
+        return found
+
+    def _out_of(self, named: Named) -> dict[str, Tensor]:
+        """Coordinates by name, with any leading dimensions, as weights."""
+        back: dict[str, Callable[[Tensor], Any]] = {
+            name: partial(basis.out_of, dims=self.second_moment[name].dim()) for name, basis in self.bases.items()
+        }
+        back |= {name: side.out_of for name, side in self.inputs.items()}
+        return dict(_weights(named, back, self.inputs))
+
+    # --- curvature ----------------------------------------------------------------------------------------------------
+
+    def moment(self, name: str, power: float) -> Tensor:
+        """What to the power p is the curvature c: v̂, or v̂ λ^((1−p)/p) where inputs are known."""
+        v, side = self.second_moment[name], self.inputs.get(name)
+        return v if side is None or power == 1 else v * side.spectrum.to(v) ** ((1 - power) / power)
 
     def _rule(self, name: str, settings: Settings) -> PrecisionRule:
         delta = settings.prior_precision[name]
-        if name in self.bases and isinstance(delta, Tensor):
+        if isinstance(delta, Tensor) and (name in self.bases or name in self.inputs):
             raise SettingError(
-                f"a Kronecker-factored posterior needs one prior precision for all weights of {name!r}: a rotated "
+                f"a posterior in rotated coordinates needs one prior precision for all weights of {name!r}: a rotated "
                 "prior of different ones is not diagonal"
             )
         return PrecisionRule.of(settings, delta)
 
     def precision(self, name: str, settings: Settings) -> Tensor:
-        """w v̂ᵖ + δ of every coordinate of one parameter."""
-        return self._rule(name, settings).precision(self.second_moment[name])
+        """w c + δ of every coordinate of one parameter."""
+        return self._rule(name, settings).precision(self.moment(name, settings.power))
 
-    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
-        """w v̂ᵖ + δ, and no rows."""
-        return {name: self.precision(name, settings) for name in self.second_moment}, {}
+    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
+        """1/(w c + δ), infinite where there is neither curvature nor prior."""
+        return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
+
+    def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
+        """c, or c/R with the shape R of a prior, parameter by parameter; the eigenvalues of Vᵖ."""
+        found = {name: curvature(self.moment(name, power), power) for name in self.second_moment}
+        return [c if shape is None else c / shape[name] for name, c in found.items()]
+
+    def diagonal(self, name: str) -> Tensor:
+        """The diagonal of V in the space of the weights: v̂, or Q_L² v̂ (Q_R²)ᵀ, squared entry by entry."""
+        owner = next((n for n, side in self.inputs.items() if side.bias == name), name)
+        if owner in self.inputs:
+            weight, bias = self.inputs[owner].diagonal(self.second_moment[owner])
+            found = weight if owner == name else bias
+            assert found is not None
+            return found
+        v = self.second_moment[name]
+        return self.bases[name].diagonal(v) if name in self.bases else v
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """γ = Σ w c/(w c + δ), the number of directions that the data determine and not the prior."""
+        shares = (self._rule(n, settings).share(self.moment(n, settings.power)) for n in self.second_moment)
+        return sum(float(whole(share.sum(dtype=wide(share)))) for share in shares)
+
+    def flat_weights(self, settings: Settings) -> dict[str, int]:
+        """How many coordinates of each parameter have v̂ = 0 and δ = 0; names without any are left out."""
+        flat = {}
+        for name, v in self.second_moment.items():
+            delta = settings.prior_precision[name]
+            if isinstance(delta, Tensor) or delta == 0:
+                flat[name] = zeros(v + delta if isinstance(delta, Tensor) else v)
+        return {name: count for name, count in flat.items() if count}
+
+    # --- the Gaussian -------------------------------------------------------------------------------------------------
 
     def _mean(self, name: str, coordinates: Tensor, settings: Settings) -> Tensor:
-        return self._rule(name, settings).mean(coordinates, self.second_moment[name])
+        return self._rule(name, settings).mean(coordinates, self.moment(name, settings.power))
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """θ in the map form; in the likelihood form its coordinates shrink by w c/(w c + δ)."""
         if settings.form == "map":
             return dict(mode)
-        return self._out_of({name: self._mean(name, theta, settings) for name, theta in self._into(mode).items()})
-
-    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
-        """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
-        return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
+        return self._out_of({name: self._mean(name, theta, settings) for name, theta in self.into(mode).items()})
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """The marginal variances of the weights."""
-        found = self.coordinate_variance(settings)
-        return {name: self.bases[name].diagonal(v) if name in self.bases else v for name, v in found.items()}
-
-    def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
-        """v̂ᵖ, or v̂ᵖ/R, parameter by parameter."""
-        found = {name: curvature(v, power) for name, v in self.second_moment.items()}
-        return [c if shape is None else c / shape[name] for name, c in found.items()]
-
-    def effective_dimension(self, settings: Settings) -> float:
-        """γ = Σ w c/(w c + δ)."""
-        shares = [self._rule(name, settings).share(v) for name, v in self.second_moment.items()]
-        return sum(float(whole(share.sum(dtype=wide(share)))) for share in shares)
+        back: dict[str, Callable[[Tensor], Any]] = {name: basis.diagonal for name, basis in self.bases.items()}
+        back |= {name: side.diagonal for name, side in self.inputs.items()}
+        return dict(_weights(self.coordinate_variance(settings), back, self.inputs))
 
     def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
-        """μ + ε (w v̂ᵖ + δ)^(-1/2) in the coordinates, in one pass over θ and v̂."""
+        """μ + ε (w c + δ)^(-1/2) in the coordinates, in one pass over θ and v̂; a name's draw is its own."""
         drawn = {}
-        for name, theta in self._into(mode).items():
-            v = self.second_moment[name]
-            dtype = v.dtype if name in self.bases else dtypes[name]
+        for name, theta in self.into(mode).items():
+            v = self.moment(name, settings.power)
+            dtype = dtypes[name] if name not in self.bases and name not in self.inputs else v.dtype
             rule = self._rule(name, settings)
             drawn[name] = draw(theta, v, rule, seed=stream_seed(seed, name), n=n, dtype=dtype)
         return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
 
     def squared_distance(self, values: Named, mode: Named, settings: Settings) -> Tensor:
-        """Σ λ (θ − μ)² over coordinates: rotations keep distances."""
-        parts, values = [], self._into(values)
-        for name, theta in self._into(mode).items():
+        """Σ (w c + δ) (θ − μ)² over coordinates, in float64: rotations keep distances."""
+        parts, values = [], self.into(values)
+        for name, theta in self.into(mode).items():
             mu = self._mean(name, theta, settings)
             terms = (placed_like(values[name], mu).to(mu) - mu).square_().mul_(self.precision(name, settings))
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
@@ -116,38 +179,52 @@ class Diagonal(Structure):
         return reduce(lambda total, part: total + part.to(total.device), parts)
 
     def log_det(self, settings: Settings) -> Tensor:
-        """Σ log λ."""
+        """Σ log(w c + δ), in float64."""
         logs = (self.precision(name, settings).log_() for name in self.second_moment)
         parts = (whole(log.sum(dtype=wide(log))) for log in logs)
         return reduce(lambda total, part: total + part.to(total.device), parts)
 
-    def flat_weights(self, settings: Settings) -> dict[str, int]:
-        """Weights with v̂ = 0 and δ = 0."""
-        flat = {}
-        for name, delta in settings.prior_precision.items():
-            if isinstance(delta, Tensor) or delta == 0:
-                v = self.second_moment[name]
-                flat[name] = zeros(v + delta if isinstance(delta, Tensor) else v)
-        return {name: count for name, count in flat.items() if count}
+    # --- parts --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Named]:
-        """v̂ under `second_moment`, and the bases under `left` and `right`."""
+        """What is saved, by role and name: v̂, bases, and of layers whose inputs are known λ and g instead of v̂."""
         left = {name: basis.left for name, basis in self.bases.items() if basis.left is not None}
         right = {name: basis.right for name, basis in self.bases.items() if basis.right is not None}
-        return {"second_moment": self.second_moment, "left": left, "right": right}
+        right |= {name: side.basis for name, side in self.inputs.items()}
+        spectra = {name: side.spectrum for name, side in self.inputs.items()}
+        rows = {name: self.second_moment[name].sum(dim=1) / s.sum() for name, s in spectra.items()}
+        moments = {n: v for n, v in self.second_moment.items() if n not in rows} if rows else self.second_moment
+        return {"second_moment": moments, "left": left, "right": right, "spectrum": spectra, "rows": rows}
 
     def part(self, name: str) -> Diagonal:
-        """The same of one parameter."""
+        """The same of one parameter, in memory; only where `by_parameter`."""
         bases = {name: self.bases[name]} if name in self.bases else {}
-        return replace(self, second_moment={name: self.second_moment[name]}, bases=bases)
+        inputs = {name: self.inputs[name]} if name in self.inputs else {}
+        return Diagonal({name: self.second_moment[name]}, bases, inputs)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Diagonal:
         """The same with every tensor changed."""
-        bases = {
-            name: Rotation(*(None if side is None else change(side) for side in (basis.left, basis.right)))
-            for name, basis in self.bases.items()
-        }
-        return replace(self, second_moment={name: change(v) for name, v in self.second_moment.items()}, bases=bases)
+        return replace(
+            self,
+            second_moment={name: change(v) for name, v in self.second_moment.items()},
+            bases={name: basis.each(change) for name, basis in self.bases.items()},
+            inputs={name: side.each(change) for name, side in self.inputs.items()},
+        )
+
+
+def _weights(
+    named: Named, back: Mapping[str, Callable[[Tensor], Any]], inputs: Mapping[str, InputSide]
+) -> Iterator[tuple[str, Tensor]]:
+    """Coordinates by name taken back, a bias that is a column of its matrix by a name of its own."""
+    for name, t in named.items():
+        found = back[name](t) if name in back else t
+        if name not in inputs:
+            yield name, found
+            continue
+        weight, bias = found
+        yield name, weight
+        if (own := inputs[name].bias) is not None:
+            yield own, bias
 
 
 def zeros(v: Tensor) -> int:
@@ -158,10 +235,3 @@ def zeros(v: Tensor) -> int:
 def wide(tensor: Tensor) -> torch.dtype:
     """The type sums over many weights are taken in; Apple's MPS has no float64."""
     return tensor.dtype if tensor.device.type == "mps" else torch.float64
-
-
-DIAGONAL = StructureSpec(
-    "diagonal",
-    build=lambda reading: Diagonal(reading.second_moment),
-    load=lambda stored: Diagonal(stored.weights("second_moment")),
-)

@@ -20,12 +20,9 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam._shards import is_sharded, on_first_rank, whole, wrapped
 from bayesadam._version import __version__
-from bayesadam.errors import FileError, MatchError, MissingFileError, SettingError
-from bayesadam.gaussian.diagonal import DIAGONAL
-from bayesadam.gaussian.kronecker import KRONECKER
-from bayesadam.gaussian.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
+from bayesadam.errors import FileError, MatchError, MissingFileError
 from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import AnyPath, Named, Stored, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Named, Stored, outlined
 from bayesadam.readers import compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -33,23 +30,10 @@ from bayesadam.readers.formats.lazy import Lazy, meta
 if TYPE_CHECKING:
     from bayesadam.gaussian.weights import GaussianWeights
 
-STRUCTURES: dict[str, StructureSpec] = {spec.name: spec for spec in (DIAGONAL, KRONECKER, LOW_RANK, LOW_RANK_DIAGONAL)}
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _FLAGS = ("covariant", "default_prior")
 _MOMENTS = ("second_moment", "rest")
 _HEADER_FILE = f"{storage.POSTERIOR.header}.json"
-
-
-def structure_named(name: str, *, recorded: bool) -> StructureSpec:
-    """The structure of that name; `recorded` says whether there are recorded gradients."""
-    if name not in STRUCTURES:
-        raise SettingError(f"structure must be one of {tuple(STRUCTURES)}, got {name!r}")
-    if STRUCTURES[name].needs_gradients and not recorded:
-        raise SettingError(
-            f"structure={name!r} is built from recorded gradients, which a checkpoint does not hold: recorder = "
-            "bayesadam.Recorder(optimizer) before training, then Posterior.from_optimizer(..., recorder=recorder)"
-        )
-    return STRUCTURES[name]
 
 
 def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[Named, dict[str, Any]]:
@@ -59,7 +43,7 @@ def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[
     of the later format, which older releases refuse.
     """
     compression.check_compression(compress)
-    mode, settings, roles = q.mode, q.settings, q.structure.tensors()
+    mode, settings, roles, sides = q.mode, q.settings, q.structure.tensors(), q.structure.inputs
     lazy = {role: roles.pop(role) for role in _MOMENTS if role in roles}
     held = {} if weights else {f"probe.{name}": compression.probe(mode[name]) for name in mode}
     held |= {f"{role}.{name}": tensor for role, named in roles.items() for name, tensor in named.items()}
@@ -86,6 +70,7 @@ def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
         "structure": q.structure.kind,
+        **({"inputs": {n: [side.bias, side.inputs_first] for n, side in sides.items()}} if sides else {}),
         "parameters": list(mode),
         "settings": {**others, "prior_precision": numbers},
         **q.origin.header(),

@@ -11,10 +11,10 @@ from torch import Tensor
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.settings import Precision, Settings, curvature
-from bayesadam.gaussian.structure import Named, Structure
+from bayesadam.gaussian.structure import Named
 from bayesadam.readers.rotated import Rotation, eigenbasis
 
-Given = Sequence[tuple[Structure, Settings]]
+Given = Sequence[tuple[Diagonal, Settings]]
 
 
 def summed(given: Given, like: Named) -> tuple[Diagonal, Settings]:
@@ -31,9 +31,8 @@ def summed(given: Given, like: Named) -> tuple[Diagonal, Settings]:
     - A parameter that only one of them has keeps its own. One that has more rows in the later one, a head with new
       classes, gets the earlier one's curvature in the old rows.
     """
-    if not all(isinstance(structure, Diagonal) for structure, _ in given):
-        kinds = " and ".join(structure.kind for structure, _ in given)
-        raise SettingError(f"posteriors of structure {kinds} have no sum: read both as 'diagonal' or 'kronecker'")
+    if any(structure.inputs for structure, _ in given):
+        raise SettingError("posteriors that know their inputs have no sum: add them first, then with_inputs(inputs)")
     n_data = sum(settings.n_data for _, settings in given)
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}

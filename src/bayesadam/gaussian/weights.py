@@ -20,13 +20,14 @@ from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
-from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
+from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.gaussian import files
-from bayesadam.gaussian.diagonal import DIAGONAL
-from bayesadam.gaussian.files import SETTING_NAMES, STRUCTURES, structure_named
+from bayesadam.gaussian.bases import built, check_structure, loaded
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.files import SETTING_NAMES
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Directions, Named, Reading, Stored, Structure, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Named, Stored, outlined
 from bayesadam.gaussian.sums import check_growth, summed
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -131,7 +132,7 @@ class GaussianWeights(Marginals):
     """
 
     mode: Named
-    structure: Structure
+    structure: Diagonal
     settings: Settings
     omitted: Mapping[str, str] = field(default_factory=dict)
     _: KW_ONLY
@@ -174,7 +175,7 @@ class GaussianWeights(Marginals):
                     "without them, and change settings with .replace(...)"
                 )
             return _open_saved(file, n_data, prior_precision)
-        spec = structure_named(structure, recorded=False)
+        check_structure(structure)
         checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, reading)
         n_data = checkpoint.n_data_or(n_data)
         match = readers.match_checkpoint(checkpoint, options=reading)
@@ -185,7 +186,7 @@ class GaussianWeights(Marginals):
         if apart is not None and checkpoint is not path:
             warn(apart)
         source = Source(file, checkpoint.format, readers.explain(checkpoint, match), checkpoint.weights, match, apart)
-        return replace(of_match(match, settings, prior_precision, spec), source=source)
+        return replace(of_match(match, settings, prior_precision, structure), source=source)
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -203,11 +204,6 @@ class GaussianWeights(Marginals):
     def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
         return self.structure.coordinate_variance(self.settings)
-
-    @cached_property
-    def directions(self) -> Directions | None:
-        """A low-rank posterior's directions over all weights, with less variance than `coordinate_variance`; cached."""
-        return self.structure.directions(self.settings)
 
     @cached_property
     def for_novelty(self) -> Self:
@@ -433,7 +429,7 @@ class GaussianWeights(Marginals):
         tensors = self.network_tensors() or self.mode
         identity = readers.identities(tensors)
         owners = {identity[name]: name for name in self.mode}
-        together = self._drawn(drawn, None) if self.structure.has_directions else {}
+        together = {} if self.structure.by_parameter else self._drawn(drawn, None)
 
         def load(name: str) -> Tensor:
             owner = owners.get(identity[name])
@@ -481,11 +477,6 @@ class GaussianWeights(Marginals):
         if not self.has_weights:
             raise FileError("the file has no weights: open the one that has them, with this one as optimizer_path=")
 
-    def warn_of_limits(self) -> None:
-        """Warn where the structure cannot hold what the settings require of it."""
-        if (limits := self.structure.limits(self.settings)) is not None:
-            warn(limits, StructureWarning)
-
     def require_whole(self, what: str) -> None:
         """Raise where the posterior is sharded, for `what` needs whole tensors."""
         if self.is_sharded:
@@ -495,7 +486,7 @@ class GaussianWeights(Marginals):
             )
 
 
-def of_match(match: Match, settings: Settings, prior_precision: Any, spec: StructureSpec = DIAGONAL) -> GaussianWeights:
+def of_match(match: Match, settings: Settings, prior_precision: Any, structure: str = "diagonal") -> GaussianWeights:
     """The Gaussian of parameters matched to optimiser states; tensors are read, and checked, when accessed."""
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
@@ -507,8 +498,8 @@ def of_match(match: Match, settings: Settings, prior_precision: Any, spec: Struc
     mode = Lazy(like, lambda name: entries[name].weight.to(like[name].dtype))
     decays = {name: entry.weight_decay for name, entry in entries.items()}
     settings = with_prior(settings, prior_precision, decays, like)
-    structure = spec.build(Reading(match, Lazy(like, moment)))
-    return GaussianWeights(mode, structure, settings, match.omitted, origin=readers.origin_of(match), dtypes=types)
+    found = built(structure, match, Lazy(like, moment))
+    return GaussianWeights(mode, found, settings, match.omitted, origin=readers.origin_of(match), dtypes=types)
 
 
 def warn_of_batches(settings: Settings, match: Match) -> None:
@@ -545,13 +536,13 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
     kind = str(header.get("structure"))
     if kind == "mixture":
         raise FileError(f"{path} holds a mixture of posteriors: read it with Mixture.load, or save a member by itself")
-    if kind not in STRUCTURES:
+    if kind not in ("diagonal", "inputs", "kronecker", "low-rank", "low-rank+diagonal"):
         raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
     try:
         names: list[str] = header["parameters"]
         numbers: dict[str, Any] = dict(header["settings"])
         stored = Stored(path, files.decoded(tensors, str(path)), names, parameters)
-        structure = STRUCTURES[kind].load(stored)
+        structure = loaded(kind, stored, header)
         has_weights = bool(header.get("has_weights", True))
         if has_weights:
             mode = stored.weights("mode")

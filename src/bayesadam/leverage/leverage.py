@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import FileError
-from bayesadam.gaussian.structure import Structure
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.leverage.layers import Layer
 
 Source = Literal["inputs", "gradients", "second moments"]
@@ -225,7 +225,7 @@ def _of_alike(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     return torch.einsum("kbgs,kgst->kbgt", blocks(a, layer), w).square().sum(dim=3)
 
 
-def from_structure(layers: Sequence[Layer], structure: Structure) -> Leverage:
+def from_structure(layers: Sequence[Layer], structure: Diagonal) -> Leverage:
     """Of the curvature in an optimiser's state: the column sums of v̂, or Q diag(column sums) Qᵀ in the basis Q."""
     kept, factors = [], {}
     source: Source = "second moments"

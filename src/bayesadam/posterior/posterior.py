@@ -20,10 +20,11 @@ from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.gaussian.bases import built, check_structure
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
+from bayesadam.gaussian.files import SETTING_NAMES, read_folder
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Named, Reading, StructureSpec, outlined
+from bayesadam.gaussian.structure import AnyPath, Named, outlined
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, warn_of_batches, with_prior
 from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
 from bayesadam.likelihoods import likelihood as likelihood_named
@@ -35,7 +36,9 @@ from bayesadam.posterior.running import (
     warn_of_other_statistics,
     writes_to_statistics,
 )
-from bayesadam.predict.call import Forward
+from bayesadam.predict.call import Call, Forward
+from bayesadam.predict.moments import parameters_at_mean
+from bayesadam.predict.sides import input_sides
 from bayesadam.readers import Recorder
 from bayesadam.readers.formats.lazy import Lazy
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
@@ -136,13 +139,12 @@ class Posterior(GaussianWeights, Distribution):
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
             batch_size: examples behind one gradient; needed for power=1. None takes what `track` was told.
             form: `"map"` or `"likelihood"`.
-            structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP or those of recorded gradients;
-                `"low-rank"`, recorded gradients and δ alone outside them, or `"low-rank+diagonal"`, with what the
-                optimiser's own second moment has beyond them.
+            structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP or those of recorded gradients.
+                See `with_inputs` for the third.
             recorder: a `Recorder` of the optimiser, whose gradients then stand for its state.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
-        spec = structure_named(structure, recorded=recorder is not None)
+        check_structure(structure)
         given = set(map(id, listed_optimizers(optimizer)))
         if recorder is not None and given != set(map(id, recorder.optimizers)):
             raise MatchError(
@@ -150,10 +152,10 @@ class Posterior(GaussianWeights, Distribution):
                 "Recorder.from_batches are read by Posterior.from_recorder(model, recorder, n_data)"
             )
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
-        chosen = "ogd" if recorder is not None and not spec.needs_state else reader
+        chosen = reader if recorder is None else "ogd"
         match = match_optimizers(model, optimizer, chosen)
         settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
-        return cls._from_match(model, match, spec, settings, prior_precision, likelihood, recorder=recorder)
+        return cls._from_match(model, match, structure, settings, prior_precision, likelihood, recorder=recorder)
 
     @classmethod
     def from_recorder(
@@ -206,10 +208,10 @@ class Posterior(GaussianWeights, Distribution):
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
-        spec = structure_named(structure, recorded=False)
+        check_structure(structure)
         match = match_state_dict(model, state_dict, optimizer, param_names)
         settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
-        return cls._from_match(model, match, spec, settings, prior_precision, likelihood)
+        return cls._from_match(model, match, structure, settings, prior_precision, likelihood)
 
     @classmethod
     def from_checkpoint(
@@ -240,7 +242,8 @@ class Posterior(GaussianWeights, Distribution):
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         """
-        spec, keys = structure_named(structure, recorded=False), (weights_key, optimizer_key)
+        check_structure(structure)
+        keys = weights_key, optimizer_key
         options = readers.CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, *keys)
         checkpoint = readers.read_checkpoint(path, options)
         n_data = checkpoint.n_data_or(n_data)
@@ -250,7 +253,7 @@ class Posterior(GaussianWeights, Distribution):
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
         load = partial(readers.load_weights, checkpoint, model)
-        return cls._from_match(model, match, spec, settings, prior_precision, likelihood, load=load)
+        return cls._from_match(model, match, structure, settings, prior_precision, likelihood, load=load)
 
     @classmethod
     def from_moments(
@@ -277,7 +280,7 @@ class Posterior(GaussianWeights, Distribution):
         cls,
         model: nn.Module,
         match: Match,
-        spec: StructureSpec,
+        structure: str,
         settings: Settings,
         prior_precision: Prior | None,
         likelihood: str | None,
@@ -289,7 +292,7 @@ class Posterior(GaussianWeights, Distribution):
         warn_of_batches(settings, match)
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
         moments = curvature.second_moment
-        structure = spec.build(Reading(match, moments, gradients))
+        found = built(structure, match, moments, gradients)
         follows = isinstance(prior_precision, CovariantPrior)
         settings = replace(settings, covariant=follows)
         settings = with_prior(settings, None if follows else prior_precision, curvature.weight_decay, moments)
@@ -299,13 +302,13 @@ class Posterior(GaussianWeights, Distribution):
         parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
         if isinstance(prior_precision, CovariantPrior):
-            prior = prior_by_name(prior_precision.at(unwrap(model), mode, structure.bases), mode)
+            prior = prior_by_name(prior_precision.at(unwrap(model), mode, found.bases), mode)
             settings = replace(settings, prior_precision=prior, default_prior=False)
         origin = readers.origin_of(match)
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         fields: Any = {"origin": origin, "model": unwrap(model), "likelihood": likelihood}
-        return cls(mode, structure, settings, curvature.omitted, **fields)
+        return cls(mode, found, settings, curvature.omitted, **fields)
 
     @property
     def members(self) -> tuple[Posterior, ...]:
@@ -326,6 +329,35 @@ class Posterior(GaussianWeights, Distribution):
     def state_leverage(self) -> Leverage:
         """The leverage that the curvature in the optimiser's state gives, relative to nothing yet."""
         return from_structure(self.layers, self.structure)
+
+    def with_inputs(self, inputs: Any, *, forward: Forward | None = None) -> Self:
+        """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
+
+        Row i of a matrix W with inputs a has the precision w g_iᵖ A + δ, with A = E[a aᵀ] and g_i = Σ_j v̂_ij/Σ_j A_jj;
+        the bias is a column of W, for the constant 1 in a, and shares its δ. See `gaussian.inputs`. Parameters that no
+        such layer has stay as they are.
+
+        Args:
+            inputs: a batch, as `predict` takes it, or a loader, whose targets are left out.
+            forward: `forward(model, inputs)` for models whose call is unusual.
+        """
+        self.require_whole("the input side")
+        if not self.structure.independent:
+            raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
+        call, params = Call(self.model, forward), parameters_at_mean(self)
+        known = input_sides(call, params, self._batches(inputs, "with_inputs"))
+        v, prior = self.structure.second_moment, dict(self.prior_precision)
+        sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
+        for name, side in sides.items():
+            if isinstance(prior[name], Tensor):
+                raise SettingError(f"with_inputs needs one prior precision for all weights of {name!r}")
+            prior |= {} if side.bias is None else {side.bias: prior[name]}
+        joined = {side.bias for side in sides.values()}
+        moments = {name: tensor for name, tensor in v.items() if name not in sides and name not in joined}
+        for name, side in sides.items():
+            moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
+        settings = replace(self.settings, prior_precision=prior)
+        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings, calibration=None)
 
     def relative_to(self, familiar: Iterable[Any], forward: Forward | None = None) -> Self:
         """The same with leverage relative to batches of familiar inputs."""

@@ -41,7 +41,7 @@ def output_draws(net: Network, n: int) -> tuple[Tensor, Tensor]:
         parts = list(_parts(net, 4 * widest))
         centre = torch.cat([call(params, part) for part in parts])
         centre = centre.to(torch.promote_types(centre.dtype, torch.float32))
-        diagonal = not gaussian.structure.bases and gaussian.directions is None
+        diagonal = gaussian.structure.independent
         if net.options.predictive == "linearised-sampled":
             drawn = centre + linearised_draws(net, draw, n)
         elif diagonal and not net.options.joint and draws_activations(net):

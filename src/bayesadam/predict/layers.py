@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from bayesadam.gaussian.inputs import InputSide
 from bayesadam.readers import Rotation
 
 # Brings a layer's tensor, of so many examples and after so many other dimensions, into the form (b, positions, ...).
@@ -59,7 +60,7 @@ class Use(ABC):
     shape: torch.Size
     layouts: tuple[Layout, ...]
     rows: slice | None = None
-    rotation: Rotation | None = None
+    rotation: Rotation | InputSide | None = None
 
     @property
     def at(self) -> tuple[Any, int]:
@@ -83,16 +84,32 @@ class ProductUse(Use):
 
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X (c, b, g, p, x) and Y (b, g, p, y), the weight's parts being (g, x, y); X Q_L and Y Q_R where rotated."""
-        x, y = self._factors(d, layout, size)
+        x, y = self.slopes(d, layout, size), self.inputs(layout, size, constant=self.has_constant)
         if self.rotation is None:
             return x, y
+        if isinstance(self.rotation, InputSide):
+            return x, y @ self.rotation.basis.to(y)
         left, right = self.rotation.left, self.rotation.right
         if isinstance(self, TransposedMatrixUse):
             left, right = right, left
         return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
 
+    @property
+    def has_constant(self) -> bool:
+        """Whether the bias of the layer is a column of its matrix."""
+        return isinstance(self.rotation, InputSide) and self.rotation.bias is not None
+
+    def inputs(self, layout: Layout, size: int, *, constant: bool = False) -> Tensor:
+        """Y, (b, g, p, y): the inputs at every position, with a 1 at the end where asked for."""
+        y = self._inputs(layout, size)
+        return F.pad(y, (0, 1), value=1.0) if constant else y
+
     @abstractmethod
-    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]: ...
+    def slopes(self, d: Tensor, layout: Layout, size: int) -> Tensor:
+        """X, (c, b, g, p, x)."""
+
+    @abstractmethod
+    def _inputs(self, layout: Layout, size: int) -> Tensor: ...
 
     @abstractmethod
     def arranged(self, tensor: Tensor) -> Tensor:
@@ -107,9 +124,13 @@ class ProductUse(Use):
 class MatrixUse(ProductUse):
     """z = a Wᵀ at every position: `nn.Linear`, and the projections of attention."""
 
-    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+    def slopes(self, d: Tensor, layout: Layout, size: int) -> Tensor:
+        """D."""
+        return layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1])
+
+    def _inputs(self, layout: Layout, size: int) -> Tensor:
         a = layout(self.input.detach(), size, 0)
-        return layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1]), a.reshape(size, 1, -1, a.shape[-1])
+        return a.reshape(size, 1, -1, a.shape[-1])
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """(out, in) as (1, out, in)."""
@@ -124,8 +145,8 @@ class TransposedMatrixUse(MatrixUse):
     """z = a W: a layer that keeps its weight as (in, out), such as GPT-2's."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The transpose, (out, in)."""
-        return tensor.mT
+        """The transpose, (out, in), in which coordinates of known inputs are already."""
+        return tensor if isinstance(self.rotation, InputSide) else tensor.mT
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +155,13 @@ class ConvolutionUse(ProductUse):
 
     module: nn.modules.conv._ConvNd
 
-    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+    def slopes(self, d: Tensor, layout: Layout, size: int) -> Tensor:
+        """D at every pixel; the n images of b examples are gathered as positions."""
+        groups = self.module.groups
+        x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
+        return layout(x, size, 1).transpose(2, 3).flatten(3, 4)
+
+    def _inputs(self, layout: Layout, size: int) -> Tensor:
         module, groups, a = self.module, self.module.groups, self.input.detach()
         if module.padding != "valid":
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
@@ -142,12 +169,10 @@ class ConvolutionUse(ProductUse):
         # What the convolution sees, (n, channels, kernel…, pixels…), in any number of dimensions; a view of a.
         along = [step * dilation for step, dilation in zip(a.stride()[2:], module.dilation, strict=True)]
         across = [step * stride for step, stride in zip(a.stride()[2:], module.stride, strict=True)]
-        shape = (*a.shape[:2], *module.kernel_size, *d.shape[3:])
+        shape = (*a.shape[:2], *module.kernel_size, *self.shape[2:])
         seen = a.as_strided(shape, (*a.stride()[:2], *along, *across))
-        y = seen.reshape(len(a), groups, -1, d.shape[3:].numel()).transpose(2, 3)
-        x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
-        # The n images of b examples are gathered as positions.
-        return layout(x, size, 1).transpose(2, 3).flatten(3, 4), layout(y, size, 0).transpose(1, 2).flatten(2, 3)
+        y = seen.reshape(len(a), groups, -1, self.shape[2:].numel()).transpose(2, 3)
+        return layout(y, size, 0).transpose(1, 2).flatten(2, 3)
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """(out, in/g, kernel…) as (g, out/g, in/g · kernel)."""
@@ -175,7 +200,9 @@ class SumUse(Use):
             grads = grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
         else:
             grads = grads.reshape(len(d), size, -1, *shape).sum(dim=2)
-        return grads if self.rotation is None else self.rotation.to(None, grads.dtype).into(grads, len(shape))
+        if not isinstance(self.rotation, Rotation):
+            return grads
+        return self.rotation.to(None, grads.dtype).into(grads, len(shape))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

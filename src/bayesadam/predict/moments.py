@@ -19,10 +19,22 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import alone_with
 from bayesadam._checks import count
 from bayesadam.errors import MatchError, MemoryBudgetError
-from bayesadam.gaussian.structure import Directions, Named
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.inputs import InputSide
+from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods import Likelihood
 from bayesadam.predict.call import Call, batch_size, examples, has_graph, in_tf32, is_batched, output_tensor
-from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, SumUse, Use, contracted, gram, squared
+from bayesadam.predict.layers import (
+    ConvolutionUse,
+    Layout,
+    MatrixUse,
+    ProductUse,
+    SumUse,
+    Use,
+    contracted,
+    gram,
+    squared,
+)
 from bayesadam.predict.plan import Plan, agree, dense, fitted, plan_for, recorded
 from bayesadam.readers.rotated import Rotation
 
@@ -31,6 +43,8 @@ VarianceOf = Callable[[str], Tensor]
 # A GPU has the memory, and small pieces of work would not fill it.
 DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30
 _OUTPUTS_AT_ONCE = 64
+# Variances in the weights' own coordinates.
+_PLAIN = Diagonal({})
 # Activations of all examples that keep a GPU busy.
 _BUSY = 1 << 24
 
@@ -175,8 +189,7 @@ class _Task:
     rows: Rows | None
     covariance: bool
     budget: int
-    bases: Mapping[str, Rotation]
-    directions: Sequence[Directions | None]
+    structure: Diagonal
 
     def basis(self, outputs: Tensor, given: Mapping[str, Tensor]) -> Basis:
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
@@ -204,8 +217,7 @@ def moments(
     covariance: bool = False,
     joint: bool = False,
     budget: int = DEFAULT_BUDGET,
-    bases: Mapping[str, Rotation] | None = None,
-    directions: Sequence[Directions | None] = (),
+    structure: Diagonal = _PLAIN,
     plan: Plan | None = None,
 ) -> Moments:
     """Mean and U J Σ Jᵀ Uᵀ for several Σ of one mean, in one pass over the inputs, in parts that fit the budget.
@@ -221,23 +233,20 @@ def moments(
         rows: U, with its tensors for this batch in `given`; None for the identity.
         covariance: the whole (d, d) blocks too.
         joint: the covariances between examples too, of all outputs, by the rows of the Jacobian.
-        bases: the coordinates in which the variances are, of the parameters whose own they are not.
-        directions: for each Σ the directions over all weights together in which it is narrower than S, of low-rank
-            structures: they need the rows of the Jacobian, a few examples at a time.
+        structure: says in which coordinates the variances are.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    own = directions or [None] * len(variances)
-    task = _Task(call, leaves, variances, rows, covariance, budget, bases or {}, own)
+    task = _Task(call, leaves, variances, rows, covariance, budget, structure)
     plan = plan_for(call, params, inputs) if plan is None else plan
     given, size, between = given or {}, batch_size(inputs), None
-    if joint or has_graph(inputs) or any(each is not None for each in own):
+    if joint or has_graph(inputs):
         with torch.set_grad_enabled(has_graph(inputs)):
             mean = call.flat({name: leaf.detach() for name, leaf in leaves.items()}, inputs)
         basis = task.basis(mean.detach(), given)
         if joint:
             between, variance, block = _between(task, inputs, basis)
         else:
-            why = "a low-rank posterior, or a gradient with respect to inputs, needs the gradients of every output"
+            why = "a gradient with respect to inputs needs the gradients of every output"
             variance, block = _by_autograd(task, tuple(leaves), inputs, basis, why)
         found = [(mean, variance, block, basis.indices)]
     else:
@@ -282,7 +291,7 @@ def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any, given: Named) -> 
         uses, output = recorded(task.call, task.params, inputs, plan.repeated)
         flat = output.reshape(batch_size(inputs), -1)
     plan = fitted(plan, uses, flat, task.params)
-    uses, plan = _rotated(uses, plan, task.bases)
+    uses, plan = _rotated(uses, plan, task.structure)
     mean = flat.detach()
     # A forward pass may be one of 16 bits; sums are not.
     with torch.autocast(mean.device.type, enabled=False):
@@ -384,19 +393,35 @@ def _head(uses: Sequence[Use], layouts: Sequence[Layout | None], output: Tensor)
     return None
 
 
-def _rotated(uses: Sequence[Use], plan: Plan, bases: Mapping[str, Rotation]) -> tuple[list[Use], Plan]:
-    """Uses in the coordinates of the bases; parameters used in ways that have no such form go the generic way."""
-    if not bases:
+def _rotated(uses: Sequence[Use], plan: Plan, structure: Diagonal) -> tuple[list[Use], Plan]:
+    """Uses in the coordinates of the structure; parameters used in ways that have no such form go the generic way.
+
+    A bias that is a column of its matrix is done with it: all uses of the two must be at the same outputs.
+    """
+    if structure.independent:
         return list(uses), plan
+    turns: dict[str, Rotation | InputSide] = {**structure.bases, **structure.inputs}
+    places: dict[str, list[Any]] = {}
+    for use, layout in zip(uses, plan.layouts, strict=True):
+        if layout is not None:
+            places.setdefault(use.name, []).append(use.at)
 
     def can_be(use: Use) -> bool:
         known = isinstance(use, MatrixUse | SumUse) or (isinstance(use, ConvolutionUse) and use.module.groups == 1)
-        return known and use.rows is None
+        side = structure.inputs.get(use.name)
+        if side is None:
+            return known and use.rows is None
+        together = side.bias is None or places.get(side.bias) == places.get(use.name)
+        return known and isinstance(use, ProductUse) and together
 
-    odd = {use.name for use in uses if use.name in bases and not can_be(use)}
+    odd = {use.name for use in uses if use.name in turns and not can_be(use)}
+    joined = {side.bias: name for name, side in structure.inputs.items() if side.bias is not None}
+    odd |= {bias for bias, name in joined.items() if name in odd or name not in places}
+    odd |= {joined[name] for name in odd & joined.keys()}
     explained = {use.name for use, layout in zip(uses, plan.layouts, strict=True) if layout is not None}
-    turned = [use if use.name in odd else replace(use, rotation=bases.get(use.name)) for use in uses]
-    layouts = tuple(None if use.name in odd else layout for use, layout in zip(uses, plan.layouts, strict=True))
+    turned = [use if use.name in odd else replace(use, rotation=turns.get(use.name)) for use in uses]
+    done = odd | joined.keys()
+    layouts = tuple(None if use.name in done else layout for use, layout in zip(uses, plan.layouts, strict=True))
     added = tuple(sorted((odd & explained) - set(plan.generic)))
     return turned, replace(plan, layouts=layouts, generic=plan.generic + added)
 
@@ -420,11 +445,7 @@ def batched_grad(
 
 
 def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, basis: Basis, why: str) -> tuple[Tensor, Tensor]:
-    """The share of some parameters by their Jacobians, of as many examples at a time as the budget holds.
-
-    With Σ = S^½ (I − Q diag(1 − κ) Qᵀ) S^½, H = J S^½ and A = H Q it is (H − A Qᵀ)(H − A Qᵀ)ᵀ + A diag(κ) Aᵀ, two
-    squares: where the data have determined nearly all of H, the difference of H Hᵀ and A Aᵀ would be lost in rounding.
-    """
+    """The share of some parameters by their Jacobians, of as many examples at a time as the budget holds."""
     mine = {name: task.params[name].detach() for name in names}
     others = {name: tensor.detach() for name, tensor in task.params.items() if name not in mine}
     call, batch = task.call, inputs
@@ -457,7 +478,7 @@ def _between(task: _Task, inputs: Any, basis: Basis) -> tuple[Tensor, Tensor, Te
     cost = {name: 3 * b * c * tensor.numel() * tensor.element_size() for name, tensor in params.items()}
     groups: list[list[str]] = [[]]
     for name in params:
-        apart = not graph and all(each is None for each in task.directions)
+        apart = not graph and task.structure.by_parameter
         if apart and groups[-1] and sum(cost[other] for other in groups[-1]) + cost[name] > task.budget:
             groups.append([])
         groups[-1].append(name)
@@ -482,9 +503,9 @@ def _between(task: _Task, inputs: Any, basis: Basis) -> tuple[Tensor, Tensor, Te
 def white_rows(gaussian: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """f(x; μ), (b, c), and rows φ, (b, c, ·), with φ φᵀ = J Σ Jᵀ; both with gradients where the inputs have them."""
     call, params = Call(gaussian.model), parameters_at_mean(gaussian)
-    own = [gaussian.coordinate_variance.__getitem__], None, False, DEFAULT_BUDGET, gaussian.structure.bases
+    own = [gaussian.coordinate_variance.__getitem__], None, False, DEFAULT_BUDGET, gaussian.structure
     with torch.set_grad_enabled(has_graph(inputs)):
-        rows = _white_rows(_Task(call, params, *own, [gaussian.directions]), call, params, {}, inputs)
+        rows = _white_rows(_Task(call, params, *own), call, params, {}, inputs)
         return call.flat(params, inputs), torch.cat(rows[0], dim=2)
 
 
@@ -492,10 +513,11 @@ def _white_rows(task: _Task, call: Call, mine: Any, others: Any, inputs: Any) ->
     """For each Σ parts (b, c, ·) of rows φ with φ φᵀ = J Σ Jᵀ, of some parameters."""
     found = jacobians(call, mine, others, inputs)
     wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
-    for name in wide.keys() & task.bases.keys():
-        wide[name] = task.bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
-    pairs = zip(task.variances, task.directions, strict=True)
-    return [_white_parts(wide, s, directions) for s, directions in pairs]
+    turned = task.structure.into(wide)
+    return [
+        [(row * s(name).sqrt().to(row)).unsqueeze(-1).flatten(2) for name, row in turned.items()]
+        for s in task.variances
+    ]
 
 
 def _along(call: Call) -> Call:
@@ -508,16 +530,6 @@ def _along(call: Call) -> Call:
         return torch.cat([flat.gather(1, indices), torch.einsum("bmc,bc->bm", u.to(flat), flat)], dim=1)
 
     return Call(call.model, forward)
-
-
-def _white_parts(rows: Named, variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
-    """(b, c, ·) whose squares add up to the variances: H − A Qᵀ parameter by parameter, and A κ^½."""
-    white = {name: row * variance(name).sqrt().to(row) for name, row in rows.items()}
-    if directions is None:
-        return [row.unsqueeze(-1).flatten(2) for row in white.values()]
-    inside = directions.coordinates(white)
-    outside = directions.scaled(white, torch.zeros_like(directions.variance))
-    return [*(row.unsqueeze(-1).flatten(2) for row in outside.values()), inside * directions.variance.sqrt().to(inside)]
 
 
 def jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any) -> dict[str, Tensor]:

@@ -157,7 +157,6 @@ def chosen_positions(positions: Positions | None, inputs: Any, shape: torch.Size
 def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Component, str]:
     """f of a batch under a posterior over the weights of one network, and how its moments were computed, in words."""
     gaussian.require_proper()
-    gaussian.warn_of_limits()
     inputs = plain(inputs, graph=True)
     if gaussian.is_sharded:
         generator = options.generator or torch.Generator().manual_seed(fresh_seed(None, gaussian.mode))
@@ -190,7 +189,6 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
     if options.probes == 0:
         raise SettingError("a score takes at least one probe: probes=1, or 2 for its standard error")
     gaussian.require_proper()
-    gaussian.warn_of_limits()
     with evaluating(gaussian.model):
         net = Network.of(gaussian, plain(inputs), options)
         (rows, given), shape = net.probes(), net.plan.shape
@@ -249,7 +247,7 @@ class Network:
     def moments(self, **options: Any) -> Moments:
         """Those of the linearised network under the posterior."""
         q = self.gaussian
-        how: Any = {"bases": q.structure.bases, "directions": [q.directions], "plan": self.plan, **options}
+        how: Any = {"structure": q.structure, "plan": self.plan, **options}
         variances, budget = [q.coordinate_variance.__getitem__], self.options.memory_budget
         return moments(self.call, self.params, variances, self.inputs, budget=budget, **how)
 

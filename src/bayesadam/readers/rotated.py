@@ -12,7 +12,7 @@ each gives the stored V, in the bases' coordinates, and one basis a dimension of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -60,9 +60,13 @@ class Rotation:
         squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
         return Rotation(*squared).out_of(values, values.dim())
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Rotation:
+        """The same with its bases changed."""
+        return Rotation(*(None if basis is None else change(basis) for basis in (self.left, self.right)))
+
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Rotation:
         """The same bases on another device or in another type."""
-        return Rotation(*(basis if basis is None else basis.to(device, dtype) for basis in (self.left, self.right)))
+        return self.each(lambda basis: basis.to(device, dtype))
 
 
 def is_orthonormal(columns: Tensor, tolerance: float = 1e-2) -> bool:

@@ -35,7 +35,7 @@ from bayesadam.sklearn.training import Part, fit_networks, split
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
-Structure = Literal["diagonal", "kronecker", "low-rank"]
+Structure = Literal["diagonal", "kronecker"]
 _RECORDED = 100
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, each in LIKELIHOODS.items() if issubclass(each.kind, NumericPredictive))
@@ -172,8 +172,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
         calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as
             its prior precision (1 if λ is 0) and the noise from held-out residuals.
-        structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the
-            trained weights, which widen where there are no data.
+        structure: `"diagonal"`, out of AdamW's state; `"kronecker"`, out of 100 gradients at the trained weights,
+            which widens where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
 
