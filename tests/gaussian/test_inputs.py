@@ -153,13 +153,13 @@ def test_saved_and_loaded(tmp_path):
 
 def test_settings_may_change_afterwards():
     """The curvature is g^p A at any power."""
-    plain, known, x = made("perceptron", power=0.5)
+    plain, known, _ = made("perceptron", power=0.5)
     names, covariance = dense(plain.replace(power=1.0), known)
     assert_close(flat(known, names, known.replace(power=1.0).variance), covariance.diagonal(), rtol=1e-9)
 
 
 def test_loaders_give_what_one_batch_gives():
-    plain, known, _ = made("convolution")
+    plain, _, _ = made("convolution")
     torch.manual_seed(0)
     inputs = torch.randn(40, 2, 6, 6).double()
     one = plain.with_inputs(inputs)
@@ -173,8 +173,8 @@ def test_what_cannot_be_is_told():
         known.with_inputs(x)
     with pytest.raises(MatchError, match="not finite"):
         plain.with_inputs(x * float("nan"))
+    uneven = plain.replace(prior_precision={n: torch.rand_like(t) for n, t in plain.mode.items()})
     with pytest.raises(SettingError, match="one prior precision"):
-        delta = {n: torch.rand_like(t) for n, t in plain.mode.items()}
-        plain.replace(prior_precision=delta).with_inputs(x)
+        uneven.with_inputs(x)
     with pytest.raises(SettingError, match="add them first"):
         known + known
