@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -26,10 +26,7 @@ from bayesadam.gaussian.files import SETTING_NAMES, read_folder
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import AnyPath, Named, outlined
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, warn_of_batches, with_prior
-from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
 from bayesadam.likelihoods import likelihood as likelihood_named
-from bayesadam.posterior.distribution import Distribution
-from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import (
     other_statistics,
     running_statistics,
@@ -46,12 +43,11 @@ from bayesadam.readers.match import Match, match_optimizers, match_state_dict, o
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
-_GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
+_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Posterior(GaussianWeights, Distribution):
+class Posterior(GaussianWeights):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
     A `GaussianWeights` with a model and a likelihood: see there for the equation, `sample`, `log_prob` and `save`.
@@ -74,10 +70,6 @@ class Posterior(GaussianWeights, Distribution):
         noise_variance: σ² of a regression's observations, by output, or the most that heteroscedastic noise can be;
             None until it is calibrated or given.
         temperature: T, by which logits are divided before they become probabilities.
-        averaged: whether probabilities average over the posterior; else they are the mean network's at T.
-        spread: v of the predictive `"forward"`, Var[f] = v r, by target; None unless it was calibrated for that.
-        leverage: how far layers have to extrapolate, relative to held-out inputs; None until it is calibrated.
-        calibration: what `calibrate` did, as long as nothing was changed since.
         padding: None for the padding rows of the model's embeddings.
     """
 
@@ -86,10 +78,6 @@ class Posterior(GaussianWeights, Distribution):
     likelihood: str | None = field(default=None, kw_only=True)
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
-    averaged: bool = field(default=True, kw_only=True)
-    spread: Tensor | None = field(default=None, kw_only=True)
-    leverage: Leverage | None = field(default=None, kw_only=True)
-    calibration: CalibrationReport | None = field(default=None, kw_only=True)
     running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -310,26 +298,6 @@ class Posterior(GaussianWeights, Distribution):
         fields: Any = {"origin": origin, "model": unwrap(model), "likelihood": likelihood}
         return cls(mode, found, settings, curvature.omitted, **fields)
 
-    @property
-    def members(self) -> tuple[Posterior, ...]:
-        """Itself: a mixture of one."""
-        return (self,)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The weight of its one member, 1."""
-        return (1.0,)
-
-    @cached_property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers whose matrices it is over."""
-        return layers_of(self.model, self.mode)
-
-    @cached_property
-    def state_leverage(self) -> Leverage:
-        """The leverage that the curvature in the optimiser's state gives, relative to nothing yet."""
-        return from_structure(self.layers, self.structure)
-
     def with_inputs(self, inputs: Any, *, forward: Forward | None = None) -> Self:
         """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
 
@@ -357,16 +325,7 @@ class Posterior(GaussianWeights, Distribution):
         for name, side in sides.items():
             moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
         settings = replace(self.settings, prior_precision=prior)
-        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings, calibration=None)
-
-    def relative_to(self, familiar: Iterable[Any], forward: Forward | None = None) -> Self:
-        """The same with leverage relative to batches of familiar inputs."""
-        leverage = self.leverage or self.state_leverage
-        seen = [observed(self, leverage.layers, batch, forward)[1] for batch in familiar]
-        leverage = leverage.among(seen[0])
-        if not leverage.layers:
-            return self
-        return replace(self, leverage=leverage.against(torch.cat([leverage.log_h(each) for each in seen])))
+        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of the model's parameters."""
@@ -411,9 +370,7 @@ class Posterior(GaussianWeights, Distribution):
     def replace(self, **changes: Any) -> Self:
         """A new one with other settings.
 
-        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance, temperature,
-        averaged, spread and leverage. What calibration said of the old one does not hold for the new one, which has no
-        report and gives no guarantees; but for a likelihood that only repeats it.
+        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance and temperature.
         """
         if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
             names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))
@@ -421,11 +378,11 @@ class Posterior(GaussianWeights, Distribution):
         if changes == {"likelihood": self.likelihood}:
             return self
         outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
-        outputs |= {name: _noise(outputs[name]) for name in ("noise_variance", "spread")}
+        outputs["noise_variance"] = _noise(outputs["noise_variance"])
         positive("temperature", outputs["temperature"], "by which logits are divided")
         if isinstance(changes.get("prior_precision"), CovariantPrior):
             changes.setdefault("covariant", True)
-        return replace(self, settings=self._changed_settings(changes), calibration=None, **outputs)
+        return replace(self, settings=self._changed_settings(changes), **outputs)
 
     def _prior(self, prior: Prior) -> dict[str, Precision]:
         if isinstance(prior, CovariantPrior):
@@ -434,9 +391,8 @@ class Posterior(GaussianWeights, Distribution):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same posterior on another device or in another floating type; the model stays where it is."""
-        noise, spread = (None if v is None else v.to(device, dtype) for v in (self.noise_variance, self.spread))
-        leverage = None if self.leverage is None else self.leverage.to(device, dtype)
-        return replace(super().to(device, dtype), noise_variance=noise, spread=spread, leverage=leverage)
+        noise = None if self.noise_variance is None else self.noise_variance.to(device, dtype)
+        return replace(super().to(device, dtype), noise_variance=noise)
 
     def gathered(self, model: nn.Module) -> Posterior:
         """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
@@ -450,23 +406,16 @@ class Posterior(GaussianWeights, Distribution):
                 raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
         return replace(self._each(whole), model=unwrap(model))
 
-    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Lazy, dict[str, Any]]:
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         tensors, header = super().packed(weights=weights, compress=compress)
-        more: dict[str, Tensor] = {}
         header |= {
             "likelihood": self.likelihood,
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
             "temperature": self.temperature,
-            "averaged": self.averaged,
-            "spread": None if self.spread is None else self.spread.double().tolist(),
             "running_statistics": running_statistics(self.model),
         }
-        add_report(self.calibration, more, header)
-        if self.leverage is not None:
-            header["leverage"] = self.leverage.header()
-            more |= {f"{_LEVERAGE}{name}": tensor for name, tensor in self.leverage.tensors().items()}
-        return Lazy({**outlined(tensors), **more}, tensors.__getitem__), header
+        return tensors, header
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
@@ -491,14 +440,6 @@ class Posterior(GaussianWeights, Distribution):
         found = unpacked(path, tensors, header, parameters)
         for name in found.mode:
             readers.check_parameter(name, parameters[name])
-        report, leverage = read_report(path, tensors, header), None
-        if "leverage" in header:
-            layers = layers_of(model, found.mode)
-            leverage = Leverage.loaded(path, layers, header["leverage"], storage.under(_LEVERAGE, tensors))
-        elif report is not None:
-            # Files of releases before leverage have the scores of another novelty.
-            kept = {name: scores for name, scores in report.guarantee.items() if name != "novelty"}
-            report = replace(report, guarantee=kept)
         warn_of_other_statistics(path, header.get("running_statistics"), model)
         return cls(
             found.mode,
@@ -507,36 +448,16 @@ class Posterior(GaussianWeights, Distribution):
             found.omitted,
             origin=found.origin,
             model=unwrap(model),
-            # Files of releases before 0.3 have it in the report alone.
-            likelihood=header.get("likelihood") or (None if report is None else report.likelihood),
+            # Files of releases before 0.3 have it in their calibration alone.
+            likelihood=header.get("likelihood") or (header.get("calibration") or {}).get("likelihood"),
             noise_variance=_noise(header.get("noise_variance")),
             temperature=header.get("temperature", 1.0),
-            averaged=header.get("averaged", True),
-            spread=_noise(header.get("spread")),
-            leverage=leverage,
-            calibration=report,
         )
-
-    def __add__(self, later: GaussianWeights) -> GaussianWeights:
-        """The precisions of both around the mean of `later`, which was trained anchored to this one."""
-        found = super().__add__(later)
-        return replace(found, calibration=None, leverage=None) if isinstance(found, Posterior) else found
 
     def network_tensors(self) -> Named:
         """Every tensor of the model by name."""
         held = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
-
-    def __str__(self) -> str:
-        batch = "" if self.batch_size is None else f", B = {self.batch_size:,}"
-        lines = [
-            ("structure", f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters"),
-            ("data", f"N = {self.n_data:,.10g}{batch}"),
-            ("curvature", f"v̂^{self.power:g}, {self.form} form"),
-            *([] if self.origin.tracked is None else [("tracked", str(self.origin.tracked))]),
-            *described(self),
-        ]
-        return table(f"Posterior over {type(self.model).__name__}", lines)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name, which must still be those of the posterior."""
@@ -572,23 +493,6 @@ def padding_rows(model: nn.Module) -> dict[str, int]:
     return {name: row for name, found in only.items() if len(found) == 1 and (row := next(iter(found))) is not None}
 
 
-def add_report(report: CalibrationReport | None, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Add what `calibrate` had to say to what a file holds."""
-    if report is not None:
-        header["calibration"] = report.header()
-        tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.items()}
-
-
-def read_report(path: AnyPath, tensors: Named, header: Mapping[str, Any]) -> CalibrationReport | None:
-    """What `calibrate` had to say, out of a file; None where there is nothing."""
-    if header.get("calibration") is None:
-        return None
-    try:
-        return CalibrationReport.of(header["calibration"], storage.under(_GUARANTEE, tensors))
-    except TypeError as error:
-        raise FileError(f"{path} is damaged: its calibration is not one ({error})") from None
-
-
 def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
     """The first entry alone along dimensions in which a buffer is one number expanded, which cannot be written to."""
     if buffer.layout != torch.strided:
@@ -602,5 +506,5 @@ def _noise(value: Any) -> Tensor | None:
     noise = torch.as_tensor(value)
     noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
-        raise SettingError(f"noise_variance and spread must be finite and at least 0, got {value!r}")
+        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise
