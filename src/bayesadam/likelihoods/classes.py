@@ -18,7 +18,7 @@ from bayesadam.likelihoods.moments import matched, rows
 # The class index that torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
 IGNORED = -100
 # Of r in novelty, chosen on MNIST, Fashion-MNIST and texts.
-_SHARE, _STEEP, _SHARE_OF_TEXTS = 10 * math.pi / 4, 1.5, 0.3
+_SHARE, _STEEP, SHARE_OF_TEXTS = 10 * math.pi / 4, 1.5, 0.3
 # Half precision leaves the sum of probabilities that far from 1.
 _SAME_SUM = 1e-2
 
@@ -61,7 +61,7 @@ class ClassLikelihood(Likelihood):
     def token_novelty(self, f: Tensor, r: Tensor) -> Tensor:
         """The entropy at each position, and 0.3 log r of the example, (batch, positions)."""
         at_positions = entropy(f.softmax(dim=-1))
-        return at_positions + _SHARE_OF_TEXTS * of_examples(r.log(), at_positions)
+        return at_positions + SHARE_OF_TEXTS * of_examples(r.log(), at_positions)
 
 
 class Classification(ClassLikelihood):
