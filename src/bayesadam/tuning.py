@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from bayesadam.calibrated.fits import best_temperature, mean_log_prob, refined
+from bayesadam.calibrated.fits import best_temperature, log_prior, mean_log_prob, refined
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.classes import Classification
@@ -217,6 +217,7 @@ def _by_validation(data: _HeldOut) -> Posterior:
         for candidate in candidates:
             for weight in weights:
                 value = mean_log_prob(kind, Component(Moments(mean, table / weight), **candidate), y)
+                value += log_prior(candidate.get("temperature", 1.0)) / max(len(y), 1)
                 if value > best[0]:
                     best = value, weight, number, candidate
     value, weight, number, chosen = best
