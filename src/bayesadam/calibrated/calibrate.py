@@ -105,7 +105,7 @@ def calibrate(
     seen = _observed(tapped, kind, held_out)
     state = None if q is None else from_structure(layers, q.structure)
     leverage, log_h = from_inputs(layers, seen.pooled, state)
-    ratios = Ratios.usual(seen.outputs.new_empty(seen.n)) if leverage is None else leverage.ratios(log_h)
+    ratios = Ratios.usual(seen.outputs.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
     fit = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges)
     fit, temperature = _fitted(fit, seen, ratios)
     y = predicted(fit, seen.outputs, _of_owners(ratios, seen.owners))

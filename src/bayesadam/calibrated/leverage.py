@@ -53,7 +53,7 @@ class Ratios:
     @classmethod
     def usual(cls, outputs: Tensor) -> Ratios:
         """1, where no layer is known."""
-        ones = torch.ones(len(outputs), dtype=outputs.dtype, device=outputs.device)
+        ones = torch.ones_like(outputs.reshape(outputs.shape[0], -1)[:, 0])
         return cls(ones, ones)
 
     def growth(self, exponent: float) -> Tensor:

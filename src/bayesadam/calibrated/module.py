@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -190,10 +190,12 @@ class Predicted(NamedTuple):
     f_variance: Tensor | None = None
 
 
-def predicted(fit: Fit, f: Tensor, ratios: Ratios, tables: Mapping[str, Any] | None = None) -> Predicted:
-    """y given the network's outputs and relative leverages; `tables` are the fit's tensors, where they have moved."""
+def predicted(
+    fit: Fit, f: Tensor, ratios: Ratios, moved: tuple[Tensor | None, Tensor | None] | None = None
+) -> Predicted:
+    """y given the network's outputs and relative leverages; `moved` are the fit's v and σ² on another device."""
     kind = fit.likelihood
-    spread, noise = (fit.spread, fit.noise_variance) if tables is None else (tables["spread"], tables["noise_variance"])
+    spread, noise = (fit.spread, fit.noise_variance) if moved is None else moved
     if isinstance(kind, ClassLikelihood):
         return Predicted(kind.link(f / (fit.temperature * of_examples(ratios.growth(fit.exponent), f))))
     assert isinstance(kind, NumericLikelihood)
@@ -302,6 +304,13 @@ class Calibrated(nn.Module):
         layers: the names of the layers whose leverage it knows.
     """
 
+    spread: Tensor | None
+    noise_variance: Tensor | None
+    novelties: Tensor | None
+    scores: Tensor | None
+    medians: Tensor
+    order: Tensor
+
     def __init__(self, tapped: Tapped, fit: Fit, posterior: Any = None) -> None:
         super().__init__()
         self.tapped, self.fit, self.posterior = tapped, fit, posterior
@@ -313,8 +322,12 @@ class Calibrated(nn.Module):
         self._stacks = [] if leverage is None else [layers for layers, _ in leverage.stacks]
         tables |= {f"factors{n}": w for n, (_, w) in enumerate([] if leverage is None else leverage.stacks)}
         for name, tensor in tables.items():
-            wide = None if tensor is None or not tensor.is_floating_point() else torch.float32
-            self.register_buffer(name, None if tensor is None else tensor.detach().to(device, wide).contiguous())
+            if tensor is None:
+                setattr(self, name, None)
+            else:
+                wide = torch.float32 if tensor.is_floating_point() else None
+                own = tensor.detach().to(device, wide).clone(memory_format=torch.contiguous_format)
+                self.register_buffer(name, own)
         self._told = False
         self.eval()
 
@@ -350,15 +363,16 @@ class Calibrated(nn.Module):
                 f"the outputs {tuple(f.shape)} have another shape than those that were calibrated, {fit.dims[0]} "
                 f"dimensions with {fit.dims[1]} in the last"
             )
-        ratios, layers = Ratios.usual(f), None
-        if fit.leverage is not None:
+        if fit.leverage is None:
+            ratios, layers = Ratios.usual(f), None
+        else:
             factors = [getattr(self, f"factors{n}") for n in range(len(self._stacks))]
             log_h = log_leverages(seen, list(zip(self._stacks, factors, strict=True)), self.order)
             ratios, layers = relative(log_h, self.medians, fit.leverage.source), log_h - self.medians[:-2]
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
             self._tell(inputs, in_range)
-        y = predicted(fit, f, ratios, self._buffers)
+        y = predicted(fit, f, ratios, (self.spread, self.noise_variance))
         novelty = kind.novelty(f, ratios.steep)
         answered, rule = None, fit.report.abstention
         if rule is not None:
@@ -495,8 +509,11 @@ class _Program(nn.Module):
     def __init__(self, net: Calibrated, level: float) -> None:
         super().__init__()
         self.net = net
-        reach = None if net.scores is None else threshold(net.scores, level)
-        self.register_buffer("reach", reach)
+        self.reach: Tensor | None
+        if net.scores is None:
+            self.reach = None
+        else:
+            self.register_buffer("reach", threshold(net.scores, level).clone())
 
     def forward(self, inputs: Any) -> dict[str, Tensor]:
         """The answer, and the set or the interval."""
@@ -510,6 +527,19 @@ class _Program(nn.Module):
             reach = self.reach.view(answer.stddev.shape[1:]) * answer.stddev
             told |= {"lower": answer.mean - reach, "upper": answer.mean + reach}
         return {name: tensor.clone() for name, tensor in told.items() if tensor is not None}
+
+
+def _name_outputs(graph: Any, names: Sequence[str]) -> None:
+    """Give the outputs their names, which values inside may have had, such as that of the operation `mean`."""
+    outputs = {id(value) for value in graph.outputs}
+    for node in graph:
+        for value in node.outputs:
+            if value.name in names and id(value) not in outputs:
+                value.name = f"{value.name}_inside"
+    for number, value in enumerate(graph.outputs):
+        value.name = f"output_{number}"
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
 
 
 def _export(net: Calibrated, path: str | os.PathLike[str], suffix: str, example: Any, level: float) -> None:
@@ -546,7 +576,8 @@ def _export(net: Calibrated, path: str | os.PathLike[str], suffix: str, example:
             return
         require("onnx")
         require("onnxscript")
-        written = torch.onnx.export(exported, output_names=names, dynamo=True, verbose=False)
+        written = torch.onnx.export(exported, dynamo=True, verbose=False)
         assert written is not None
+        _name_outputs(written.model.graph, names)
         written.model.metadata_props["bayesadam"] = json.dumps(about, ensure_ascii=False)
         written.save(os.fspath(temporary))
