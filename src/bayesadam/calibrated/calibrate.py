@@ -17,7 +17,7 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibrated import fits
 from bayesadam.calibrated.leaked import UNLIKELY, balance
-from bayesadam.calibrated.leverage import FEWEST, Leverage, Ratios, from_inputs, from_structure
+from bayesadam.calibrated.leverage import FEWEST, Ratios, from_inputs, from_structure
 from bayesadam.calibrated.module import Calibrated, Fit, Predicted, Report, Tapped, doubt, predicted
 from bayesadam.calibrated.ranges import fingerprints, ranges_of
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
@@ -331,7 +331,10 @@ def _nll(fit: Fit, seen: _Observed, ratios: Ratios, temperature: float) -> dict[
     else:
         candidates = {_IN_USE: Component(Moments(f, y.f_variance), fit.noise_variance)}
     values = {name: -kind.log_prob([c], seen.targets).double() for name, c in candidates.items()}
-    return {name: (float(v.mean()), float(v.std(correction=min(1, len(v) - 1))) / math.sqrt(len(v))) for name, v in values.items()}
+    return {
+        name: (float(v.mean()), float(v.std(correction=min(1, len(v) - 1))) / math.sqrt(len(v)))
+        for name, v in values.items()
+    }
 
 
 def _outcome(fit: Fit) -> str:

@@ -14,7 +14,7 @@ the right factor of a Kronecker posterior.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -95,6 +95,12 @@ class Leverage:
     def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """log h of pooled inputs by module, (batch, layers)."""
         return log_leverages(inputs, self.stacks, self.order)
+
+    def among(self, modules: Collection[str]) -> Leverage:
+        """Of the layers that a forward pass runs."""
+        numbers = [number for number, layer in enumerate(self.layers) if layer.module in modules]
+        of_pass = tuple(self.layers[n] for n in numbers), tuple(self.factors[n] for n in numbers)
+        return Leverage(*of_pass, self.source)
 
     def against(self, log_h: Tensor) -> Leverage:
         """Relative to familiar inputs, whose leverages these are."""
@@ -218,12 +224,11 @@ def from_inputs(
     """
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
     if not wide or len(pooled[wide[0].module]) < FEWEST:
-        if state is not None:
-            names = [number for number, layer in enumerate(state.layers) if layer.module in pooled]
-            of_pass = tuple(state.layers[n] for n in names), tuple(state.factors[n] for n in names)
-            state = Leverage(*of_pass, state.source) if names else None
-        log_h = torch.zeros(0, 0) if state is None else state.log_h(pooled)
-        return (None if state is None else state.against(log_h)), log_h
+        state = None if state is None else state.among(pooled)
+        if state is None or not state.layers:
+            return None, torch.zeros(0, 0)
+        log_h = state.log_h(pooled)
+        return state.against(log_h), log_h
     kept, factors, columns = [], [], []
     for layer in wide:
         a = pooled[layer.module]

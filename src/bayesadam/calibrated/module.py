@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class Answer(NamedTuple):
 
     @property
     def token_novelty(self) -> Tensor:
-        """How unlike the held-out inputs each position is, (batch, positions); `novelty` is the mean of an example's."""
+        """How unlike the held-out inputs each position is, (batch, positions); `novelty` is an example's mean."""
         kind = likelihood_of(self.likelihood)
         if not isinstance(kind, ClassLikelihood) or self.f_mean is None or self.f_mean.dim() < 3 or not kind.coupled:
             raise SettingError("token_novelty is of outputs (batch, positions, classes); see novelty")
@@ -470,7 +470,9 @@ def _packed(net: Calibrated) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if fit.leverage is not None:
         header["leverage"] = {"source": fit.leverage.source, "modules": net.layers}
         tensors["medians"] = net.medians
-        tensors |= {f"factor.{layer.module}": w for layer, w in zip(fit.leverage.layers, fit.leverage.factors, strict=True)}
+        tensors |= {
+            f"factor.{layer.module}": w for layer, w in zip(fit.leverage.layers, fit.leverage.factors, strict=True)
+        }
     return tensors, header
 
 

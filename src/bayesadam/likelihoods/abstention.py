@@ -177,9 +177,7 @@ def certified(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -
     return found
 
 
-def abstention(
-    doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, tolerance: float | None
-) -> Abstention:
+def abstention(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, tolerance: float | None) -> Abstention:
     """The rule that held-out doubts and errors allow."""
     rule = Abstention(risk, confidence, tolerance, len(doubt))
     found = certified(doubt, wrong, risk=risk, confidence=confidence)
