@@ -31,7 +31,7 @@ from bayesadam.likelihoods.abstention import Abstention, doubt_of_classes, doubt
 from bayesadam.likelihoods.classes import of_examples
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.network import Forward, output_tensor
-from bayesadam.predict.tap import Layer, layers_of
+from bayesadam.predict.tap import Layer, first_input, layers_of
 
 _KIND = storage.Kind("bayesadam.calibrated", "a calibrated network", ": give the file that net.save wrote")
 _PROGRAMS = (".pt2", ".onnx")
@@ -279,8 +279,9 @@ class Tapped(nn.Module):
     def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""
         if self._seen is not None:
-            a = args[0] if args else next(iter(kwargs.values()))
-            self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
+            a = first_input(args, kwargs)
+            if torch.compiler.is_compiling() or layer.has_rows(a, self._size):
+                self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
     def _typed(self, leaf: Any) -> Any:
         """Real numbers in the model's type."""
