@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bayesadam.errors import FileError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.leverage.layers import Layer
+from bayesadam.predict.tap import Layer
 
 Source = Literal["inputs", "gradients", "second moments"]
 # ε, chosen like the exponents below on MNIST, Fashion-MNIST and texts.
