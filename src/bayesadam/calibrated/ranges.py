@@ -30,7 +30,7 @@ _FEWEST = 20
 # The share of held-out examples that inner ends may leave out.
 _RARE = 0.01
 # Of texts: what it leaves out is no part of the leverage.
-_MASK = "attention_mask"
+MASK = "attention_mask"
 # So many real numbers tell one example from another.
 _TELLING = 8
 # Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
@@ -85,6 +85,11 @@ class InputRange:
         return outer & inner & (high - low >= _WIDTH * self.least_width)
 
 
+def has_mask(ranges: Sequence[InputRange]) -> bool:
+    """Whether the held-out inputs had a mask of their padding."""
+    return any(each.name == MASK for each in ranges)
+
+
 def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
     """The range of every tensor in the inputs of some batches."""
     seen: dict[str, list[Tensor]] = {}
@@ -96,13 +101,6 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
 
 def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
-    masked = any(each.name == _MASK for each in ranges)
-    if masked != (_MASK in dict(_leaves(inputs))):
-        what = "this batch has none by that name" if masked else "the held-out inputs had none by that name"
-        return (
-            f"pass mappings with {_MASK!r} to calibrate and to predict: {what}, so that padding counts as words there "
-            "alone, and novelty and p-values are not those of inputs like the held-out ones"
-        )
     for known, leaf in _pairs(ranges, inputs):
         if (words := _of_another_kind(known, leaf)) is not None:
             return words
