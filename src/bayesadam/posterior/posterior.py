@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +19,12 @@ from bayesadam._alone import alone_with, listed_optimizers, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.bases import built, check_structure
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Named, outlined
+from bayesadam.gaussian.structure import AnyPath, Named
 from bayesadam.gaussian.weights import GaussianWeights, unpacked, warn_of_batches, with_prior
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.running import (
@@ -33,11 +33,8 @@ from bayesadam.posterior.running import (
     warn_of_other_statistics,
     writes_to_statistics,
 )
-from bayesadam.predict.call import Call, Forward
-from bayesadam.predict.moments import parameters_at_mean
-from bayesadam.predict.sides import input_sides
+from bayesadam.predict import Forward, input_sides
 from bayesadam.readers import Recorder
-from bayesadam.readers.formats.lazy import Lazy
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 
 if TYPE_CHECKING:
@@ -312,8 +309,7 @@ class Posterior(GaussianWeights):
         self.require_whole("the input side")
         if not self.structure.independent:
             raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        call, params = Call(self.model, forward), parameters_at_mean(self)
-        known = input_sides(call, params, self._batches(inputs, "with_inputs"))
+        known = input_sides(self, inputs, forward=forward)
         v, prior = self.structure.second_moment, dict(self.prior_precision)
         sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
         for name, side in sides.items():
