@@ -5,7 +5,7 @@ from bayesadam._version import __version__
 from bayesadam.errors import BayesAdamError
 from bayesadam.lora import LoraPrior
 from bayesadam.optim import Badam
-from bayesadam.posterior import GaussianWeights, Posterior
+from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.readers import Recorder, track
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "BayesAdamError",
     "GaussianWeights",
     "LoraPrior",
+    "Mixture",
     "Posterior",
     "Recorder",
     "__version__",
