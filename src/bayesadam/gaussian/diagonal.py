@@ -135,7 +135,7 @@ class Diagonal:
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """How many coordinates of each parameter have v̂ = 0 and δ = 0; names without any are left out."""
         # A δ above 0 needs no look at v̂.
-        deltas = {name: settings.prior_precision[name] for name in self.second_moment}
+        deltas = {name: self._rule(name, settings).delta for name in self.second_moment}
         improper = [name for name, delta in deltas.items() if isinstance(delta, Tensor) or delta == 0]
         flat = {name: zeros(self.second_moment[name] + deltas[name]) for name in improper}
         return {name: count for name, count in flat.items() if count}
