@@ -58,10 +58,10 @@ def test_a_soap_is_read_alike_from_everywhere(structure, tmp_path):
     live = ba.Posterior.from_optimizer(model, optimizer, N, structure=structure)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     state = optimizer.state_dict()
-    how: Any = {"structure": structure}
-    same(ba.Posterior.from_state_dict(model, state, N, optimizer="soap-pytorch-optimizer", **how), live)
-    same(ba.Posterior.from_checkpoint(tmp_path / "c.pt", mlp(3, 5, 2), N, optimizer="soap-pytorch-optimizer", **how), live)
-    same(ba.GaussianWeights.open(tmp_path / "c.pt", N, **how), live)
+    named: Any = {"structure": structure, "optimizer": "soap-pytorch-optimizer"}
+    same(ba.Posterior.from_state_dict(model, state, N, **named), live)
+    same(ba.Posterior.from_checkpoint(tmp_path / "c.pt", mlp(3, 5, 2), N, **named), live)
+    same(ba.GaussianWeights.open(tmp_path / "c.pt", N, structure=structure), live)
     rotated = ba.Posterior.from_optimizer(model, optimizer, N, structure="kronecker")
     for name, v in ba.Posterior.from_optimizer(model, optimizer, N).structure.second_moment.items():
         # The diagonal of the weights' own coordinates, never the rotated numbers.
@@ -101,7 +101,7 @@ def test_known_means_and_variances_are_kept():
         (SettingError, lambda: ba.Posterior.from_second_moment(model, {"0.bias": torch.full((5,), -1.0)}, N)),
     ]
     for error, work in wrong:
-        with pytest.raises(error, match="0.bias|1.weight|'0.weight'"):
+        with pytest.raises(error, match=r"'[01]\.(bias|weight)'"):
             work()
 
 

@@ -61,7 +61,9 @@ def test_the_papers_equation_to_the_letter_and_its_laplace_consistent_sibling():
 def test_the_prior_precision_is_n_times_the_weight_decay_or_1(decays):
     torch.manual_seed(0)
     model = mlp(3, 5, 2)
-    groups = [{"params": model[at].parameters(), "weight_decay": decay} for at, decay in zip((0, 2), decays)]
+    groups = [
+        {"params": model[at].parameters(), "weight_decay": decay} for at, decay in zip((0, 2), decays, strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups)
     train(model, optimizer)
     q = ba.Posterior.from_optimizer(model, optimizer, N)

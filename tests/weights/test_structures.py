@@ -84,8 +84,8 @@ def test_a_sum_has_both_precisions_and_one_prior(structure):
     assert type(before + without) is ba.GaussianWeights
 
 
-def test_a_sum_of_different_bases_keeps_each_weights_own_precision_where_it_can():
-    """The diagonal in the bases of the summed factors: a diagonal in no coordinates adds nothing but its rows' sums."""
+def test_a_sum_of_different_bases_has_the_trace_of_both():
+    """It is the diagonal of the sum in the bases of the summed factors."""
     kronecker, diagonal = posterior_of("kronecker"), posterior_of("diagonal")
     total = diagonal + kronecker
     assert set(total.structure.bases) == set(kronecker.structure.bases)
@@ -163,7 +163,7 @@ def test_a_basis_that_was_damaged_is_refused(tmp_path):
         with safe_open(path, "pt") as file:
             header = file.metadata()
         save_file({**load_file(path), key: -2 * load_file(path)[key]}, path, metadata=header)
-        with pytest.raises(FileError, match="not orthogonal|negative"):
+        with pytest.raises(FileError, match=r"not orthogonal|negative"):
             ba.Posterior.load(path, q.model)
 
 
