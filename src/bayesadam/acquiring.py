@@ -18,8 +18,8 @@ from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import ClassLikelihood, entropy
 from bayesadam.likelihoods.predictive import average
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.predict.call import Forward, batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
-from bayesadam.predict.moments import DEFAULT_BUDGET
+from bayesadam.predict import DEFAULT_BUDGET, Forward
+from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
 
 __all__ = ["Method", "acquire"]
 

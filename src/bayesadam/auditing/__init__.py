@@ -26,7 +26,8 @@ from bayesadam.likelihoods.classification import ClassLikelihood, check_classes
 from bayesadam.likelihoods.component import rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.predict.call import Forward, batch_size, batches_of, to_device
+from bayesadam.predict import Forward
+from bayesadam.predict.batches import batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]

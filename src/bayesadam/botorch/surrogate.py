@@ -18,8 +18,8 @@ from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.errors import MatchError
 from bayesadam.posterior import Mixture
-from bayesadam.predict.call import has_graph
-from bayesadam.predict.moments import white_rows
+from bayesadam.predict import white_rows
+from bayesadam.predict.batches import has_graph
 
 # Below this share of the largest eigenvalue a covariance is rounding.
 _JITTER = 1e-10

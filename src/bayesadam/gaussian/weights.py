@@ -457,7 +457,8 @@ def of_match(
     def moment(name: str) -> Tensor:
         return readers.read_match(replace(match, entries=(entries[name],))).second_moment[name]
 
-    omitted, moments = match.omitted, Lazy(like, moment)
+    omitted: Mapping[str, str] = match.omitted
+    moments: Named = Lazy(like, moment)
     if curvature is not None:
         omitted, moments = curvature.omitted, curvature.second_moment
         like = dict(moments)
@@ -509,8 +510,8 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         stored = Stored(path, tensors, names, parameters)
         structure, has_weights = stored.structure(kind, header), bool(header.get("has_weights", True))
         mode = stored.mode(structure, has_weights=has_weights)
-        known = dict(numbers.pop("prior_precision"))
-        prior = {name: tensors.get(f"prior_precision.{name}", known.get(name)) for name in names}
+        known, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
+        prior = {name: tensors[key] if key in tensors else known[name] for name, key in keys.items()}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
         omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
     except (KeyError, TypeError, AttributeError) as error:

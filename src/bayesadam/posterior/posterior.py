@@ -33,9 +33,7 @@ from bayesadam.posterior.running import (
     warn_of_other_statistics,
     writes_to_statistics,
 )
-from bayesadam.predict.call import Call, Forward, for_model, inputs_of, is_loader
-from bayesadam.predict.moments import parameters_at_mean
-from bayesadam.predict.sides import input_sides
+from bayesadam.predict import Forward, input_sides
 from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 
@@ -353,9 +351,7 @@ class Posterior(GaussianWeights):
         self.require_whole("the input side")
         if not self.structure.independent:
             raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        call, params = Call(self.model, forward), parameters_at_mean(self)
-        batches = (inputs_of(b, self.model) for b in inputs) if is_loader(inputs) else [for_model(inputs, self.model)]
-        known = input_sides(call, params, batches)
+        known = input_sides(self, inputs, forward=forward)
         v, prior = self.structure.second_moment, dict(self.prior_precision)
         sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
         for name, side in sides.items():

@@ -1,158 +1,145 @@
-"""Draws of the network's outputs: from weight draws, from activations, or from the linearised network."""
+"""Draws of the network's outputs: at drawn weights, or of the linearised network."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import jvp, vmap
 
-from bayesadam.gaussian.noise import fresh_seed, stream_seed
-from bayesadam.predict.call import batch_size, examples, has_graph, in_tf32, repeated
-from bayesadam.predict.layers import MatrixUse, SumUse
-from bayesadam.predict.moments import one_jacobian
-from bayesadam.predict.plan import recorded
+from bayesadam._checks import count
+from bayesadam.gaussian.structure import Named
+from bayesadam.likelihoods.moments import Moments
+from bayesadam.predict.batches import batch_size, examples, has_graph, plain
+from bayesadam.predict.moments import DEFAULT_BUDGET, one_jacobian, warn_of_lost
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, in_tf32, means, widened
+from bayesadam.predict.plan import plan_for
 
-if TYPE_CHECKING:
-    from bayesadam.predict.prediction import Network
-
-Draw = Callable[[], dict[str, Tensor]]
-# Activations that a CPU works on at a time, in bytes: beyond its cache, every operation waits for the memory.
-_CACHED = 1 << 27
-
-
-def output_draws(net: Network, n: int) -> tuple[Tensor, Tensor]:
-    """n draws of f, (n, batch, ...), each of one θ for the whole batch where `joint`, and f(x; μ), float32 or wider."""
-    gaussian, call, params, inputs = net.gaussian, net.call, net.params, net.inputs
-    generator, widest = net.options.generator, net.plan.widest
-
-    def draw() -> dict[str, Tensor]:
-        return {name: value.to(params[name].device) for name, value in gaussian.sample(generator=generator).items()}
-
-    with torch.set_grad_enabled(has_graph(inputs)):
-        # Nothing is kept for a way back: what counts is the largest of the activations.
-        parts = list(_parts(net, 4 * widest))
-        centre = torch.cat([call(params, part) for part in parts])
-        centre = centre.to(torch.promote_types(centre.dtype, torch.float32))
-        diagonal = gaussian.structure.independent
-        if net.options.predictive == "linearised-sampled":
-            drawn = centre + linearised_draws(net, draw, n)
-        elif diagonal and not net.options.joint and draws_activations(net):
-            drawn = activation_draws(net, n)
-        else:
-            entries = 4 * widest * batch_size(parts[0])
-            drawn = _over_draws(net, lambda theta: torch.cat([call(theta, p) for p in parts]), draw, n, entries)
-    return drawn.to(centre.dtype), centre
+# The outputs at θ, of some examples.
+_Outputs = Callable[[Named, Any], Tensor]
+# Copies of the widest activation that a forward pass holds, and one with its derivative.
+_FORWARD, _WITH_TANGENTS = 4, 8
 
 
-def linearised_draws(net: Network, draw: Draw, n: int) -> Tensor:
-    """J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...)."""
-    call, inputs = net.call, net.inputs
-    means = {name: tensor.detach() for name, tensor in net.params.items()}
+def sampled(
+    posterior: Gaussian,
+    inputs: Any,
+    n: int,
+    *,
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    budget: int = DEFAULT_BUDGET,
+) -> Moments:
+    """f(x; θ) of n draws of θ, (n, batch, ...), each for the whole batch, and their mean and variance.
 
-    def product(theta: dict[str, Tensor], part: Any) -> Tensor:
-        tangent = {name: theta[name] - mean for name, mean in means.items()}
-        with in_tf32(net.like):
-            found: Tensor = jvp(lambda p: call(p, part), (means,), (tangent,))[1]
-        return found
-
-    try:
-        product(means, examples(inputs, 0, 1))
-    except (RuntimeError, NotImplementedError):
-        # Some operation has no forward mode: example by example, one gradient for each output.
-        thetas, rows = [draw() for _ in range(n)], []
-        steps = {name: torch.stack([theta[name] - mean for theta in thetas]) for name, mean in means.items()}
-        for i in range(batch_size(inputs)):
-            gradients = one_jacobian(call, means, {}, examples(inputs, i, i + 1))
-            shares = [steps[name].reshape(n, -1) @ g.reshape(len(g), -1).T for name, g in gradients.items()]
-            rows.append(torch.stack(shares).sum(dim=0))
-        return torch.stack(rows, dim=1).reshape(n, -1, *net.plan.shape)
-    parts = list(_parts(net, 8 * net.plan.widest))
-    entries = 8 * net.plan.widest * batch_size(parts[0])
-    return _over_draws(net, lambda theta: torch.cat([product(theta, p) for p in parts]), draw, n, entries)
+    The variance is the unbiased one, with n − 1; of one draw none is known: 0/0.
+    """
+    with evaluating(posterior.model):
+        run = _Draws(posterior, inputs, n, forward, generator, budget)
+        with torch.set_grad_enabled(has_graph(run.inputs)):
+            drawn = widened(run.over(run.call, _FORWARD))
+    warn_of_lost(drawn[0])
+    return Moments(drawn.mean(dim=0), drawn.var(dim=0) if n > 1 else torch.full_like(drawn[0], torch.nan), draws=drawn)
 
 
-def _parts(net: Network, entries: int, most: int = sys.maxsize) -> Iterator[Any]:
-    """The batch in parts that a forward pass may take, of `entries` numbers an example and `most` bytes."""
-    size, budget = batch_size(net.inputs), min(net.options.memory_budget, most)
-    at_a_time = max(1, min(size, budget // max(1, 2 * entries * net.like.element_size())))
-    for start in range(0, size, at_a_time):
-        yield net.inputs if at_a_time >= size else examples(net.inputs, start, start + at_a_time)
+def linearised_draws(
+    posterior: Gaussian,
+    inputs: Any,
+    n: int,
+    *,
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    budget: int = DEFAULT_BUDGET,
+) -> Moments:
+    """f(x; μ) + J (θ − μ) of n draws of θ, (n, batch, ...), each for the whole batch, by forward-mode products.
 
-
-def _over_draws(net: Network, outputs: Callable[[Any], Tensor], draw: Draw, n: int, entries: int) -> Tensor:
-    """`outputs` of n draws, vectorised over as many as fit; one at a time where the model cannot be vectorised."""
-    first = draw()
-    element = next(iter(first.values())).element_size()
-    one = element * (entries + 2 * sum(tensor.numel() for tensor in first.values()))
-    at_once = max(1, min(n, net.options.memory_budget // max(one, 1)))
-    results: list[Tensor] = []
-    vectorised = at_once > 1
-    for done in range(0, n, at_once):
-        pending = [first if k == 0 else draw() for k in range(done, min(done + at_once, n))]
-        if vectorised:
+    The mean, f(x; μ), is known, so that the variance is the mean square around it.
+    """
+    with evaluating(posterior.model):
+        run = _Draws(posterior, inputs, n, forward, generator, budget)
+        with torch.set_grad_enabled(has_graph(run.inputs)):
+            centre = widened(torch.cat([run.call(run.params, part) for part in run.parts(_FORWARD)]))
             try:
-                results.append(vmap(outputs)({name: torch.stack([p[name] for p in pending]) for name in first}))
-            except RuntimeError:
-                vectorised = False
-        if not vectorised:
-            results.extend(outputs(p).unsqueeze(0) for p in pending)
-    return torch.cat(results)
+                run.product(run.params, examples(run.inputs, 0, 1))
+            except (RuntimeError, NotImplementedError):
+                # Some operation has no forward mode.
+                away = run.by_rows(centre)
+            else:
+                away = run.over(run.product, _WITH_TANGENTS)
+    warn_of_lost(centre)
+    return Moments(centre, away.square().mean(dim=0).to(centre), draws=centre + away.to(centre))
 
 
-def draws_activations(net: Network) -> bool:
-    """Whether every weight sits in an `nn.Linear` that is used once, on one row per example."""
-    linear = [prefix for prefix, module in net.call.model.named_modules() if type(module) is nn.Linear]
-    if net.plan.generic or net.plan.silent or not all(name.rpartition(".")[0] in linear for name in net.params):
-        return False
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in net.params.items()}
-    with torch.enable_grad():
-        uses, _ = recorded(net.call, leaves, repeated(examples(net.inputs, 0, 1), 2))
-    flat = all(
-        (isinstance(use, MatrixUse) or (isinstance(use, SumUse) and not use.channel and use.scale is None))
-        and use.rows is None
-        and len(use.shape) == 2
-        and use.shape[0] == 2
-        for use in uses
-    )
-    return flat and sorted(use.name for use in uses) == sorted(leaves)
+class _Draws:
+    """n draws of the weights of a network, and a batch."""
 
+    def __init__(
+        self,
+        posterior: Gaussian,
+        inputs: Any,
+        n: int,
+        forward: Forward | None,
+        generator: torch.Generator | None,
+        budget: int,
+    ) -> None:
+        count("n", n, "draws")
+        posterior.require_proper()
+        self.call, self.params, self.inputs = (
+            Call(posterior.model, forward),
+            means(posterior),
+            plain(inputs, graph=True),
+        )
+        self.posterior, self.n, self.generator, self.budget = posterior, n, generator, budget
+        leaves = {name: mu.detach().requires_grad_() for name, mu in self.params.items()}
+        self.widest = plan_for(self.call, leaves, plain(inputs)).widest
+        self.element = next(iter(self.params.values())).element_size()
 
-def activation_draws(net: Network, n: int) -> Tensor:
-    """Local reparameterisation: z ~ N(a μᵀ + b, a² Sᵀ + s), weights of its own for each example; (n, batch, ...)."""
-    call, params, like = net.call, net.params, net.like
-    variances = {name: v.to(params[name]) for name, v in net.gaussian.coordinate_variance.items()}
-    seed, layers = fresh_seed(net.options.generator), count()
+    def draw(self) -> dict[str, Tensor]:
+        """The next θ."""
+        theta = self.posterior.sample(generator=self.generator)
+        return {name: value.to(self.params[name].device) for name, value in theta.items()}
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Draws that have the same input, as in the first layer, share its matrix products.
-        a = args[0] if args else kwargs["input"]
-        copies = a.view(n, -1, a.shape[-1])
-        return (copies[0] if bool((copies == copies[0]).all()) else a,), {}
+    def parts(self, copies: int) -> Iterator[Any]:
+        """The batch in parts that a forward pass with so many copies of the activations may take."""
+        size = batch_size(self.inputs)
+        at_a_time = max(1, min(size, self.budget // max(1, 2 * copies * self.widest * self.element)))
+        for start in range(0, size, at_a_time):
+            yield self.inputs if at_a_time >= size else examples(self.inputs, start, start + at_a_time)
 
-    def leave(own: Sequence[Tensor | None], rows: int, module: nn.Module, args: Any, z: Tensor) -> Tensor:
-        weight, bias = own
-        variance: Any = bias if weight is None else F.linear(args[0].square(), weight, bias)
-        generator = torch.Generator(device=like.device).manual_seed(stream_seed(seed, "layer", next(layers)))
-        noise = torch.empty(rows // len(z), *z.shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
-        return torch.addcmul(z, noise.to(z), variance.sqrt()).flatten(0, 1)
+    def over(self, outputs: _Outputs, copies: int) -> Tensor:
+        """`outputs` at every draw, vectorised over as many as fit; one at a time where the model cannot be."""
+        parts, weights = list(self.parts(copies)), sum(mu.numel() for mu in self.params.values())
+        one = self.element * (copies * self.widest * batch_size(parts[0]) + 2 * weights)
+        at_once, drawn = max(1, min(self.n, self.budget // one)), []
+        vectorised = at_once > 1
+        for start in range(0, self.n, at_once):
+            thetas = [self.draw() for _ in range(start, min(start + at_once, self.n))]
+            if vectorised:
+                try:
+                    stacked = {name: torch.stack([theta[name] for theta in thetas]) for name in self.params}
+                    drawn.append(vmap(lambda theta: torch.cat([outputs(theta, part) for part in parts]))(stacked))
+                    continue
+                except RuntimeError:
+                    vectorised = False
+            drawn += [torch.cat([outputs(theta, part) for part in parts]).unsqueeze(0) for theta in thetas]
+        return torch.cat(drawn)
 
-    found = []
-    for part in _parts(net, 4 * n * net.plan.widest, _CACHED if like.device.type == "cpu" else sys.maxsize):
-        rows = n * batch_size(part)
-        with ExitStack() as hooks:
-            for prefix, module in call.model.named_modules():
-                own = [variances.get(f"{prefix}.{kind}".lstrip(".")) for kind in ("weight", "bias")]
-                if any(tensor is not None for tensor in own):
-                    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                    hooks.callback(module.register_forward_hook(partial(leave, own, rows)).remove)
-            output = call(params, repeated(part, n))
-        found.append(output.reshape(n, -1, *output.shape[1:]))
-    return torch.cat(found, dim=1)
+    def product(self, theta: Named, part: Any) -> Tensor:
+        """J (θ − μ) of some examples."""
+        tangent = {name: theta[name] - mu for name, mu in self.params.items()}
+        with in_tf32(next(iter(self.params.values()))):
+            step: Tensor = jvp(lambda p: self.call(p, part), (self.params,), (tangent,))[1]
+        return step
+
+    def by_rows(self, centre: Tensor) -> Tensor:
+        """J (θ − μ) example by example, one gradient for each output."""
+        thetas = [self.draw() for _ in range(self.n)]
+        steps = {name: torch.stack([theta[name] - mu for theta in thetas]) for name, mu in self.params.items()}
+        rows = []
+        for i in range(batch_size(self.inputs)):
+            gradients = one_jacobian(self.call, self.params, tuple(self.params), examples(self.inputs, i, i + 1))
+            shares = [steps[name].reshape(self.n, -1) @ g.reshape(len(g), -1).T for name, g in gradients.items()]
+            rows.append(torch.stack(shares).sum(dim=0))
+        return torch.stack(rows, dim=1).reshape(self.n, *centre.shape)
