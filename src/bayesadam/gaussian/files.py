@@ -252,8 +252,8 @@ def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], di
         name = entry.key.partition(".")[2]
         storage.check_owner(source, {name: torch.Size(entry.shape)}, parameters)
         like = parameters[name]
-        own = torch.empty_like(like.to_local() if is_sharded(like) else like, dtype=entry.dtype, requires_grad=False)
-        tensors[entry.key] = wrapped(own, like) if is_sharded(like) else own
+        part = torch.empty_like(like.to_local() if is_sharded(like) else like, dtype=entry.dtype, requires_grad=False)
+        tensors[entry.key] = wrapped(part, like) if is_sharded(like) else part
     try:
         with warnings.catch_warnings():
             # That one process reads alone is meant.

@@ -214,7 +214,7 @@ class GaussianWeights(Marginals):
 
     @property
     def scale(self) -> float:
-        """s, the factor on N that calibration finds; 1 before."""
+        """s, the factor on N that `tune` finds; 1 before."""
         return self.settings.scale
 
     @property
@@ -405,11 +405,11 @@ class GaussianWeights(Marginals):
         """Weights by name, which are written to, with θ in the rows that stand for padding."""
         for name, row in self.padding.items():
             theta = self.mode[name]
-            # Of shards, what this process has of it.
-            own, source = own_part(named[name]), own_part(theta)
+            # A process may have a part of the rows, or none of them.
+            target, source = own_part(named[name]), own_part(theta)
             at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
             if 0 <= at < len(source):
-                own.select(own.dim() - source.dim(), at).copy_(source[at].detach())
+                target.select(target.dim() - source.dim(), at).copy_(source[at].detach())
         return named
 
     def require_proper(self) -> None:
@@ -529,9 +529,9 @@ def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) 
 
 def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> GaussianWeights:
     tensors, header = storage.read_mapped(path)
-    changes = {"n_data": n_data, "prior_precision": prior}
-    given = {key: value for key, value in changes.items() if value is not None}
-    q = unpacked(path, tensors, header, None).replace(**given)
+    settings = {"n_data": n_data, "prior_precision": prior}
+    changes = {key: value for key, value in settings.items() if value is not None}
+    q = unpacked(path, tensors, header, None).replace(**changes)
     weights = "with" if q.has_weights else "without"
     kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
     why = f"{path}: a {q.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."

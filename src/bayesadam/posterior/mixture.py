@@ -288,9 +288,9 @@ def _with(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
     if not besides:
         return model
     storage.check_owner(path, {name: tensor.shape for name, tensor in besides.items()}, _besides(unwrap(model), {}))
-    copied = copy.deepcopy(unwrap(model))
-    held = _besides(copied, {})
+    network = copy.deepcopy(unwrap(model))
+    places = _besides(network, {})
     with torch.no_grad():
         for name, tensor in besides.items():
-            held[name].copy_(tensor)
-    return copied
+            places[name].copy_(tensor)
+    return network

@@ -250,8 +250,8 @@ class Posterior(GaussianWeights):
         for name, sigma in variance.items():
             if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
                 raise SettingError(f"the variance of {name!r} must be finite and positive")
-        v = {name: (n_data * sigma.detach().to(readers.working_dtype(sigma.dtype))) for name, sigma in variance.items()}
-        v = {name: precision.reciprocal() for name, precision in v.items()}
+        wide = {name: sigma.detach().to(readers.working_dtype(sigma.dtype)) for name, sigma in variance.items()}
+        v = {name: (n_data * sigma).reciprocal() for name, sigma in wide.items()}
         how: Any = {"mean": mean, "prior_precision": 0.0, "power": 1.0, "batch_size": 1}
         return cls.from_second_moment(model, v, n_data, likelihood, **how)
 
@@ -443,8 +443,8 @@ class Posterior(GaussianWeights):
         with alone_with(self.model), holding(self.model, shards):
             parameters = self.parameters()
             originals = {name: parameters[name].data for name in draw}
-            held = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
-            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in held]
+            slots = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
+            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in slots]
             try:
                 for name, value in draw.items():
                     parameters[name].data = value.to(originals[name].device)
