@@ -7,7 +7,7 @@ from bayesadam.errors import BayesAdamError
 from bayesadam.lora import LoraPrior
 from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
-from bayesadam.posterior import GaussianWeights, Posterior
+from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.readers import Recorder, track
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Calibrated",
     "GaussianWeights",
     "LoraPrior",
+    "Mixture",
     "Monitor",
     "Posterior",
     "Recorder",

@@ -2,6 +2,7 @@
 
 from bayesadam.gaussian.settings import Settings
 from bayesadam.gaussian.weights import GaussianWeights
+from bayesadam.posterior.mixture import Mixture
 from bayesadam.posterior.posterior import Posterior
 
-__all__ = ["GaussianWeights", "Posterior", "Settings"]
+__all__ = ["GaussianWeights", "Mixture", "Posterior", "Settings"]

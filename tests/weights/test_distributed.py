@@ -1,4 +1,4 @@
-"""Posteriors over several processes: the same draws, densities and predictions as over one, and each its part alone."""
+"""Posteriors over several processes: the same draws and densities as over one, and each its part alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from torch import Tensor
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
 from floats import approx, assert_close
-from posterior.distributed_worker import (
+from ranks import found_by_ranks
+from weights.distributed_worker import (
     N_DATA,
     NETWORKS,
     SETTINGS,
     Checks,
     fresh,
     inputs,
-    predictions,
     priors,
     seeded,
     statistics,
     train,
 )
-from ranks import found_by_ranks
 
 # Every test looks at what two processes did together.
 pytestmark = pytest.mark.slow
@@ -43,7 +42,7 @@ def plain() -> dict[str, ba.Posterior]:
     """The posteriors that one process without any distribution has."""
     models = {network: fresh(network) for network in NETWORKS}
     return {
-        network: ba.Posterior.from_optimizer(model, train(model), N_DATA, **SETTINGS)
+        network: ba.Posterior.from_optimizer(model, train(model), N_DATA, **SETTINGS).replace(form="likelihood")
         for network, model in models.items()
     }
 
@@ -103,23 +102,6 @@ def test_a_prior_by_weight_is_spread_with_the_weights(found, plain):
     expected = statistics(plain["linear"].replace(prior_precision=priors()))
     for ours in found:
         same(ours, expected)
-
-
-@pytest.mark.parametrize("found", ["predictions"], indirect=True)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_one_or_more_processes_predict_the_same(found, network, plain):
-    two, one = found
-    same(two, one)
-    same(one[network], predictions(plain[network]), exactly=False)
-
-
-@pytest.mark.parametrize("found", ["frozen_parameters"], indirect=True)
-def test_frozen_weights_are_gathered_as_they_are(found):
-    model = fresh("norm")
-    model[1].weight.requires_grad_(False)
-    posterior = ba.Posterior.from_optimizer(model, train(model), N_DATA, **SETTINGS)
-    for ours in found:
-        same(ours, predictions(posterior), exactly=False)
 
 
 @pytest.mark.parametrize("found", ["sampled"], indirect=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bayesadam as ba
 from bayesadam._shards import own_part, whole
-from bayesadam.errors import FileError, MatchError, MemoryBudgetError, SettingError, StateError
+from bayesadam.errors import FileError, MatchError, SettingError, StateError
 from bayesadam.gaussian import noise
 from bayesadam.gaussian.settings import PrecisionRule
 from floats import assert_close
 from ranks import run_checks
 
 N_DATA = 321
-SETTINGS = {"form": "likelihood", "prior_precision": 1.5}
+SETTINGS = {"prior_precision": 1.5}
 NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
     # Five rows are uneven over two processes, one row leaves a process with nothing.
     "linear": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)),
     "norm": lambda: nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)),
 }
-PREDICTIONS = ("sampled", "linearised-sampled", "linearised")
-# No posterior fits: one FSDP module is gathered at a time.
-TINY = 8
 
 
 def inputs() -> Tensor:
@@ -93,16 +89,9 @@ def statistics(posterior: ba.Posterior) -> dict[str, Any]:
     return found | {"log_prob": posterior.log_prob(draws), "entropy": posterior.entropy()}
 
 
-def predictions(posterior: ba.Posterior, methods: tuple[str, ...] = PREDICTIONS, **options: Any) -> dict[str, Any]:
-    return {
-        method: {"mean": p.mean.detach(), "variance": p.variance.detach()}
-        for method in methods
-        for p in [
-            posterior.predict(
-                inputs(), likelihood="regression", predictive=method, n_samples=6, generator=seeded(), **options
-            )
-        ]
-    }
+def read(model: nn.Module, state: dict[str, Any]) -> ba.Posterior:
+    """In the form in which all of the equation counts."""
+    return ba.Posterior.from_state_dict(model, state, N_DATA, **SETTINGS).replace(form="likelihood")
 
 
 class Checks:
@@ -117,7 +106,7 @@ class Checks:
         saved = torch.load(self.folder / f"{network}.pt", weights_only=True)
         model = NETWORKS[network]()
         model.load_state_dict(saved["model"])
-        return ba.Posterior.from_state_dict(split(model), saved["optimizer"], N_DATA, **SETTINGS)
+        return read(split(model), saved["optimizer"])
 
     def check_statistics(self) -> Any:
         posterior = self.read("linear")
@@ -133,6 +122,7 @@ class Checks:
         expected = self.read("norm")
         model = split(fresh("norm"))
         found = ba.Posterior.from_checkpoint(self.folder / "norm.pt", model, N_DATA, **SETTINGS)
+        found = found.replace(form="likelihood")
         for name, theta in expected.mode.items():
             assert torch.equal(own_part(found.mode[name]), own_part(theta))
             assert torch.equal(own_part(found.variance[name]), own_part(expected.variance[name]))
@@ -140,32 +130,6 @@ class Checks:
 
     def check_tensor_priors(self) -> Any:
         return statistics(self.read("linear").replace(prior_precision=priors()))
-
-    def check_predictions(self) -> Any:
-        return {network: predictions(self.read(network)) for network in NETWORKS}
-
-    def check_a_posterior_too_large_to_gather(self) -> None:
-        posterior = self.read("norm")
-        with pytest.raises(MemoryBudgetError, match=r"inside posterior\.sampled"):
-            posterior.predict(inputs(), likelihood="regression", memory_budget=TINY)
-
-    def check_predicting_leaves_the_model_alone(self) -> None:
-        posterior = self.read("norm")
-        model = posterior.model
-        before = {name: own_part(p).clone() for name, p in model.named_parameters()}
-        hooks = [(type(m), len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
-        expected = model(inputs())
-
-        for forward, outcome in ((None, nullcontext()), (breaking, pytest.raises(ValueError, match="on purpose"))):
-            with outcome:
-                posterior.predict(inputs(), likelihood="regression", predictive="sampled", n_samples=2, forward=forward)
-            parameters = posterior.parameters()
-            assert all(torch.equal(own_part(parameters[name]), bits) for name, bits in before.items())
-            assert hooks == [(type(m), len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
-            assert isinstance(model, FSDPModule)
-            assert torch.equal(model(inputs()), expected)
-        model(inputs()).sum().backward()
-        assert all(p.grad is not None for p in posterior.parameters().values())
 
     def check_sampled(self) -> Any:
         posterior = self.read("linear")
@@ -205,7 +169,7 @@ class Checks:
         optimizer = train(model)
         with torch.no_grad():
             model(inputs())
-        posterior = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **SETTINGS)
+        posterior = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **SETTINGS).replace(form="likelihood")
         return {key: value for key, value in statistics(posterior).items() if key in ("mean", "variance", "entropy")}
 
     def check_bad_moments_are_refused_everywhere(self) -> None:
@@ -215,14 +179,6 @@ class Checks:
             own_part(optimizer.state[model[0].weight]["exp_avg_sq"])[-1, -1] = float("nan")
         with pytest.raises(StateError, match=r"'0\.weight'"):
             ba.Posterior.from_optimizer(model, optimizer, N_DATA)
-
-    def check_frozen_parameters(self) -> Any:
-        model = fresh("norm")
-        model[1].weight.requires_grad_(False)
-        optimizer = train(split(model))
-        posterior = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **SETTINGS)
-        assert list(posterior.omitted) == ["1.weight"]
-        return predictions(posterior)
 
     def check_placements(self) -> None:
         """Parts that are no run of the flat tensor are parts of the same draw all the same."""
@@ -259,10 +215,11 @@ class Checks:
                 optimizer.zero_grad()
                 (model(ids) - 1).square().mean().backward()
                 optimizer.step()
-            options = {"prior_precision": delta, "form": form}
-            plain = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **options)
+            options = {"prior_precision": delta}
+            plain = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **options).replace(form=form)
             shards = split(copy.deepcopy(model))
             posterior = ba.Posterior.from_state_dict(shards, optimizer.state_dict(), N_DATA, **options)
+            posterior = posterior.replace(form=form)
             for ours, truth in (
                 (posterior.mean, plain.mean),
                 (posterior.variance, plain.variance),
@@ -271,11 +228,6 @@ class Checks:
             ):
                 for name, expected in truth.items():
                     assert torch.equal(whole(ours[name]), expected), (row, delta, form, name)
-            for method in ("linearised", "linearised-sampled", "sampled"):
-                asked = {"likelihood": "regression", "predictive": method, "n_samples": 3}
-                found = posterior.predict(ids, generator=seeded(), **asked)
-                expected = plain.predict(ids, generator=seeded(), **asked)
-                assert_close(found.variance, expected.variance)
 
     def check_gathered(self) -> Any:
         posterior = self.read("linear")
@@ -289,11 +241,14 @@ class Checks:
     def check_what_needs_whole_tensors_says_so(self) -> None:
         posterior = self.read("linear")
         for work in (
-            lambda: ba.calibrate(posterior, (inputs(), torch.zeros(4, 1)), likelihood="regression"),
-            lambda: ba.pruning_masks(posterior, fraction=0.5),
+            lambda: posterior.save(self.folder / "factored", compress="factored"),
+            lambda: posterior + posterior,
+            lambda: posterior.with_inputs(inputs()),
+            lambda: ba.Mixture([posterior]),
         ):
             with pytest.raises(SettingError, match="gathered"):
                 work()
+        assert str(posterior).startswith("Posterior over FSDPSequential")
 
     def check_saving(self) -> Any:
         target = self.folder / f"saved_by_{self.world}"
@@ -332,7 +287,7 @@ class Checks:
             drawn = wrapped(inputs())
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         assert not torch.equal(wrapped(inputs()), drawn)
-        found = {"drawn": drawn, "predictions": predictions(posterior), "statistics": statistics(posterior)}
+        found = {"drawn": drawn, "statistics": statistics(posterior)}
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, drawn)
         assert all(torch.equal(other, drawn) for other in everyone)

@@ -152,7 +152,7 @@ def test_bf16_models_run_with_a_draw():
 
 def test_copy_mean_to_model_writes_the_mean():
     model, optimizer = trained()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 100, prior_precision=5.0, form="likelihood")
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 100, prior_precision=5.0).replace(form="likelihood")
     posterior.copy_mean_to_model()
     assert all(torch.equal(p, posterior.mean[n]) for n, p in model.named_parameters())
 
