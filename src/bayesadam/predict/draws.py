@@ -13,7 +13,7 @@ from bayesadam._checks import count
 from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, examples, has_graph, plain
-from bayesadam.predict.moments import DEFAULT_BUDGET, one_jacobian, warn_of_lost
+from bayesadam.predict.moments import DEFAULT_BUDGET, one_jacobian
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, in_tf32, means, widened
 from bayesadam.predict.plan import plan_for
 
@@ -40,7 +40,6 @@ def sampled(
         run = _Draws(posterior, inputs, n, forward, generator, budget)
         with torch.set_grad_enabled(has_graph(run.inputs)):
             drawn = widened(run.over(run.call, _FORWARD))
-    warn_of_lost(drawn[0])
     return Moments(drawn.mean(dim=0), drawn.var(dim=0) if n > 1 else torch.full_like(drawn[0], torch.nan), draws=drawn)
 
 
@@ -68,7 +67,6 @@ def linearised_draws(
                 away = run.by_rows(centre)
             else:
                 away = run.over(run.product, _WITH_TANGENTS)
-    warn_of_lost(centre)
     return Moments(centre, away.square().mean(dim=0).to(centre), draws=centre + away.to(centre))
 
 
