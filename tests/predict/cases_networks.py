@@ -521,7 +521,7 @@ STRUCTURES = [
     Network("values-decide-the-way", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), normal(7, 3), generic=None),
     Network("values-decide-late", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
     # The first examples say nothing about these weights; the later ones do.
-    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()])),
+    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
     Network("layer-counted-for-later-examples", lambda: Lambda(late_sequence, first=nn.Linear(3, 2), second=nn.Linear(3, 2)), lambda: torch.cat([normal(3, 3, 3)().abs(), -normal(3, 3, 3)().abs()])),
     Network("second-use-behind-a-gate", lambda: Lambda(behind_a_gate, first=nn.Linear(3, 3), second=nn.Linear(3, 3)), lambda: torch.cat([normal(5, 3)().abs(), -normal(1, 3)().abs()]), generic=None),
     Network("number-times-features", lambda: scaled(4, scalar=True), normal(5, 3), generic=("scale",)),

@@ -262,6 +262,7 @@ def test_inputs_have_no_graph_unless_they_require_gradients():
     with torch.no_grad():
         assert not linearised(posterior, x, joint=True).joint.requires_grad
     assert not linearised(posterior, x.detach(), joint=True).joint.requires_grad
+    posterior.model.zero_grad()
     linearised(posterior, x, joint=True).joint.sum().backward()
     assert x.grad is not None
     assert all(p.grad is None for p in posterior.model.parameters())

@@ -34,7 +34,7 @@ class Pass:
     """A forward pass of some examples, and what explains its gradients.
 
     Attributes:
-        output: (b, ...), with the graph.
+        output, flat: (b, ...) and (b, c), with the graph.
         uses: every use of a parameter by a known layer, in order.
         layouts: how the examples lie in the tensors of each use; None leaves it out.
         odd: parameters that the uses do not explain, whose gradients go through autograd, example by example.
@@ -42,15 +42,11 @@ class Pass:
     """
 
     output: Tensor
+    flat: Tensor
     uses: Sequence[Use]
     layouts: Sequence[Layout | None]
     odd: tuple[str, ...] = ()
     ds: Sequence[Tensor | None] | None = None
-
-    @property
-    def flat(self) -> Tensor:
-        """The output as (b, c)."""
-        return self.output.reshape(len(self.output), -1)
 
     @property
     def finite(self) -> Tensor:
@@ -70,10 +66,9 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
     with torch.enable_grad():
         uses, output = recorded(call, leaves, inputs, shared)
         _check_output(output, size)
-        run = Pass(output, uses, [None] * len(uses))
-        if not bool(run.finite.all()):
-            return run
-        flat, generator = run.flat, torch.Generator().manual_seed(0)
+        flat, generator = output.reshape(size, -1), torch.Generator().manual_seed(0)
+        if not bool(flat.isfinite().all()):
+            return Pass(output, flat, uses, [None] * len(uses))
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
@@ -90,7 +85,7 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
     truths = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
         layouts, odd = _explained(uses, along, truths, s)
-    return Pass(output, uses, layouts, odd, ds)
+    return Pass(output, flat, uses, layouts, odd, ds)
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:
