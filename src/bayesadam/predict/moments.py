@@ -19,7 +19,7 @@ from bayesadam.gaussian.inputs import InputSide
 from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, in_tf32, means, widened
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
 from bayesadam.predict.uses import Addend, Product, Use, contracted, gram
 from bayesadam.readers.rotated import Rotation
@@ -210,7 +210,7 @@ def _by_layers(task: _Task, run: Pass, at_once: int) -> tuple[Tensor, Tensor]:
     active = [i for group in groups.values() for i in group]
     for start in range(0, c if active else 0, at_once):
         stop = min(start + at_once, c)
-        with in_tf32(run.flat), torch.no_grad():
+        with torch.no_grad():
             ds = run.ds or dict(
                 zip(active, pulled_back(run.flat, [uses[i].edge for i in active], start, stop), strict=True)
             )
