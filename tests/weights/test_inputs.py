@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.predict import linearised
 from floats import assert_close
 
 
@@ -103,9 +105,26 @@ def test_everything_is_the_dense_gaussians(name, power):
     names, covariance = dense(plain, known)
     mean = {n: p.detach() for n, p in known.model.named_parameters()}
     assert_close(flat(known, names, known.variance), covariance.diagonal(), rtol=1e-9)
+    rows = jacrev(lambda p: functional_call(known.model, p, (x,)))(mean)
+    j = flat(known, names, rows)
+    truth = torch.einsum("bcp,pq,bdq->bcd", j, covariance, j)
+    found = linearised(known, x, joint=True)
+    assert_close(found.covariance, truth, rtol=1e-8, atol=1e-12)
+    assert_close(found.variance, truth.diagonal(dim1=1, dim2=2), rtol=1e-8)
+    assert_close(linearised(known, x).variance, truth.diagonal(dim1=1, dim2=2), rtol=1e-8)
+    whole = j.flatten(0, 1) @ covariance @ j.flatten(0, 1).T
+    assert_close(found.joint, whole, rtol=1e-8, atol=1e-12)
     exact = torch.distributions.MultivariateNormal(flat(known, names, mean), covariance)
     draws = known.sample(3, generator=torch.Generator().manual_seed(1))
     assert_close(known.log_prob(draws), exact.log_prob(flat(known, names, draws)), rtol=1e-9)
+
+
+def test_draws_have_the_covariance():
+    plain, known, _ = made("perceptron")
+    names, covariance = dense(plain, known)
+    draws = flat(known, names, known.sample(40_000, generator=torch.Generator().manual_seed(0)))
+    scale = covariance.diagonal().sqrt()
+    assert_close(draws.T.cov() / scale / scale[:, None], covariance / scale / scale[:, None], rtol=0, atol=0.04)
 
 
 def test_one_input_direction_leaves_the_others_at_the_prior():
@@ -116,10 +135,28 @@ def test_one_input_direction_leaves_the_others_at_the_prior():
     optimizer.step()
     q = ba.Posterior.from_optimizer(model, optimizer, 100, likelihood="regression", prior_precision=1.0)
     q = q.to(dtype=torch.float64).with_inputs(torch.tensor([[2.0, 0.0, 0.0]]).double().expand(30, 3))
-    outside, inside = float(q.variance["weight"][0, 1]), float(q.variance["weight"][0, 0])
+    inside, outside = linearised(q, torch.eye(3).double()[:2]).variance.flatten().tolist()
     assert outside == pytest.approx(1.0)
     g = float(q.structure.second_moment["weight"].sum()) / 4
     assert inside == pytest.approx(1 / (100 * g**0.5 * 4 + 1))
+
+
+def test_saved_and_loaded(tmp_path):
+    for name in CASES:
+        _, known, x = made(name)
+        known.save(tmp_path / "q.safetensors")
+        loaded = ba.Posterior.load(tmp_path / "q.safetensors", known.model)
+        assert loaded.structure.kind == "inputs"
+        assert_close(linearised(loaded, x).variance, linearised(known, x).variance, rtol=1e-9)
+        opened = ba.GaussianWeights.open(tmp_path / "q.safetensors")
+        assert_close(opened.variance, known.variance, rtol=1e-9)
+
+
+def test_settings_may_change_afterwards():
+    """The curvature is g^p A at any power."""
+    plain, known, _ = made("perceptron", power=0.5)
+    names, covariance = dense(plain.replace(power=1.0), known)
+    assert_close(flat(known, names, known.replace(power=1.0).variance), covariance.diagonal(), rtol=1e-9)
 
 
 def test_loaders_give_what_one_batch_gives():
