@@ -563,8 +563,8 @@ def test_parameters_of_one_part_keep_theirs(kind):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-        options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, "structure": kind, "recorder": recorder}
-        parts.append(ba.Posterior.from_optimizer(model, optimizer, N, **options))
+        options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, "structure": kind}
+        parts.append(ba.Posterior.from_recorder(model, recorder, N, **options))
     total = parts[0] + parts[1]
     assert set(total.mode) == {name for name, _ in model.named_parameters()}
     assert total.omitted == {}
