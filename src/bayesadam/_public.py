@@ -1,24 +1,33 @@
 """The public names, each from the module that has it; `bayesadam` imports this one with the first of them."""
 
-from bayesadam import errors, optim, readers
+from bayesadam import errors, likelihoods, optim, readers, scores
 from bayesadam._version import __version__
+from bayesadam.calibrated import Answer, Calibrated, calibrate, load
 from bayesadam.errors import BayesAdamError
 from bayesadam.lora import LoraPrior
+from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
 from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.readers import Recorder, track
 
 __all__ = [
+    "Answer",
     "Badam",
     "BayesAdamError",
+    "Calibrated",
     "GaussianWeights",
     "LoraPrior",
     "Mixture",
+    "Monitor",
     "Posterior",
     "Recorder",
     "__version__",
+    "calibrate",
     "errors",
+    "likelihoods",
+    "load",
     "optim",
     "readers",
+    "scores",
     "track",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from bayesadam.readers.match import Match, match_optimizers, match_state_dict, o
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+    from bayesadam.predicting import Function
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
 
@@ -336,6 +338,63 @@ class Posterior(GaussianWeights):
         return tensors, header
 
     # --- changes ------------------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        draws: int | None = None,
+        covariance: bool | Literal["joint"] = False,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """The prediction of a batch, f ~ N(f(x; μ), J Σ Jᵀ), exactly; the model is as before when it returns.
+
+        Of a loader an iterator of predictions, one for each batch, whose targets are left out. Where the inputs require
+        gradients, moments have them. Of 20,000 outputs, or of one of many positions, ask for those that matter:
+        `forward=lambda model, x: model(x)[:, index]`.
+
+        Args:
+            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
+                comes first. Arrays of numpy may stand for tensors. Or a loader.
+            draws: so many networks are drawn instead, f(x; θ), θ ~ q.
+            covariance: the outputs' covariance too, of each example, or `"joint"`: of all examples together.
+            forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs.
+            generator: makes draws reproducible.
+        """
+        from bayesadam.predicting import predict
+
+        how: Any = {"draws": draws, "covariance": covariance, "forward": forward, "generator": generator}
+        return predict((self,), (1.0,), inputs, **how)
+
+    def draw(self, seed: int, *, forward: Forward | None = None) -> Function:
+        """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
+
+        It is f(x; μ) + J (θ − μ), whose moments `predict` has, with gradients with respect to inputs.
+        """
+        from bayesadam.predicting import Function
+
+        return Function(self, seed, forward)
+
+    def novelty(
+        self, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
+    ) -> Tensor:
+        """How unlike familiar inputs each example is, (batch,), by one forward pass; see `predicting.novelty`."""
+        from bayesadam.predicting import novelty
+
+        return novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
+
+    def tune(
+        self,
+        held_out: Any,
+        *,
+        method: Literal["evidence", "validation"] | None = None,
+        forward: Forward | None = None,
+    ) -> Posterior:
+        """N's scale s, δ and σ² or T fitted to held-out data, by evidence or validation; see `tuning`."""
+        from bayesadam.tuning import tune
+
+        return tune(self, held_out, method=method, forward=forward)
 
     def with_inputs(self, inputs: Any, *, forward: Forward | None = None) -> Self:
         """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
