@@ -21,6 +21,8 @@ from bayesadam.gaussian.settings import Settings
 from cases import mlp
 from floats import assert_close
 
+pytestmark = pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
+
 N, BATCH = 64, 8
 KINDS = ("diagonal", "kronecker")
 
@@ -49,10 +51,12 @@ def network(*sizes: int) -> nn.Sequential:
 def posterior(kind: str, model: nn.Module | None = None, seed: int = 0, **settings: Any) -> ba.Posterior:
     model = network() if model is None else model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    recorder = None if kind == "diagonal" else ba.Recorder(optimizer, keep=6, every=2)
+    recorder = ba.Recorder(optimizer, keep=6, every=2)
     fit(model, optimizer, seed)
     options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, **settings}
-    return ba.Posterior.from_optimizer(model, optimizer, N, structure=kind, recorder=recorder, **options)
+    if kind == "diagonal":
+        return ba.Posterior.from_optimizer(model, optimizer, N, **options)
+    return ba.Posterior.from_recorder(model, recorder, N, **options)
 
 
 def flat(named: Any) -> Tensor:
@@ -559,8 +563,8 @@ def test_parameters_of_one_part_keep_theirs(kind):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-        options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, "structure": kind, "recorder": recorder}
-        parts.append(ba.Posterior.from_optimizer(model, optimizer, N, **options))
+        options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, "structure": kind}
+        parts.append(ba.Posterior.from_recorder(model, recorder, N, **options))
     total = parts[0] + parts[1]
     assert set(total.mode) == {name for name, _ in model.named_parameters()}
     assert total.omitted == {}
@@ -618,9 +622,11 @@ def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
                 optimizer.step()
             if held is not None:
                 held.remove()
-            options = {"power": 1.0, "batch_size": 40, "prior_precision": 1.0, "structure": kind}
-            recorded = recorder if kind == "kronecker" else None
-            before = ba.Posterior.from_optimizer(model, optimizer, len(x), recorder=recorded, **options)
+            options = {"power": 1.0, "batch_size": 40, "prior_precision": 1.0}
+            if kind == "kronecker":
+                before = ba.Posterior.from_recorder(model, recorder, len(x), **options)
+            else:
+                before = ba.Posterior.from_optimizer(model, optimizer, len(x), **options)
         with torch.no_grad():
             error[method] = max(float(F.mse_loss(model(x), y)) for x, y in tasks)
     assert error[kind] < 0.6 * error["plain"]

@@ -5,7 +5,7 @@ import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,8 @@ Column = Literal["suspicion", "novelty", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 # A normal variable is within this many standard deviations half of the time.
 _QUARTILE = 0.6744897501960817
+# Where nothing says how many examples were behind one gradient.
+_USUAL_BATCH = 100
 # What a page shows of one example: images with so many channels, and so much of numbers or a text.
 _CHANNELS, _MOST_NUMBERS, _MOST_CHARACTERS = (1, 3, 4), 24, 600
 
@@ -208,9 +210,25 @@ def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[_Pr
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
         if posterior.leverage is None:
             posterior = posterior.relative_to([inputs], options["forward"])
-        both = posterior, posterior.for_novelty
+        both = posterior, _by_data_alone(posterior)
         found, data = (q.predict(inputs, covariance=True, shift=False, **options) for q in both)
         yield found.components[0], data.components[0], y, found.novelty
+
+
+def _by_data_alone(posterior: Posterior) -> Posterior:
+    """The same at p = s = 1, w = N B and δ = ε mean(w c), or ε mean(w c/R) R with a prior of shape R.
+
+    Neither calibration nor the units of the loss change it. A wrong B scales all variances alike.
+    """
+    base = replace(
+        posterior.settings, power=1.0, scale=1.0, batch_size=posterior.batch_size or _USUAL_BATCH, form="map"
+    )
+    total = sum(float(c.sum()) for c in posterior.structure.curvatures(1.0, base.prior_shape))
+    # Along its own axes a curvature has more very small eigenvalues, which a large δ would hide.
+    share = 1e-4 if posterior.structure.bases else 1e-3
+    prior = base.prior_at(share * base.weight * total / posterior.n_weights or 1.0)
+    named = prior if isinstance(prior, dict) else dict.fromkeys(posterior.prior_precision, prior)
+    return replace(posterior, settings=replace(base, prior_precision=named))
 
 
 def _measured(
