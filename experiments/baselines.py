@@ -191,7 +191,7 @@ def noise_variance(draws: Tensor, y: Tensor) -> Tensor:
     return (square - spread).clamp(min=_LEAST_NOISE * square)
 
 
-# --- functions drawn from what a rule has learnt ----------------------------------------------------------------------
+# --- functions drawn from what a rule has learnt --------------------------------------------------------------------
 
 
 def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Tensor], Tensor]:
@@ -260,7 +260,7 @@ def fit_ensemble(problem: Problem) -> list[Predictor]:
     return _sampled(problem, draws, mixed=True)
 
 
-# --- networks linearised around their optimum ---------------------------------------------------------------------------
+# --- networks linearised around their optimum -----------------------------------------------------------------------
 
 
 def linearised(posterior: Posterior, *, shift: bool = False) -> Predictor:
@@ -388,7 +388,7 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
     return total
 
 
-# --- the reference ----------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------------------------
 
 
 def gaussian_process(theta: Tensor, x: Tensor, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -63,26 +63,37 @@ class DataSet:
     files: tuple[DataFile, ...] = ()
 
 
-# Set, folder and name, bytes, checksum.
+# A set and its folder; then each of its files with bytes and checksum.
 _FILES = """
-mnist mnist/train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
-mnist mnist/train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
-mnist mnist/t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
-mnist mnist/t10k-labels-idx1-ubyte.gz 4542 f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6
-fashion-mnist fashion-mnist/train-images-idx3-ubyte.gz 26421880 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
-fashion-mnist fashion-mnist/train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
-fashion-mnist fashion-mnist/t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
-fashion-mnist fashion-mnist/t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
-mushroom bandits/mushroom/agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
-financial bandits/financial/raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
-jester bandits/jester/jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
-statlog bandits/statlog/shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
-adult bandits/adult/adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
-adult bandits/adult/adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
-covertype bandits/covertype/covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
-census bandits/census/USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
-census-part bandits/census/partaa 0 git:8087060305be8570379c881c39ddcc34f8028b22
-census-1000 bandits/census/us_census_1990_rows1000.csv 145002 4c5c60d66a06e57dc41e3e5f08d2427b3dabd393839b2d8592e7038f55a3ee99
+mnist mnist
+train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
+train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
+t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
+t10k-labels-idx1-ubyte.gz 4542 f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6
+fashion-mnist fashion-mnist
+train-images-idx3-ubyte.gz 26421880 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
+train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
+t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
+t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
+mushroom bandits/mushroom
+agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
+financial bandits/financial
+raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
+jester bandits/jester
+jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
+statlog bandits/statlog
+shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
+adult bandits/adult
+adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
+adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
+covertype bandits/covertype
+covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
+census bandits/census
+USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
+census-part bandits/census
+partaa 0 git:8087060305be8570379c881c39ddcc34f8028b22
+census-1000 bandits/census
+us_census_1990_rows1000.csv 145002 4c5c60d66a06e57dc41e3e5f08d2427b3dabd393839b2d8592e7038f55a3ee99
 """
 # A source that ends in "/" has every file under its published name. Jester's authors have a spreadsheet, which is not
 # this file; UCI has statlog as .Z, which Python cannot unpack.
@@ -111,11 +122,13 @@ def _records() -> dict[str, DataSet]:
     """The sets of `_FILES` and `_SOURCES`, and those that need no file."""
     sources = [line.split() for line in _SOURCES.strip().splitlines()]
     records = {name: DataSet(name) for name in ("digits", "wheel")}
-    for name, path, n_bytes, checksum in map(str.split, _FILES.strip().splitlines()):
-        folder, _, file = path.rpartition("/")
-        urls = tuple(url + file if url.endswith("/") else url for owner, url in sources if owner == name)
-        earlier = records[name].files if name in records else ()
-        records[name] = DataSet(name, folder, (*earlier, DataFile(file, int(n_bytes), checksum, urls)))
+    for first, second, *checksum in map(str.split, _FILES.strip().splitlines()):
+        if not checksum:
+            record = records[first] = DataSet(first, second)
+            continue
+        urls = tuple(url + first if url.endswith("/") else url for name, url in sources if name == record.name)
+        record = replace(record, files=(*record.files, DataFile(first, int(second), *checksum, urls)))
+        records[record.name] = record
     return records
 
 
