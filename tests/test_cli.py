@@ -134,7 +134,7 @@ def test_the_users_commands_come_first_and_the_papers_are_together(capsys):
     assert run("--help") == 0
     commands = listed(capsys.readouterr().out)
     own = ["inspect", "doctor", "prune", "sample", "merge", "export", "deploy"]
-    assert commands == [*own, "demo", "play", "paper", "data"]
+    assert commands == [*own, "demo", "paper", "data"]
     assert run("paper", "--help") == 0
     assert listed(capsys.readouterr().out) == ["regression", "pruning", "bandits", "cost", "report"]
 

@@ -181,7 +181,7 @@ FLOORS = (
     {"_public"},
     {""},
     {"commands"},
-    {"paper", "play"},
+    {"paper"},
     {"cli"},
     {"__main__"},
 )

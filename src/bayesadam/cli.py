@@ -351,21 +351,6 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
     run_demo(seed=seed, out=out, quiet=quiet)
 
 
-@app.command()
-def play(
-    port: Annotated[int, Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")] = 8765,
-    open_browser: Annotated[bool, Option("--open/--no-open", help="Show the page in a browser.")] = True,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only the address.")] = False,
-) -> None:
-    """Click data onto a plane and watch the methods' bands change.
-
-    A page on this machine, served to it alone.
-    """
-    from bayesadam.play.server import run_play
-
-    run_play(port=port, open_browser=open_browser, quiet=quiet)
-
-
 @_of_the_paper("RegressionSettings")
 def regression(
     methods: Annotated[str | None, _names_of("bayesadam.paper.regression:TITLES", "Methods, by default all")] = None,
