@@ -180,8 +180,6 @@ FLOORS = (
     {"botorch"},
     {"_public"},
     {""},
-    {"commands"},
-    {"paper"},
     {"cli"},
     {"__main__"},
 )
