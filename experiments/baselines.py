@@ -20,15 +20,11 @@ from bayesadam import Posterior, calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network as Network
 from bayesadam.engine.network import forward, member
-from bayesadam.engine.rules import IVON as IVON
-from bayesadam.engine.rules import RULES as RULES
-from bayesadam.engine.rules import SWAG as SWAG
-from bayesadam.engine.rules import Adam, Dropout, Rule, adam_state, adam_update
-from bayesadam.engine.rules import BayesByBackprop as BayesByBackprop
-from bayesadam.engine.rules import Vadam as Vadam
+from bayesadam.engine.rules import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams, blocks
 from bayesadam.likelihoods import likelihood
+from experiments.rules import RULES, Adam, Dropout, Rule, functions
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05
@@ -199,7 +195,7 @@ def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Te
 
     def draw(x: Tensor) -> Tensor:
         streams = Streams([problem.seeds[index]], f"{name}-prediction", x.device)
-        params, masks = stack.functions(index, problem.draws, streams)
+        params, masks = functions(stack, index, problem.draws, streams)
         return forward(stack.network, params, x, masks=masks)
 
     return draw

@@ -16,8 +16,9 @@ import torch
 from bayesadam.engine.stack import Stack, constant
 from bayesadam.engine.streams import blocks
 from experiments import baselines, figure1, figure2, plots
-from experiments.baselines import RULES, Network, Problem, Training, trained
+from experiments.baselines import Network, Problem, Training, trained
 from experiments.data import load_images
+from experiments.rules import RULES
 from experiments.running import MISSING, Run, Sample, Table, digits
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bayesadam.engine.network import forward, unflatten
 from experiments import plots, released
-from experiments.baselines import RULES, Data, Network, Problem, Training, diagonal_ggn, read, trained
+from experiments.baselines import Data, Network, Problem, Training, diagonal_ggn, read, trained
 from experiments.data import Images, load_images
+from experiments.rules import RULES, gaussian
 from experiments.running import Run, Table, percent, run_parts, seeds_of
 
 FRACTIONS = (
@@ -120,10 +121,10 @@ def _usual(problem: Problem) -> Problem:
 
 
 def _from_rule(name: str, problem: Problem, **changes: Any) -> Ranked:
-    gaussian = trained(_usual(problem), RULES[name], **changes).gaussian()
-    assert gaussian is not None
-    snr = gaussian.mean.abs() / gaussian.variance.sqrt()
-    return unflatten(problem.network, gaussian.mean), unflatten(problem.network, snr)
+    found = gaussian(trained(_usual(problem), RULES[name], **changes))
+    assert found is not None
+    snr = found.mean.abs() / found.variance.sqrt()
+    return unflatten(problem.network, found.mean), unflatten(problem.network, snr)
 
 
 def _from_ggn(problem: Problem) -> Ranked:

@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 from bayesadam.engine.network import Network, forward
-from bayesadam.gaussian.noise import stream_seed
-from bayesadam.paper import released
-from bayesadam.paper.methods import Data, Problem, Training
-from bayesadam.paper.pruning import PruningSettings, fit_part
-from bayesadam.paper.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot, narrow
+from bayesadam.engine.streams import Streams
+from experiments import released
+from experiments.baselines import Data, Problem, Training
+from experiments.figure2 import PruningSettings, fit_part
+from experiments.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot, narrow
+from experiments.running import generator
 from floats import approx, assert_close
 
 N = 200
@@ -27,7 +28,7 @@ def toy(epochs: int = 3, n: int = N) -> Problem:
 def test_adam_without_correction_follows_its_recursion():
     problem = toy()
     _, weights, moments = released.trained(problem, SCRIPT)
-    source = torch.Generator().manual_seed(stream_seed(6, "initial"))
+    source = generator(6, "initial")
     network = replace(problem.network, activation="tanh")
     params = {name: glorot(shape, source).double().requires_grad_() for name, shape in network.shapes().items()}
     m, v = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
@@ -76,7 +77,7 @@ def test_the_notebook_drops_pre_activations_in_one_order():
     assert not torch.equal(first[0], second[0])
     params = {"layer0.weight": torch.zeros(1, 50, 1), "layer0.bias": torch.full((1, 50), 3.0)}
     params |= {"layer1.weight": torch.eye(50)[None], "layer1.bias": torch.zeros(1, 50)}
-    streams = released.Streams((0,), "dropout")
+    streams = Streams((0,), "dropout")
     out = released._outputs(params, torch.zeros(1, 40, 1), NOTEBOOK, streams)
     # What is dropped is sigmoid's ½, not 0.
     assert set(out.flatten().tolist()) <= {0.5, float(torch.tensor(3.75).sigmoid())}
