@@ -167,7 +167,7 @@ def test_extras_agree_with_the_packaging():
 FLOORS = (
     {"errors", "_version"},
     {"_alone", "_checks", "_extras", "_files", "_options", "_progress", "_shards", "_tables", "_warnings"},
-    {"_plots", "_storage", "data"},
+    {"_storage", "data"},
     {"readers"},
     {"gaussian", "likelihoods"},
     {"engine", "lora", "predict"},

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from experiments.rules import RULES, sampled_outputs
 from scipy.linalg import block_diag
 from scipy.stats import multivariate_normal
 from torch import nn
@@ -34,9 +35,8 @@ from bayesadam.bandits.networks import (
     VariationalSettings,
     initial_weights,
 )
-from bayesadam.engine.gradients import StackedGradient, sampled_outputs
-from bayesadam.engine.network import Network, forward, member, unflatten
-from bayesadam.engine.rules import RULES
+from bayesadam.engine.gradients import StackedGradient
+from bayesadam.engine.network import Network, forward, initial, member, unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
 from floats import approx, assert_close, close
@@ -198,7 +198,7 @@ def test_bayes_by_backprop_descends_the_elbo():
     mean, rho = learner.stack.weights.clone().requires_grad_(), learner.stack.state["rho"].clone().requires_grad_()
     optimizer = torch.optim.Adam([mean, rho], lr=0.01)
     noise = Streams([3], "training", CPU)
-    module = NETWORK.build()
+    module = NETWORK.build(member(initial(NETWORK, [0]), 0))
     prior = torch.distributions.Normal(0, math.sqrt(0.5))
     for x, arms, targets in follow(learner, 4):
         std = nn.functional.softplus(rho)

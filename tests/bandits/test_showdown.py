@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from experiments.rules import gaussian
 from torch import Tensor
 
 from bayesadam.bandits import agent_settings
@@ -82,7 +83,7 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
             kl = kl + torch.distributions.kl_divergence(torch.distributions.Normal(means[n], r.exp()), prior).sum()
         ((out - Y[rows]).square().sum() / SIZE + kl / N).backward()
         adam.step()
-    found = stack.gaussian()
+    found = gaussian(stack)
     expected = torch.cat([means[n].detach().flatten() for n in names])
     assert_close(found.mean[0], expected, rtol=1e-3, atol=1e-5)
     variances = torch.cat(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from experiments.rules import IVON, Adam, BayesByBackprop, Dropout, Gaussian, Rule, Vadam, gaussian, sampled_outputs
 from torch import Tensor
 
 from bayesadam._checks import is_count, is_number
@@ -27,18 +28,9 @@ from bayesadam.bandits.learner import (
     PositiveOrNone,
     with_constant,
 )
-from bayesadam.engine.gradients import Slope, sampled_outputs
+from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import (
-    IVON,
-    Adam,
-    BayesByBackprop,
-    Dropout,
-    Gaussian,
-    Rule,
-    Vadam,
-    second_moment,
-)
+from bayesadam.engine.rules import second_moment
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
@@ -146,7 +138,7 @@ class NetworkLearner(Learner):
 
     def gaussian(self) -> Gaussian | None:
         """Mean and variance of the weights, (networks, weights), of agents with a Gaussian over them."""
-        return self.stack.gaussian()
+        return gaussian(self.stack)
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         if self._moments is None:

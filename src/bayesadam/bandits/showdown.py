@@ -10,24 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from experiments.rules import Adam, Gaussian, Perturbed, Rule
 from torch import Tensor
 
 from bayesadam.bandits.learner import Buffer, Entry, Positive
 from bayesadam.bandits.networks import Greedy, GreedySettings, MCDropout, NetworkLearner, NetworkSettings
 from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, linear, unflatten
-from bayesadam.engine.rules import (
-    Adam,
-    Dropped,
-    Gaussian,
-    Number,
-    Perturbed,
-    Rule,
-    State,
-    Step,
-    adam_state,
-    adam_update,
-)
+from bayesadam.engine.rules import Dropped, Number, State, Step, adam_state, adam_update
 from bayesadam.engine.streams import Streams
 
 # The first standard deviation of every weight.
