@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._checks import count
-from bayesadam.data import find, load_table
+from experiments.data import find, load_table
 from bayesadam.errors import DataError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 

@@ -180,8 +180,6 @@ FLOORS = (
     {"botorch"},
     {"_public"},
     {""},
-    {"commands"},
-    {"paper", "play"},
     {"cli"},
     {"__main__"},
 )

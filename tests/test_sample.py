@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
-from typer.testing import CliRunner
 
 import bayesadam as ba
-from bayesadam.__main__ import main
-from bayesadam.cli import app
 from bayesadam.errors import FileError, ImproperError, SettingError
 from floats import assert_close
 from processes import run_python
@@ -203,46 +198,3 @@ def test_memory_is_a_matter_of_the_largest_tensor(files, task, times):
     assert done.returncode == 0, done.stderr
     largest = 4096 * 4096 * 4
     assert int(done.stdout) <= times * largest
-
-
-def test_the_command_writes_the_draw_and_a_record(saved, tmp_path):
-    path, _, _ = saved
-    out, expected = tmp_path / "draw.safetensors", tmp_path / "expected.safetensors"
-    done = CliRunner().invoke(app, ["sample", str(path), "--n-data", "400", "-o", str(out), "--seed", "5"])
-    assert done.exit_code == 0, done.output
-    draw(path, expected, 400, seed=5)
-    assert out.read_bytes() == expected.read_bytes()
-    assert json.loads((tmp_path / "draw.metrics.json").read_text())["settings"]["n_data"] == 400
-
-
-def test_the_command_refuses_what_it_cannot_draw_in_one_line(saved, tmp_path, capsys):
-    path, model, optimizer = saved
-    out = tmp_path / "draw.safetensors"
-    for option, value, told in (("--prior-precision", "inf", "prior precision"), ("--n-data", "nan", "n_data must")):
-        assert main(["sample", str(path), option, value, "-o", str(out)]) == 2
-        assert told in capsys.readouterr().err
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    assert main(["sample", str(path), "-o", str(out)]) == 2
-    assert capsys.readouterr().err.endswith(": pass --n-data\n")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_command_does_not_write_over_what_it_reads(tmp_path, capsys):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trained(model, optimizer, torch.randn(8, 3))
-    weights, state = tmp_path / "w.safetensors", tmp_path / "o.pt"
-    save_file(model.state_dict(), weights)
-    torch.save(optimizer.state_dict(), state)
-    before = weights.read_bytes()
-    (tmp_path / "link.safetensors").symlink_to(weights)
-    given = ["sample", str(weights), "--optimizer-file", str(state), "--n-data", "9", "-o"]
-    for out in (weights, tmp_path / "link.safetensors", tmp_path / "x" / ".." / "w.safetensors"):
-        (tmp_path / "x").mkdir(exist_ok=True)
-        assert main([*given, str(out)]) == 2
-        assert "write to another file" in capsys.readouterr().err
-        assert weights.read_bytes() == before
-    with pytest.raises(SystemExit) as stop:
-        sys.exit(main([*given, str(tmp_path / "new.safetensors")]))
-    assert stop.value.code == 0

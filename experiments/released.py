@@ -4,16 +4,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bayesadam import Posterior
 from bayesadam.engine.network import Network, linear, member
 from bayesadam.engine.streams import Streams
-from bayesadam.gaussian.noise import stream_seed
-from bayesadam.paper.methods import Fitted, Problem, with_noise
-from bayesadam.posterior import Posterior
+from experiments.baselines import Predictor, Problem, read, with_noise
+from experiments.running import generator
 
 _BETAS = (0.9, 0.999)
 Weights = dict[str, Tensor]
@@ -59,7 +58,7 @@ _BATCH, _LR = 128, 1e-3
 
 def _batches(n: int, seeds: Sequence[int], epochs: int, *, one_order: bool) -> Iterator[Tensor]:
     """Rows (s, b) of every step; the last batch of an epoch has what is left."""
-    sources = [torch.Generator().manual_seed(stream_seed(seed, "batches")) for seed in seeds]
+    sources = [generator(seed, "batches") for seed in seeds]
     ends = [*range(0, n, _BATCH), n]
     order = torch.empty(0)
     for _ in range(epochs):
@@ -87,9 +86,9 @@ def trained(problem: Problem, recipe: Recipe) -> tuple[Network, Weights, Weights
     """
     data, seeds, device = problem.data, problem.seeds, problem.data.x.device
     network = replace(problem.network, activation=recipe.activation, dropout=0.0)
-    sources = [torch.Generator().manual_seed(stream_seed(seed, "initial")) for seed in seeds]
+    sources = [generator(seed, "initial") for seed in seeds]
     shapes = network.shapes().items()
-    started = {name: torch.stack([recipe.start(shape, each) for each in sources]) for name, shape in shapes}
+    started = {name: torch.stack([recipe.start(shape, source) for source in sources]) for name, shape in shapes}
     params = {name: tensor.to(device).requires_grad_() for name, tensor in started.items()}
     optimizer = torch.optim.Adam(params.values(), lr=_LR, betas=_BETAS, weight_decay=recipe.weight_decay, fused=True)
     streams, index = Streams(seeds, "dropout", device), torch.arange(len(seeds), device=device)[:, None]
@@ -100,32 +99,24 @@ def trained(problem: Problem, recipe: Recipe) -> tuple[Network, Weights, Weights
             optimizer.param_groups[0]["lr"] = _LR * first / math.sqrt(second)
         at = index, rows.to(device)
         optimizer.zero_grad()
-        losses = data.kind.loss(_outputs(params, data.x[at], recipe, streams), data.y[at])
+        losses = data.loss(_outputs(params, data.x[at], recipe, streams), data.y[at])
         torch.autograd.backward(losses.sum())
         optimizer.step()
     moments = {name: optimizer.state[tensor]["exp_avg_sq"] for name, tensor in params.items()}
     return network, {name: tensor.detach() for name, tensor in params.items()}, moments
 
 
-def posteriors(problem: Problem, recipe: Recipe, precision: float) -> list[Posterior]:
-    """N(θ, 1/(c √v)) of every seed's network; c is what the code multiplies √v by."""
-    network, weights, moments = trained(problem, recipe)
-    found = []
-    for index in range(len(problem.seeds)):
-        mean, moment = ({name: t.cpu() for name, t in member(part, index).items()} for part in (weights, moments))
-        variance = {name: 1 / (precision * t.sqrt()).clamp(min=1e-30) for name, t in moment.items()}
-        found.append(Posterior.from_moments(network.build(mean), mean, variance, precision))
-    return found
-
-
-def fit_script(problem: Problem) -> Fitted:
+def fit_script(problem: Problem) -> list[Predictor]:
     """The released script of Figure 1: the covariance 1/(N √v) is divided by N once more, and there is no prior."""
-    return with_noise(problem, posteriors(problem, SCRIPT, float(len(problem.data)) ** 2))
+    network, weights, moments = trained(problem, SCRIPT)
+    n, posteriors = len(problem.data), []
+    for index in range(len(problem.seeds)):
+        mean, moment = member(weights, index), member(moments, index)
+        variance = {name: 1 / (n**2 * v.sqrt()).clamp(min=1e-30) for name, v in moment.items()}
+        posteriors.append(Posterior.from_moments(network.build(mean), mean, variance, n**2))
+    return with_noise(problem, posteriors)
 
 
-def fit_letter(problem: Problem) -> Fitted:
+def fit_letter(problem: Problem) -> list[Predictor]:
     """The paper's text to the letter: the covariance 1/(N √v), N = 200, and no prior."""
-    states = map(problem.optimum.state_dict, range(len(problem.seeds)))
-    pairs = zip(problem.networks(), states, strict=True)
-    given: Any = {"n_data": len(problem.data), "prior_precision": 0.0}
-    return with_noise(problem, [Posterior.from_state_dict(*pair, **given) for pair in pairs])
+    return with_noise(problem, read(problem, prior_precision=0.0))

@@ -7,21 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bayesadam import scores
-from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, generator, run_parts, seeds_of
-from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
-from bayesadam.paper import Sample, digits
-from bayesadam.paper.methods import METHODS, Data, Fitted, Method, Network, Problem, Training, fit_badam, fit_rule
-from bayesadam.paper.released import fit_letter, fit_script
+from experiments import plots
+from experiments.baselines import METHODS, Data, Method, Network, Predictor, Problem, Training, fit_badam, fit_rule
+from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from experiments.released import fit_letter, fit_script
+from experiments.running import Run, Sample, Table, digits, generator, run_parts, seeds_of
 
-# As in the paper's figure, then the others.
-PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
-_BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
 # Vadam from other initial precisions than its usual 10⁴.
 _PRECISIONS = (1e1, 1e2, 1e3, 1e5)
 # Rows of the table that stand beside those of the figure: what the paper leaves open, settled otherwise.
@@ -33,12 +29,23 @@ VARIANTS: Mapping[str, Method] = {
     "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
     **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
 }
-_OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
-_OWN |= {"badam-released": "Badam, as the released code", "badam-letter": "Badam, to the letter of the paper"}
-_OWN |= {"badam-leverage": "Badam, widened by leverage"}
-_OWN |= {"bbb-learnt": "Bayes by Backprop, noise learnt", "vadam-learnt": "Vadam, noise learnt"}
-_OWN |= {f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS}
-TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND, *VARIANTS)}
+# The first five as in the paper's figure, in its order.
+TITLES = {
+    "gp": "GP",
+    **{name: plots.METHOD_TITLES[name] for name in ("badam", "mc-dropout", "bbb", "vadam")},
+    "map": "MAP",
+    "laplace-diagonal": "Laplace, diagonal GGN",
+    "laplace-full": "Laplace, full GGN",
+    "swag": "SWAG",
+    "ivon": "IVON",
+    "ensemble": "Ensemble of 5",
+    "badam-released": "Badam, as the released code",
+    "badam-letter": "Badam, to the letter of the paper",
+    "badam-leverage": "Badam, widened by leverage",
+    "bbb-learnt": "Bayes by Backprop, noise learnt",
+    "vadam-learnt": "Vadam, noise learnt",
+    **{f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS},
+}
 METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "coverage95_in", "rmse_in")
 # Outside, "near" are inputs at most so far from the middle of the training range, and "far" the others.
 _NEAR = 0.5
@@ -80,6 +87,15 @@ def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, To
     return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
+def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], settings: RegressionSettings) -> Problem:
+    """The paper's network of two layers of 50 units on what `drawn` gives for each seed."""
+    x, y, x_held_out, y_held_out = (
+        torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
+    )
+    training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
+    return Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
+
+
 # One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
 Row = dict[str, Any]
 
@@ -88,26 +104,22 @@ def fit_methods(methods: Sequence[str], *, seed: int, settings: RegressionSettin
     """Fit some methods on every seed at once, and score them."""
     seeds = seeds_of(seed, settings.n_seeds)
     sets = [drawn(s, settings) for s in seeds]
-    x, y, x_held_out, y_held_out = (
-        torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
-    )
-    training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
-    problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
+    problem = problem_of(sets, seeds, settings)
     for method in methods:
         yield method, _scored({**METHODS, **VARIANTS}[method](problem), sets)
 
 
-def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
+def _scored(predictors: Sequence[Predictor], sets: Sequence[tuple[ToyData, ...]]) -> Row:
     rows = []
-    for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
+    for predictor, (_, _, inside, outside) in zip(predictors, sets, strict=True):
         near, far = predictor(inside.x), predictor(outside.x)
-        nlls = scores.nll(near, inside.y), scores.nll(far, outside.y)
-        std_in, std_out = (found.variance.sqrt() for found in (near, far))
+        std_in, std_out = (p.f_variance.sqrt() for p in (near, far))
         close = (outside.x - sum(TRAIN_INTERVAL) / 2).abs() <= _NEAR
         deviations = (float(part.mean()) for part in (std_in, std_out[close], std_out[~close], std_out))
-        rows.append((*nlls, *deviations, scores.coverage(near, inside.y), scores.rmse(near.mean, inside.y)))
-    shown: Any = fitted.predictors[0](toy_grid().x)
-    mean, std = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.stddev))
+        rmse = float((near.f_mean - inside.y).double().square().mean().sqrt())
+        rows.append((near.nll(inside.y), far.nll(outside.y), *deviations, near.coverage(inside.y), rmse))
+    grid = predictors[0](toy_grid().x)
+    mean, std = (part.squeeze(1).tolist() for part in (grid.f_mean, grid.stddev))
     return {"scores": dict(zip(METRICS, zip(*rows, strict=True), strict=True)), "mean": mean, "std": std}
 
 
@@ -116,8 +128,8 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     columns = {"nll_in": "NLL in", "nll_out": "NLL out", "coverage95_in": "95 % coverage", "rmse_in": "RMSE in"}
     columns |= {"std_in": "std in", "std_near": "std near", "std_far": "std far", "std_out": "std out"}
     rows = []
-    for method, found in results.items():
-        means = {name: Sample.of(found.get(name, ())).mean for name in columns}
+    for method, scores in results.items():
+        means = {name: Sample.of(scores.get(name, ())).mean for name in columns}
         growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
         rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
     note = (
@@ -138,12 +150,17 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
     rows = {name: row for name, row in rows.items() if name not in VARIANTS or name == "badam-released"} or rows
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
+    x = grid.x.squeeze(1).numpy()
 
     def panel(axes: Axes, method: str, row: Row) -> None:
         for interval in training_intervals(gap=settings.gap):
             axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
-        shown: Any = {"truth": grid.y.squeeze(1), "points": (train.x, train.y), "bands": (1, 2)}
-        plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["std"], method=method, **shown)
+        shade, mean, std = plots.colour(method), np.array(row["mean"]), np.array(row["std"])
+        for width in (1, 2):
+            axes.fill_between(x, mean - width * std, mean + width * std, color=shade, alpha=0.16, linewidth=0)
+        axes.plot(x, grid.y.squeeze(1), color=plots.INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.plot(train.x, train.y, "o", color=plots.INK, markersize=2.4, markeredgewidth=0, alpha=0.55)
+        axes.plot(x, mean, color=shade, linewidth=1.8)
         axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
         axes.locator_params(axis="x", nbins=4)
 
@@ -153,12 +170,11 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
         return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
 
 
-def run_regression(*, seed: int, out: Path, quiet: bool, settings: RegressionSettings) -> tuple[Path, ...]:
-    """The `regression` command."""
-    run = Run("regression", seed, out, asdict(settings), quiet=quiet)
-    with run.prepared():
-        found = run_parts(run, settings.methods, partial(fit_methods, seed=seed, settings=settings))
-        rows = {name: found[name] for name in TITLES if name in found}
-        results = {method: row["scores"] for method, row in rows.items()}
-        run.show(table(results, asdict(settings)))
-        return run.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)
+def run(*, seed: int, out: Path, quiet: bool, settings: RegressionSettings) -> tuple[Path, ...]:
+    """The command."""
+    task = Run("figure1", seed, out, asdict(settings), quiet=quiet)
+    parts = run_parts(task, settings.methods, partial(fit_methods, seed=seed, settings=settings))
+    rows = {name: parts[name] for name in TITLES if name in parts}
+    results = {method: row["scores"] for method, row in rows.items()}
+    task.show(table(results, asdict(settings)))
+    return task.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)

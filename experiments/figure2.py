@@ -11,43 +11,36 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, run_parts, seeds_of
-from bayesadam.data import Images, load_images
-from bayesadam.engine.network import forward, member
-from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
-from bayesadam.paper import percent
-from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_ggn, posteriors, trained
-from bayesadam.paper.released import NOTEBOOK
-from bayesadam.paper.released import posteriors as released_posteriors
-from bayesadam.posterior import Posterior
-from bayesadam.pruning import path_scores, weight_scores
+from bayesadam.engine.network import forward, unflatten
+from experiments import plots, released
+from experiments.baselines import RULES, Data, Network, Problem, Training, diagonal_ggn, read, trained
+from experiments.data import Images, load_images
+from experiments.running import Run, Table, percent, run_parts, seeds_of
 
 FRACTIONS = (
     *(round(0.1 * k, 1) for k in range(8)),
     *(0.75, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.992, 0.995, 0.997, 0.999),
 )
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
-PAPER = ("badam", "mc-dropout", "bbb", "vadam")
 # Badam with other settings than those that the paper found best, no L2 penalty and β₂ = .99999.
 _BETAS, _DECAYS = (0.99, 0.999, 0.9999), (1e-6, 1e-5, 1e-4)
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     **{f"badam-beta2-{beta:g}": {"betas": (0.9, beta)} for beta in _BETAS},
     **{f"badam-l2-{decay:g}": {"weight_decay": decay} for decay in _DECAYS},
 }
-_OTHERWISE = (*(f"Badam, β₂ = {beta:g}" for beta in _BETAS), *(f"Badam, L2 penalty {decay:g}" for decay in _DECAYS))
 RELEASED = "badam-released"
 TITLES = {
     **plots.METHOD_TITLES,
     RELEASED: "Badam, as the released notebook",
-    **dict(zip(VARIANTS, _OTHERWISE, strict=True)),
+    **{f"badam-beta2-{beta:g}": f"Badam, β₂ = {beta:g}" for beta in _BETAS},
+    **{f"badam-l2-{decay:g}": f"Badam, L2 penalty {decay:g}" for decay in _DECAYS},
 }
 # The accuracies that the notebook prints, of one network.
 PRINTED: Mapping[str, Mapping[float, float]] = {
     "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
     "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
 }
-STYLES: Mapping[str, Any] = {"snr": "-", "magnitude": "--", "path-snr": ":"}
+_STYLES = {"snr": "-", "magnitude": "--", "path-snr": ":"}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
 
@@ -108,11 +101,17 @@ def problem_of(images: Images, network: Network, training: Training, seeds: tupl
     return Problem(Data(x, y, x_test, y_test, "classification"), network, training, seeds)
 
 
-def _from_adam(problem: Problem) -> list[Posterior]:
+# --- weights and their signal-to-noise ratios, of every seed: (s, *shape) by name -----------------------------------
+
+Weights = dict[str, Tensor]
+Ranked = tuple[Weights, Weights]
+
+
+def _from_adam(problem: Problem) -> Ranked:
     """Read off Adam's state, as the paper has it: no prior."""
-    states = map(problem.optimum.state_dict, range(len(problem.seeds)))
-    pairs = zip(problem.networks(), states, strict=True)
-    return [Posterior.from_state_dict(*pair, len(problem.data), prior_precision=0.0) for pair in pairs]
+    posteriors, weights = read(problem, prior_precision=0.0), problem.optimum.params
+    ratios = [posterior.snr() for posterior in posteriors]
+    return weights, {name: torch.stack([snr[name] for snr in ratios]) for name in weights}
 
 
 def _usual(problem: Problem) -> Problem:
@@ -120,31 +119,59 @@ def _usual(problem: Problem) -> Problem:
     return replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
 
 
-def _from_rule(problem: Problem, rule: type[Rule], **own: Any) -> list[Posterior]:
-    return list(posteriors(problem, trained(_usual(problem), rule, **own)))
+def _from_rule(name: str, problem: Problem, **changes: Any) -> Ranked:
+    gaussian = trained(_usual(problem), RULES[name], **changes).gaussian()
+    assert gaussian is not None
+    snr = gaussian.mean.abs() / gaussian.variance.sqrt()
+    return unflatten(problem.network, gaussian.mean), unflatten(problem.network, snr)
 
 
-def _from_ggn(problem: Problem) -> list[Posterior]:
-    stack, found = _usual(problem).optimum, []
-    curvature = diagonal_ggn(problem.network, stack.params, problem.data.x[0])
-    for index in range(len(problem.seeds)):
-        mean, total = ({name: t.cpu() for name, t in member(part, index).items()} for part in (stack.params, curvature))
-        # Below the square root of the smallest float32, so that a weight without curvature ranks last.
-        variance = {name: t.clamp(min=1e-30).reciprocal() for name, t in total.items()}
-        found.append(Posterior.from_moments(problem.network.build(mean), mean, variance, len(problem.data)))
-    return found
+def _from_ggn(problem: Problem) -> Ranked:
+    weights = _usual(problem).optimum.params
+    return weights, _ratios(weights, diagonal_ggn(problem.network, weights, problem.data.x[0]))
 
 
-_TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
-    "badam": _from_adam,
-    RELEASED: lambda problem: released_posteriors(problem, NOTEBOOK, len(problem.data)),
+def _from_notebook(problem: Problem) -> Ranked:
+    _, weights, moments = released.trained(problem, released.NOTEBOOK)
+    return weights, _ratios(weights, {name: len(problem.data) * v.sqrt() for name, v in moments.items()})
+
+
+def _ratios(weights: Weights, precision: Weights) -> Weights:
+    return {name: weights[name].abs() * p.clamp(min=1e-30).sqrt() for name, p in precision.items()}
+
+
+_TRAINERS: Mapping[str, Callable[[Problem], Ranked]] = {
+    RELEASED: _from_notebook,
     "mc-dropout": lambda problem: _from_adam(_usual(problem)),
-    "bbb": lambda problem: _from_rule(problem, BayesByBackprop),
-    "vadam": lambda problem: _from_rule(problem, Vadam, prior_precision=len(problem.data) / 600),
-    "swag": lambda problem: _from_rule(problem, SWAG),
-    "ivon": lambda problem: _from_rule(problem, IVON, lr=0.1, initial_hessian=0.1),
+    "bbb": partial(_from_rule, "bbb"),
+    "vadam": lambda problem: _from_rule("vadam", problem, prior_precision=len(problem.data) / 600),
+    "swag": partial(_from_rule, "swag"),
+    "ivon": partial(_from_rule, "ivon", lr=0.1, initial_hessian=0.1),
     "laplace-diagonal": _from_ggn,
 }
+
+
+def path_scores(snr: Weights) -> Weights:
+    """s_ij a_j b_i: a weight's ratio times what reaches its input and what its output reaches.
+
+    a_i² = Σ_j (s_ij a_j)² + s_i² with the bias last, b_j² = Σ_i (s_ij b_i)²; 1 at the network's ends, and on average
+    over each layer. Squared, the product sums over all paths through the weight.
+    """
+
+    def of_mean_one(strength: Tensor) -> Tensor:
+        return strength / strength.mean(dim=1, keepdim=True)
+
+    layers = [(snr[f"layer{k}.weight"], snr[f"layer{k}.bias"]) for k in range(len(snr) // 2)]
+    arriving, leaving = [torch.ones_like(layers[0][0][:, 0])], [torch.ones_like(layers[-1][1])]
+    for weight, bias in layers[:-1]:
+        square = (weight * arriving[-1][:, None, :]).square().sum(dim=2) + bias.square()
+        arriving.append(of_mean_one(square.sqrt()))
+    for weight, _ in reversed(layers[1:]):
+        leaving.insert(0, of_mean_one((weight * leaving[0][:, :, None]).square().sum(dim=1).sqrt()))
+    scores = {}
+    for k, ((weight, bias), a, b) in enumerate(zip(layers, arriving, leaving, strict=True)):
+        scores |= {f"layer{k}.weight": weight * a[:, None, :] * b[:, :, None], f"layer{k}.bias": bias * b}
+    return scores
 
 
 def curves_of(method: str, problem: Problem) -> dict[str, Any]:
@@ -152,40 +179,35 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
 
     The accuracies of a ranking are (seeds, fractions), as plain data.
     """
-    trainer = _TRAINERS.get(method, _from_adam)
-    own, rankings = trainer(problem), ["snr", "magnitude"]
-    if method == "mc-dropout" or method in VARIANTS:
-        rankings = ["magnitude"] if method == "mc-dropout" else ["snr"]
-    elif trainer is _from_adam:
-        rankings.append("path-snr")
-    found, example = {}, torch.zeros(1, problem.data.x.shape[-1])
-    for ranking in rankings:
-        scores = [
-            path_scores(p, example_input=example) if ranking == "path-snr" else weight_scores(p, ranking) for p in own
-        ]
-        stacked = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}
-        weights = {name: torch.stack([p.mean[name] for p in own]) for name in scores[0]}
-        found[ranking] = {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, stacked)}
-    return found
+    weights, snr = _TRAINERS.get(method, _from_adam)(problem)
+    rankings = {"snr": snr, "magnitude": {name: theta.abs() for name, theta in weights.items()}}
+    if method == "mc-dropout":
+        del rankings["snr"]
+    elif method in VARIANTS:
+        del rankings["magnitude"]
+    elif method not in _TRAINERS:
+        rankings["path-snr"] = path_scores(snr)
+    return {
+        name: {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, scores)}
+        for name, scores in rankings.items()
+    }
 
 
 @torch.no_grad()
-def pruned_accuracy(problem: Problem, weights: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> Any:
+def pruned_accuracy(problem: Problem, weights: Weights, scores: Weights) -> Any:
     """Test accuracy after each of `FRACTIONS` of all weights, biases included, is set to 0, lowest score first."""
     device = problem.data.x.device
     weights = {name: t.to(device) for name, t in weights.items()}
     flat = torch.cat([scores[name].to(device).flatten(1) for name in weights], dim=1)
-    order = flat.argsort(dim=1, stable=True).argsort(dim=1)
-    parts = zip(weights, torch.split(order, [t[0].numel() for t in weights.values()], dim=1), strict=True)
-    rank = {name: part.view_as(weights[name]) for name, part in parts}
+    rank = unflatten(problem.network, flat.argsort(dim=1, stable=True).argsort(dim=1))
     x, y = problem.data.x_held_out[0], problem.data.y_held_out[0]
-    found = []
+    accuracies = []
     for fraction in FRACTIONS:
         removed = round(fraction * flat.shape[1])
         pruned = {name: t * (rank[name] >= removed) for name, t in weights.items()}
         right = forward(problem.network, pruned, x).argmax(dim=-1) == y
-        found.append(right.double().mean(dim=1))
-    return torch.stack(found, dim=1).tolist()
+        accuracies.append(right.double().mean(dim=1))
+    return torch.stack(accuracies, dim=1).tolist()
 
 
 def fit_part(
@@ -199,7 +221,7 @@ def fit_part(
         training = replace(training, **VARIANTS.get(name, {}))
         network = Network(inputs, settings.hidden, classes, settings.activation, settings.dropout)
         if name == RELEASED:
-            network = replace(network, activation=NOTEBOOK.activation, dropout=0.0)
+            network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
         if settings.sparse:
             recipe = next(recipe for recipe in RECIPES if recipe.name == name)
             network = replace(network, hidden=recipe.hidden, input_dropout=recipe.input_dropout)
@@ -210,12 +232,11 @@ def fit_part(
 
 def mean_curves(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[float, float]]:
     """By method and ranking, the mean accuracy over the seeds at each fraction."""
-    found = {}
-    for method, each in results.items():
-        for ranking, one in each.items():
-            means = map(fmean, zip(*one["accuracy"], strict=True))
-            found[method, ranking] = dict(zip(one["fractions"], means, strict=True))
-    return found
+    return {
+        (method, ranking): dict(zip(curve["fractions"], map(fmean, zip(*curve["accuracy"], strict=True)), strict=True))
+        for method, rankings in results.items()
+        for ranking, curve in rankings.items()
+    }
 
 
 def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
@@ -241,17 +262,17 @@ def picture(results: Mapping[str, Any], title: str) -> Figure:
 
     Badam with other settings is drawn where nothing else is.
     """
-    results = {method: found for method, found in results.items() if method not in VARIANTS} or results
+    results = {method: curves for method, curves in results.items() if method not in VARIANTS} or results
     with plots.house_style():
         figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)
         for (method, ranking), curve in mean_curves(results).items():
-            own = _SHADES[list(results).index(method) % len(_SHADES)]
-            shown: Any = {"color": plots.COLOURS.get(method, own), "linestyle": STYLES.get(ranking, "-")}
-            shown |= {"linewidth": 1.5, "label": f"{TITLES.get(method, method)}, {ranking}"}
-            left.plot([100 * f for f in curve], [100 * a for a in curve.values()], **shown)
+            shade = _SHADES[list(results).index(method) % len(_SHADES)]
+            look: Any = {"color": plots.COLOURS.get(method, shade), "linestyle": _STYLES.get(ranking, "-")}
+            look |= {"linewidth": 1.5, "label": f"{TITLES.get(method, method)}, {ranking}"}
+            left.plot([100 * f for f in curve], [100 * a for a in curve.values()], **look)
             errors = [max(100 - 100 * a, 0.1) for a in curve.values()]
-            right.plot([100 - 100 * f for f in curve], errors, **shown)
+            right.plot([100 - 100 * f for f in curve], errors, **look)
         left.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(0, 100), title="Accuracy")
         right.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
         right.set(xscale="log", yscale="log", xlim=(100, 0.1))
@@ -261,8 +282,8 @@ def picture(results: Mapping[str, Any], title: str) -> Figure:
     return figure
 
 
-def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
-    """The `pruning` command."""
+def run(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
+    """The command."""
     if settings.sparse:
         title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
         names, file = tuple(recipe.name for recipe in RECIPES), "figure2-sparse.png"
@@ -270,11 +291,7 @@ def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings,
         units = f"{settings.activation} units, {settings.epochs} epochs"
         title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
         names, file = settings.methods, "figure2.png"
-    run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
-    with run.prepared():
-        # Here, so that missing data are reported, or fetched, before anything is trained.
-        load_images(settings.data, progress=not quiet)
-        work = partial(fit_part, seed=seed, settings=settings, device=device)
-        results = run_parts(run, names, work)
-        run.show(table(results, asdict(settings)))
-        return run.finish({file: plots.png(picture(results, title))}, results)
+    task = Run("figure2", seed, out, asdict(settings), device=device, quiet=quiet)
+    results = run_parts(task, names, partial(fit_part, seed=seed, settings=settings, device=device))
+    task.show(table(results, asdict(settings)))
+    return task.finish({file: plots.png(picture(results, title))}, results)
