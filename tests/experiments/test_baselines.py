@@ -106,7 +106,7 @@ def test_the_full_laplace_of_a_linear_model_is_its_exact_posterior():
 
 
 def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision():
-    given, x, y = linear_problem(Training(epochs=300, batch_size=300, lr=2e-2, weight_decay=0.0))
+    given, x, _ = linear_problem(Training(epochs=300, batch_size=300, lr=2e-2, weight_decay=0.0))
     (predict,) = METHODS["laplace-diagonal"](given)
     # At the unit vectors f is a weight plus the bias, whose variance is that at 0.
     at = torch.cat([torch.zeros(1, 3), torch.eye(3)])
@@ -175,7 +175,7 @@ def test_swags_moments_are_those_of_the_iterates():
 def test_swags_draws_have_half_of_both_variances():
     """Of f = w·x + b: ½ (Σ var x² + |Dᵀx|²/(K − 1))."""
     given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
-    given = replace(given, draws=40_000)
+    given = replace(given, draws=10_000)
     stack = trained(given, SWAG)
     columns = stack.rule.deviations(stack.state)[0]
     x = torch.tensor([[1.0, -0.5, 2.0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from bayesadam.engine.network import Network, forward
@@ -48,20 +49,19 @@ def test_adam_without_correction_follows_its_recursion():
         assert_close(moments[name][1].double(), v[name], rtol=1e-3, atol=1e-10)
 
 
-def test_the_script_divides_by_n_twice_and_the_text_once():
-    problem = toy()
+def test_the_script_divides_by_n_twice_and_the_text_once(monkeypatch):
+    problem, seen = toy(), []
+    monkeypatch.setattr(released, "with_noise", lambda _, posteriors: seen.append(posteriors[0]))
     _, _, moments = released.trained(problem, SCRIPT)
-    fitted = fit_script(problem)
+    fit_script(problem)
+    fit_letter(problem)
+    script, letter = seen
     for name, v in moments.items():
-        assert_close(fitted.posteriors[0].variance[name], 1 / (N * N * v[0].sqrt()), rtol=1e-3)
-    letter = fit_letter(problem)
+        assert_close(script.variance[name], 1 / (N * N * v[0].sqrt()), rtol=1e-3)
     state = problem.optimum.state_dict(0)["state"]
     corrected = state[0]["exp_avg_sq"] / (1 - 0.999 ** float(state[0]["step"]))
     live = corrected > 0
-    found = letter.posteriors[0].variance["layer0.weight"]
-    assert_close(found[live], 1 / (N * corrected[live].sqrt()), rtol=1e-3)
-    for each in (fitted, letter):
-        assert torch.isfinite(each.predict(problem.data.x[0])[0].stddev).all()
+    assert_close(letter.variance["layer0.weight"][live], 1 / (N * corrected[live].sqrt()), rtol=1e-3)
 
 
 def test_the_first_weights_have_their_deviations():
@@ -84,6 +84,7 @@ def test_the_notebook_drops_pre_activations_in_one_order():
     assert 0.15 < float((out == 0.5).float().mean()) < 0.25
 
 
+@pytest.mark.slow
 def test_the_notebooks_row_has_sigmoid_units():
     settings = PruningSettings(data="digits", methods=("badam-released",), n_seeds=2, epochs=80, hidden=(30, 20))
     ((name, found),) = fit_part(settings.methods, seed=0, settings=settings, device="cpu")
