@@ -255,7 +255,6 @@ def _public(module: ModuleType) -> list[str]:
 
 PUBLIC = (
     "bayesadam",
-    "bayesadam.data",
     *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)),
 )
 
