@@ -1,64 +1,169 @@
-"""Agents with a network per run: greedy, ε-greedy, badam, MC dropout, Bayes by Backprop, Vadam, IVON, bootstrap."""
+"""Agents that play many runs at once: a network per run in one stack, or the library's own learners, one per run."""
+
+from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
-from experiments.rules import IVON, Adam, BayesByBackprop, Dropout, Gaussian, Rule, Vadam, gaussian, sampled_outputs
 from torch import Tensor
 
-from bayesadam._checks import is_count, is_number
-from bayesadam.bandits.learner import (
+from bayesadam.bandits.linear import Linear
+from bayesadam.bandits.network import Hybrid
+from bayesadam.bandits.observations import Observations
+from bayesadam.bandits.settings import (
     AgentSettings,
-    Buffer,
     Check,
     Count,
-    Entry,
     Flag,
-    Learner,
+    LinearSettings,
     NotNegative,
     Positive,
     PositiveOrNone,
-    with_constant,
+    Share,
+    SomeWidths,
+    Widths,
 )
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import second_moment
+from bayesadam.engine.rules import Adam, Dropout, second_moment
+from bayesadam.engine.rules import Rule as EngineRule
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.noise import stream_seed
-from bayesadam.gaussian.settings import PrecisionRule
+from experiments.rules import Gaussian, Rule, gaussian, sampled_outputs
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
 _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
 
 
-def _is_share(value: Any) -> bool:
-    return is_number(value) and 0 <= value < 1
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(0 <= beta < 1 for beta in value)
 
 
-def _all(holds: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(holds, value))
-
-
-Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
-Betas = Annotated[tuple[float, float], Check(lambda v: _all(_is_share, v) and len(v) == 2, "two numbers in [0, 1)")]
-Widths = Annotated[tuple[int, ...], Check(partial(_all, is_count), "a tuple of whole numbers like (100, 100)")]
-SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
+Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
+Never = Annotated[float | None, Check(lambda v: v is None, "None: of the agents here, hybrid and linear forget")]
+
+
+class Buffer:
+    """Contexts (runs, rounds, features), of which the first `count` are seen, chosen arms and rewards (runs, rounds).
+
+    `sums` are Σ r and Σ r² of every run, (runs, 2), float64.
+    """
+
+    def __init__(self, contexts: Tensor) -> None:
+        self.runs, rounds, _ = contexts.shape
+        self.contexts, self.count, device = contexts, 0, contexts.device
+        self.arms = torch.zeros(self.runs, rounds, dtype=torch.int64, device=device)
+        self.rewards = torch.zeros(self.runs, rounds, device=device)
+        self.sums = torch.zeros(self.runs, 2, dtype=torch.float64, device=device)
+        self._first_row = torch.arange(self.runs, device=device)[:, None] * rounds
+
+    def add(self, arms: Tensor, rewards: Tensor) -> slice:
+        """The next observations of every run, (runs, k) each; returns their rows."""
+        rows = slice(self.count, self.count + arms.shape[1])
+        self.arms[:, rows], self.rewards[:, rows], self.count = arms, rewards, rows.stop
+        wide = rewards.double()
+        self.sums.add_(torch.stack([wide, wide.square()], dim=2).sum(dim=1))
+        return rows
+
+    def seen(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Contexts (runs, k, features), arms and rewards (runs, k) at the same rows of every run."""
+        return self.contexts[:, rows], self.arms[:, rows], self.rewards[:, rows]
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of contexts (runs, b, features), arms and rewards (runs, b) at rows (runs, b)."""
+        index = (rows + self._first_row).flatten()
+        contexts = self.contexts.view(-1, self.contexts.shape[2]).index_select(0, index)
+        arms, rewards = (of.view(-1).index_select(0, index).view(rows.shape) for of in (self.arms, self.rewards))
+        return contexts.view(*rows.shape, -1), arms, rewards
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
+        means = self.sums / max(self.count, 1)
+        mean, square = means[:, :1], means[:, 1:]
+        variance = square - mean.square()
+        return mean, torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
+
+
+class Learner:
+    """Chooses arms for contexts, with an independent draw for each, and learns from a buffer; one seed per run."""
+
+    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        self.settings, self.buffer, self.n_arms, self.seeds = settings, buffer, n_arms, tuple(seeds)
+        self.device = buffer.contexts.device
+        self._explore = Streams(seeds, "explore", self.device)
+
+    def choose(self, contexts: Tensor) -> Tensor:
+        """The arms (runs, k) for contexts (runs, k, features); a share ε of them at random."""
+        scores = self.scores(contexts)
+        if self.settings.epsilon:
+            draws = self._explore.uniform(scores.shape[1], 1 + self.n_arms)
+            scores = torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], scores)
+        return scores.argmax(dim=2)
+
+    def scores(self, contexts: Tensor) -> Tensor:
+        """One draw of the scores for every row, (runs, k, arms)."""
+        raise NotImplementedError
+
+    def observe(self, rows: slice) -> None:
+        """Take note of new rows of the buffer."""
+
+    def train(self) -> None:
+        """Learn from the buffer."""
+
+
+@dataclass(frozen=True)
+class UniformSettings(AgentSettings):
+    """None of its own."""
+
+    forget: Never = None
+
+
+class Uniform(Learner):
+    """Chooses every arm with the same probability."""
+
+    def scores(self, contexts: Tensor) -> Tensor:
+        """Uniform numbers."""
+        return self._explore.uniform(contexts.shape[1], self.n_arms)
+
+
+class EachRun(Learner):
+    """The learner of a library's agent for each run."""
+
+    def __init__(
+        self, kind: type[Hybrid] | type[Linear], settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]
+    ) -> None:
+        self.settings, self.buffer, self._arms = settings, buffer, list(range(n_arms))
+        n_features = buffer.contexts.shape[2]
+        self.learners = [kind(settings, n_features, n_arms, seed) for seed in seeds]
+        self.observed = [Observations(n_features, settings.forget) for _ in seeds]
+
+    def choose(self, contexts: Tensor) -> Tensor:
+        """As an agent acts."""
+        pairs = zip(self.learners, contexts.cpu().numpy(), strict=True)
+        return torch.tensor([learner.chosen(x, self._arms)[0] for learner, x in pairs], device=contexts.device)
+
+    def observe(self, rows: slice) -> None:
+        """As an agent learns."""
+        parts = (of.cpu().numpy() for of in self.buffer.seen(rows))
+        for learner, seen, *new in zip(self.learners, self.observed, *parts, strict=True):
+            learner.observe(seen, seen.add(*new))
+
+    def train(self) -> None:
+        """Those learners for which a training is due."""
+        for learner, seen in zip(self.learners, self.observed, strict=True):
+            if isinstance(learner, Hybrid) and learner.due(seen):
+                learner.belief = learner.train(seen, learner.belief)
 
 
 @dataclass(frozen=True)
 class NetworkSettings(AgentSettings):
-    """A network per run, trained by one of the engine's rules.
+    """A network per run, trained by a rule.
 
     Attributes:
         activation: `"relu"`, `"tanh"`, `"sigmoid"`, `"silu"`, `"gelu"` or `"elu"`.
@@ -70,6 +175,7 @@ class NetworkSettings(AgentSettings):
         standardise: whether rewards are learnt in units of their mean and standard deviation so far.
     """
 
+    forget: Never = None
     hidden: Widths = (100, 100)
     activation: str = "relu"
     init_range: PositiveOrNone = None
@@ -84,124 +190,84 @@ class NetworkSettings(AgentSettings):
 
 
 class NetworkLearner(Learner):
-    """A network per run, trained by one of the engine's rules on the squared error of the chosen arm.
+    """A network per run, trained by a rule on the squared error of the chosen arm.
 
     Scores are outputs at draws from the Gaussian that the rule ends with.
     """
 
-    settings: NetworkSettings
-
-    def __init__(self, settings: NetworkSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
         n_inputs, dropout = buffer.contexts.shape[2], getattr(settings, "dropout", 0.0)
         self.network = Network(n_inputs, settings.hidden, n_arms, settings.activation, dropout)
-        # The networks' seeds: one per run, or one per member.
-        self.owners = self._owners()
-        # N of the last training, by which the Gaussian is read: a saved agent resumes with it.
-        self._n = self._n_data()
         self.stack = Stack(
             self.network,
             self._rule(),
-            self.owners,
+            self.seeds,
             self._batch,
-            n_data=self._n,
-            weights=initial_weights(self.network, self.owners, settings.init_range, self.device),
+            n_data=self._n_data(),
+            weights=initial_weights(self.network, self.seeds, settings.init_range, self.device),
             device=self.device,
             average=settings.average,
             clip=settings.clip,
             predraw=True,
         )
         self.params = self.stack.params
-        self._batches = self._stream("batches", self.owners)
-        self._choice = self._stream("posterior", seeds)
-        self._streams["training"] = self.stack.streams
+        self._batches = Streams(seeds, "batches", self.device)
+        self._posterior = Streams(seeds, "posterior", self.device)
         # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        self._shift = torch.zeros(len(self.owners), 1, device=self.device)
+        self._shift = torch.zeros(len(self.seeds), 1, device=self.device)
         self._scale = torch.ones_like(self._shift)
-        self._memory |= {"shift": self._shift, "scale": self._scale}
 
-    @abstractmethod
-    def _rule(self) -> Rule:
+    def _rule(self) -> EngineRule:
         """How the networks learn."""
-
-    def _owners(self) -> tuple[int, ...]:
-        return self.seeds
-
-    def _importance(self, rows: Tensor) -> Tensor | None:
-        """The weights of the examples of a mini-batch, (networks, b); None for ones."""
-        return None
+        raise NotImplementedError
 
     def _n_data(self) -> float:
-        own = self.settings
-        return own.n_data(self.buffer.effective_count) if isinstance(own, GaussianSettings) else 1.0
+        return 1.0
 
-    def gaussian(self) -> Gaussian | None:
-        """Mean and variance of the weights, (networks, weights), of agents with a Gaussian over them."""
-        return gaussian(self.stack)
+    def gaussian(self) -> Gaussian:
+        """Mean and variance of the weights, (runs, weights)."""
+        moments = gaussian(self.stack)
+        assert moments is not None
+        return moments
 
-    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+    def scores(self, contexts: Tensor) -> Tensor:
+        """Outputs, with weights of their own for every row."""
         if self._moments is None:
-            found = self.gaussian()
-            assert found is not None
-            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
-        scores = sampled_outputs(self.network, *self._moments, contexts.repeat_interleave(n, dim=1), streams)
-        return scores.view(*contexts.shape[:2], n, self.n_arms)
-
-    def _by_network(self, of_runs: Tensor) -> Tensor:
-        return of_runs.repeat_interleave(len(self.owners) // self.buffer.runs, dim=0)
+            mean, variance = self.gaussian()
+            self._moments = unflatten(self.network, mean), unflatten(self.network, variance)
+        return sampled_outputs(self.network, *self._moments, contexts, self._posterior)
 
     def train(self) -> None:
         """t_s mini-batches, with the learning rate lr/(1 + κ t) over the mini-batches t of all trainings."""
         self._prepare()
-        lr, decay = self.settings.lr, self.settings.lr_decay
-        self.stack.prepare(self._rows().transpose(0, 1), lambda done: lr / (1 + decay * done))
-        self.stack.run(self.settings.train_steps)
+        lr, decay, steps = self.settings.lr, self.settings.lr_decay, self.settings.train_steps
+        rows = self._batches.rows(self.buffer.count, steps, self.settings.batch_size)
+        self.stack.prepare(rows.transpose(0, 1), lambda done: lr / (1 + decay * done))
+        self.stack.run(steps)
         self._moments = None
-
-    def _rows(self) -> Tensor:
-        """The rows of a training's examples, (networks, steps, b)."""
-        return self.buffer.drawn(self._batches, self.settings.train_steps, self.settings.batch_size)
 
     def _prepare(self) -> None:
         """Write N and the rewards' scale, which a training's steps read."""
-        self._n = self._n_data()
-        self.stack.n_data.fill_(self._n)
+        self.stack.n_data.fill_(self._n_data())
         if self.settings.standardise:
             shift, scale = self.buffer.moments()
-            self._shift.copy_(self._by_network(shift))
-            self._scale.copy_(self._by_network(scale))
+            self._shift.copy_(shift)
+            self._scale.copy_(scale)
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
-        """Contexts, and the gradient by f of (1/b) Σ_i w_i (f_{arm_i}(x_i) − target_i)²."""
+        """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
         contexts, arms, targets = self.buffer.at(rows)
         if self.settings.standardise:
             targets = targets.sub_(self._shift).div_(self._scale)
-        importance, arms = self._importance(rows), arms.unsqueeze(2)
+        arms = arms.unsqueeze(2)
 
         def slope(outputs: Tensor) -> Tensor:
             errors = outputs.gather(2, arms).squeeze(2).sub_(targets).mul_(2 / rows.shape[1])
-            if importance is not None:
-                errors.mul_(importance)
             return torch.zeros_like(outputs).scatter_(2, arms, errors.unsqueeze(2))
 
         return contexts, slope
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights, the rule's memory, the counts, and the errors from which the noise is estimated."""
-        # A training writes the scale before it reads it.
-        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name != "scale"}
-        return learnt | self._memory | {"steps": torch.tensor(self.stack.done)}
-
-    def parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The layers of flat weights."""
-        flat = tensor.shape[1:] == self.stack.weights.shape[1:]
-        return tuple(unflatten(self.network, tensor).values()) if flat else (tensor,)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over N and the count of steps too."""
-        super().load(tensors)
-        self.stack.done, self._n, self._moments = int(tensors["steps"]), float(tensors["n_data"]), None
 
 
 def initial_weights(network: Network, seeds: Sequence[int], span: float | None, device: torch.device) -> Tensor:
@@ -235,82 +301,48 @@ class AdamLearner(NetworkLearner):
     learnt: unlike the training error it does not fall when the network memorises.
     """
 
-    settings: GreedySettings
-
-    def __init__(self, settings: GreedySettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        self._errors = torch.full((len(self.owners), 2), _NOISE_START, device=self.device)
-        self._memory["errors"] = self._errors
-        self._l2 = torch.full((len(self.owners), 1), settings.l2, device=self.device)
+        self._errors = torch.full((len(self.seeds), 2), _NOISE_START, device=self.device)
+        self._l2 = torch.full((len(self.seeds), 1), settings.l2, device=self.device)
         self.stack.penalty = self._l2 if settings.l2 else None
 
-    def _rule(self) -> Rule:
+    def _rule(self) -> EngineRule:
         return (Dropout if self.settings.dropout else Adam)(betas=self.settings.betas)
 
     def _prepare(self) -> None:
         super()._prepare()
         if self.settings.l2_by_noise:
-            torch.mul(self.noise_variance(), self.settings.l2, out=self._l2)
+            torch.mul(self._errors[:, :1] / self._errors[:, 1:], self.settings.l2, out=self._l2)
 
     def observe(self, rows: slice) -> None:
         """Compare the new rewards with the predictions of the network, which has not seen them."""
         if not (self.settings.l2_by_noise and self.stack.done):
             return
-        contexts, arms, rewards = map(self._by_network, self.buffer.seen(rows))
-        found = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
-        errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
+        contexts, arms, rewards = self.buffer.seen(rows)
+        predicted = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
+        errors = predicted.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = rows.stop - rows.start
-        memory = min(_NOISE_MEMORY, self.buffer.faded(1)) ** count
-        self._errors.mul_(memory).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
-
-    def noise_variance(self) -> Tensor:
-        """Of the rewards in units of the targets, (networks, 1)."""
-        return self._errors[:, :1] / self._errors[:, 1:]
-
-    def _last_hidden(self, contexts: Tensor) -> Tensor:
-        """The last hidden layer with a constant 1 appended, float64; of one run by numpy, whose calls cost less."""
-        if len(contexts) > 1 or self.device.type != "cpu" or self.network.activation != "relu":
-            return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
-        h = contexts.numpy()[0]
-        for weight, bias in self._first_layers:
-            h = h @ weight.T
-            h += bias
-            np.maximum(h, 0, out=h)
-        return with_constant(torch.from_numpy(h[None]))
-
-    @cached_property
-    def _first_layers(self) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-        """The hidden layers of the first run's network, in the same memory."""
-        first = {name: tensor.numpy()[0] for name, tensor in self.params.items()}
-        numbers = range(len(self.network.hidden))
-        return [(first[f"layer{number}.weight"], first[f"layer{number}.bias"]) for number in numbers]
+        new = torch.stack([errors, torch.full_like(errors, count)], dim=1)
+        self._errors.mul_(_NOISE_MEMORY**count).add_(new)
 
 
 class Greedy(AdamLearner):
     """Scores are the outputs of the network."""
 
-    def _outcomes(self, contexts: Tensor) -> Tensor:
-        return forward(self.network, self.params, contexts).unsqueeze(2)
-
-    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
-        return self._outcomes(contexts).expand(-1, -1, n, -1)
-
-
-GREEDY = Entry(Greedy, GreedySettings)
-EPSILON_GREEDY = Entry(Greedy, GreedySettings, tuned={"epsilon": 0.05}, paper={"epsilon": 0.05})
+    def scores(self, contexts: Tensor) -> Tensor:
+        """Outputs."""
+        return forward(self.network, self.params, contexts)
 
 
 class MCDropout(AdamLearner):
     """Units are dropped in training and when choosing alike, with one mask per row."""
 
-    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
-        rule, (runs, k, _) = self.stack.rule, contexts.shape
-        masks = rule.masks(rule.noise(streams, self.network, k * n), self.network)
-        scores = forward(self.network, self.params, contexts.repeat_interleave(n, dim=1), masks=masks)
-        return scores.view(runs, k, n, self.n_arms)
-
-
-MC_DROPOUT = Entry(MCDropout, GreedySettings, tuned={"dropout": 0.2}, paper={"dropout": 0.2})
+    def scores(self, contexts: Tensor) -> Tensor:
+        """Outputs under dropout."""
+        rule = self.stack.rule
+        masks = rule.masks(rule.noise(self._posterior, self.network, contexts.shape[1]), self.network)
+        return forward(self.network, self.params, contexts, masks=masks)
 
 
 @dataclass(frozen=True)
@@ -318,15 +350,15 @@ class GaussianSettings(NetworkSettings):
     """A Gaussian over the weights.
 
     Attributes:
-        n_per_round: N is the number of rounds, less those forgotten, times this; None for the batch size.
+        n_per_round: N is the number of rounds times this; None for the batch size.
         prior_variance: of the weights, 1/δ.
     """
 
     n_per_round: PositiveOrNone = None
     prior_variance: Positive = 0.1
 
-    def n_data(self, rounds: float) -> float:
-        """N after `rounds` rounds that are not forgotten."""
+    def n_data(self, rounds: int) -> float:
+        """N after so many rounds."""
         return max(rounds, 1) * (self.n_per_round or self.batch_size)
 
 
@@ -346,22 +378,15 @@ class BadamSettings(GreedySettings, GaussianSettings):
 class Badam(AdamLearner):
     """The Gaussian that Adam's state already holds: precision N c + δ with c = v̂ᵖ, around θ or N c/(N c + δ) θ."""
 
-    settings: BadamSettings
+    def _n_data(self) -> float:
+        return float(self.settings.n_data(self.buffer.count))
 
     def gaussian(self) -> Gaussian:
         """Computed from Adam's second moment."""
-        own, moment = self.settings, second_moment(self.stack.state, self.settings.betas[1])
-        rule = PrecisionRule(self._n, 1 / own.prior_variance, own.power, own.form == "likelihood")
-        return Gaussian(rule.mean(self.stack.mean, moment), rule.precision(moment).reciprocal_())
-
-
-# Of badam, badam-map, bbb, vadam and ivon: chosen by `benchmarks/tune_bandits.py`, with seeds 7001 and 7002.
-_BADAM = {"lr": 1.33e-4, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 20, "l2": 5.82e-4, "l2_by_noise": False}
-_BADAM |= {"dropout": 0.1, "prior_variance": 0.0836, "n_per_round": 1000.0}
-# The released code's `sigma_prior=0.1` is a standard deviation.
-_RELEASED = {"prior_variance": 0.01}
-BADAM = Entry(Badam, BadamSettings, tuned=_BADAM, paper=_RELEASED)
-BADAM_MAP = Entry(Badam, BadamSettings, tuned={**_BADAM, "form": "map"}, paper={**_RELEASED, "form": "map"})
+        own, mode = self.settings, self.stack.mean
+        data = second_moment(self.stack.state, own.betas[1]).pow(own.power) * float(self.stack.n_data)
+        precision = data + 1 / own.prior_variance
+        return Gaussian(data / precision * mode if own.form == "likelihood" else mode, precision.reciprocal())
 
 
 @dataclass(frozen=True)
@@ -386,8 +411,6 @@ class VariationalSettings(GaussianSettings):
 class Variational(NetworkLearner):
     """Any rule that learns a Gaussian over the weights."""
 
-    settings: VariationalSettings
-
     def __init__(
         self, kind: type[Rule], settings: VariationalSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]
     ) -> None:
@@ -395,75 +418,69 @@ class Variational(NetworkLearner):
         super().__init__(settings, buffer, n_arms, seeds)
         self.stack.scale.fill_(0.5 / settings.noise_variance)
 
+    def _n_data(self) -> float:
+        return float(self.settings.n_data(self.buffer.count))
+
     def _rule(self) -> Rule:
         own = self.settings
-        # The engine's IVON calls betas `averages`, and takes its initial Hessian from `initial_std` where it is None.
-        given = {"averages": own.betas, "prior_precision": 1 / own.prior_variance, "initial_hessian": None}
-        return self._kind.with_settings(**vars(own), **given)
-
-
-_BBB = {"lr": 4.93e-4, "betas": (0.9, 0.9999), "train_steps": 100, "standardise": False, "prior_variance": 0.189}
-_BBB |= {"n_per_round": 10.0, "noise_variance": 0.5, "initial_std": 0.0349}
-_VADAM = {"lr": 4.9e-3, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 50, "prior_variance": 7.39e-3}
-_VADAM |= {"n_per_round": 10.0, "noise_variance": 0.003, "initial_std": 0.0732}
-_IVON = {"lr": 0.0183, "train_steps": 20, "standardise": False, "prior_variance": 0.994}
-_IVON |= {"n_per_round": 1000.0, "noise_variance": 0.1, "initial_std": 0.0458}
-BBB = Entry(partial(Variational, BayesByBackprop), VariationalSettings, _BBB, paper={"noise_variance": 0.01})
-# With the paper's settings: searched on problems that are not in its table.
-_PAPER_VADAM = {"noise_variance": 0.01, "prior_variance": 1e-3, "initial_std": 0.03}
-VADAM = Entry(partial(Variational, Vadam), VariationalSettings, _VADAM, _PAPER_VADAM)
-IVON_AGENT = Entry(partial(Variational, IVON), VariationalSettings, _IVON)
+        # IVON calls betas `averages`, and takes its initial Hessian from `initial_std` where it is None.
+        changes = {"averages": own.betas, "prior_precision": 1 / own.prior_variance, "initial_hessian": None}
+        return self._kind.with_settings(**{**vars(own), **changes})
 
 
 @dataclass(frozen=True)
-class BootstrapSettings(GreedySettings):
-    """An ensemble, with so many members in each run."""
+class NeuralLinearSettings(LinearSettings, GreedySettings):
+    """Linear regression on the last hidden layer; `window` observations per arm are refitted after every training."""
 
-    members: Count = 5
+    forget: Never = None
+    window: Count = 1000
+    hidden: SomeWidths = (100, 100)
 
 
-class Bootstrap(AdamLearner):
-    """An ensemble per run: a member weighs an observation 0 or 2, each with probability ½; one acts in each round."""
+class NeuralLinear(AdamLearner):
+    """Linear Thompson sampling on the last hidden layer of a network that is trained as the greedy agent's.
 
-    settings: BootstrapSettings
+    Training changes the features of all observations, so the statistics are recomputed after each: from the newest
+    `window` observations of every arm, which bounds the cost, weighted so that they count as all of its observations.
+    """
 
-    def __init__(self, settings: BootstrapSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        room = buffer.contexts.shape[1]
-        self._counts = torch.zeros(len(self.owners), room, dtype=torch.uint8, device=self.device)
-        self._memory["counts"] = self._counts
-        self._bootstrap = self._stream("bootstrap", self.owners)
+        self._linear = [Linear(settings, settings.hidden[-1], n_arms, seed) for seed in seeds]
 
-    def _owners(self) -> tuple[int, ...]:
-        members = range(self.settings.members)
-        return tuple(stream_seed(seed, "member", number) for seed in self.seeds for number in members)
+    def _features(self, contexts: Tensor) -> Any:
+        return forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)).cpu().numpy()
+
+    def scores(self, contexts: Tensor) -> Tensor:
+        """Of one draw from the posterior for every row."""
+        pairs = zip(self._linear, self._features(contexts), strict=True)
+        drawn = [linear.sampler(x)(1, linear.streams[linear.choice])[:, 0] for linear, x in pairs]
+        return torch.from_numpy(np.stack(drawn)).to(self.device)
 
     def observe(self, rows: slice) -> None:
-        """Draw the members' weights of the new observations."""
+        """Add the new observations to the statistics."""
         super().observe(rows)
-        self._counts[:, rows] = 2 * self._bootstrap.rows(2, rows.stop - rows.start).to(torch.uint8)
+        contexts, arms, rewards = self.buffer.seen(rows)
+        self._add(self._features(contexts), arms, rewards, np.ones(arms.shape))
 
-    def use(self, buffer: Buffer) -> None:
-        """Make room for the weights."""
-        super().use(buffer)
-        more = buffer.contexts.shape[1] - self._counts.shape[1]
-        self._counts = self._memory["counts"] = F.pad(self._counts, (0, max(0, more)))
+    def _add(self, features: Any, arms: Tensor, rewards: Tensor, weights: Any) -> None:
+        moments = torch.cat(self.buffer.moments(), dim=1).tolist()
+        parts = features, arms.cpu().numpy(), rewards.double().cpu().numpy(), weights
+        for linear, x, chosen, paid, weight, units in zip(self._linear, *parts, moments, strict=True):
+            rows = weight > 0
+            linear.add(x[rows], chosen[rows], paid[rows], weight[rows], (units[0], units[1]))
 
-    def thin(self, rows: Tensor) -> None:
-        """Keep the weights of these rows."""
-        self._counts[:, : len(rows)] = self._counts[:, rows]
-
-    def _importance(self, rows: Tensor) -> Tensor:
-        return self._counts.gather(1, rows).float()
-
-    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
-        chosen = streams.rows(self.settings.members, contexts.shape[1], n)
-        return self._outcomes(contexts).gather(2, chosen.unsqueeze(3).expand(-1, -1, -1, self.n_arms))
-
-    def _outcomes(self, contexts: Tensor) -> Tensor:
-        runs, k, _ = contexts.shape
-        every = forward(self.network, self.params, self._by_network(contexts))
-        return every.view(runs, self.settings.members, k, self.n_arms).transpose(1, 2)
-
-
-BOOTSTRAP = Entry(Bootstrap, BootstrapSettings)
+    def train(self) -> None:
+        """Train the network, then recompute the statistics at its new features."""
+        super().train()
+        counts, n = np.stack([linear.statistics.counts for linear in self._linear]), self.buffer.count
+        for linear in self._linear:
+            linear.statistics.fade(0.0)
+        numbers = torch.arange(n, device=self.device)
+        for arm in range(self.n_arms):
+            own = torch.where(self.buffer.arms[:, :n] == arm, numbers, -1)
+            newest = own.topk(min(self.settings.window, n), dim=1).values
+            contexts, _, rewards = self.buffer.at(newest.clamp(min=0))
+            held = (newest >= 0).cpu().numpy()
+            weights = held * (counts[:, arm] / held.sum(axis=1).clip(min=1))[:, None]
+            self._add(self._features(contexts), torch.full_like(newest, arm), rewards, weights)

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._checks import count
-from experiments.data import find, load_table
 from bayesadam.errors import DataError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
+from experiments.data import find, load_table
 
 Numbers = npt.NDArray[Any]
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from experiments.rules import Adam, Gaussian, Perturbed, Rule
 from torch import Tensor
 
-from bayesadam.bandits.learner import Buffer, Entry, Positive
-from bayesadam.bandits.networks import Greedy, GreedySettings, MCDropout, NetworkLearner, NetworkSettings
+from bayesadam.bandits.settings import Positive
 from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, linear, unflatten
-from bayesadam.engine.rules import Dropped, Number, State, Step, adam_state, adam_update
+from bayesadam.engine.rules import Adam, Dropped, Number, Rule, State, Step, adam_state, adam_update
 from bayesadam.engine.streams import Streams
+from experiments.networks import Buffer, Greedy, MCDropout, NetworkLearner, NetworkSettings
+from experiments.rules import Gaussian, Perturbed
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -166,14 +166,12 @@ class ShowdownSettings(NetworkSettings):
 class ShowdownBayesByBackprop(NetworkLearner):
     """Scores are outputs at draws from the Gaussian; N is the number of observations, p = N(0, 2/fan-in)."""
 
-    settings: ShowdownSettings
-
     def __init__(self, settings: ShowdownSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
         self.stack.scale.fill_(0.5 / settings.noise_variance)
 
     def _n_data(self) -> float:
-        return max(self.buffer.effective_count, 1.0)
+        return max(self.buffer.count, 1.0)
 
     def _rule(self) -> Rule:
         parts = [
@@ -184,14 +182,5 @@ class ShowdownBayesByBackprop(NetworkLearner):
 
 
 # Means start with the standard deviation .05. Other settings than these are not the Showdown's, and so not "tuned".
-_OWN = {
-    "init_range": 0.05 * math.sqrt(3),
-    "lr": 0.1,
-    "lr_decay": 0.0,
-    "clip": None,
-    "average": 0.0,
-    "standardise": False,
-}
-SHOWDOWN_GREEDY = Entry(ShowdownGreedy, GreedySettings)
-SHOWDOWN_DROPOUT = Entry(ShowdownDropout, GreedySettings, tuned={"dropout": 0.2}, paper={"dropout": 0.2})
-SHOWDOWN_BBB = Entry(ShowdownBayesByBackprop, ShowdownSettings, tuned=_OWN, paper=_OWN)
+SHOWDOWN = {"init_range": 0.05 * math.sqrt(3), "lr": 0.1, "lr_decay": 0.0, "clip": None, "average": 0.0}
+SHOWDOWN |= {"standardise": False}

@@ -11,12 +11,12 @@ import torch
 
 from bayesadam._checks import count
 from bayesadam._progress import progress as tracked
-from bayesadam.bandits.agents import agent_settings, make_learner
-from bayesadam.bandits.learner import AgentSettings, Buffer
-from bayesadam.bandits.prior import Prior
-from bayesadam.bandits.problems import BanditProblem, Numbers
-from bayesadam.bandits.problems import problem as named_problem
+from bayesadam.bandits.settings import AgentSettings
 from bayesadam.gaussian.noise import stream_seed
+from experiments.agents import AGENTS, agent_settings
+from experiments.networks import Buffer
+from experiments.problems import BanditProblem, Numbers
+from experiments.problems import problem as named_problem
 
 _CURVE_POINTS = 500
 
@@ -53,7 +53,6 @@ def simulate(
     seed: int = 0,
     device: str | torch.device | None = None,
     settings: str | AgentSettings = "tuned",
-    prior: Prior | None = None,
 ) -> Simulation:
     """Let an agent play a problem.
 
@@ -67,13 +66,13 @@ def simulate(
 
     Args:
         problem: a name (see `problem`), or a problem.
-        agent: one of `AGENTS`, or of `PAPER_AGENTS`, which has more to compare with.
+        agent: one of `AGENTS`.
         rounds: of each run; None for as many as the problem says.
         device: None for a GPU where there is one.
-        settings, prior: as of `make_agent`.
+        settings: see `agent_settings`.
     """
     own = agent_settings(agent, settings)
-    playing = Playing(problem, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings=own, prior=prior)
+    playing = Playing(problem, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings=own)
     for _ in tracked(playing.turns, "simulate"):
         playing.advance()
     return playing.result()
@@ -95,7 +94,6 @@ class Playing:
         seed: int = 0,
         device: str | torch.device | None = None,
         settings: str | AgentSettings = "tuned",
-        prior: Prior | None = None,
     ) -> None:
         self._start, chosen = time.perf_counter(), named_problem(problem) if isinstance(problem, str) else problem
         count("runs", runs, "with seeds of their own")
@@ -105,11 +103,9 @@ class Playing:
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
         self._played = [chosen.run(one, self.rounds) for one in seeds]
         with torch.cuda.stream(self._stream):
-            self.buffer = Buffer(
-                torch.from_numpy(np.stack([one.contexts for one in self._played])).to(on), self.settings.forget
-            )
+            self.buffer = Buffer(torch.from_numpy(np.stack([one.contexts for one in self._played])).to(on))
             self._pays = torch.from_numpy(np.stack([one.rewards for one in self._played])).to(on)
-            self.learner = make_learner(agent, self.settings, self.buffer, chosen.n_arms, seeds, prior)
+            self.learner = AGENTS[agent].learner(self.settings, self.buffer, chosen.n_arms, seeds)
         # The rounds at first, in which arms are pulled in turn.
         self._forced = min(self.settings.initial_pulls * chosen.n_arms, self.rounds)
 
@@ -135,7 +131,7 @@ class Playing:
                 arms = (torch.arange(first, last, device=self._pays.device) % n_arms).expand(runs, -1)
             else:
                 last = min(first + self.settings.train_every, self.rounds)
-                arms = self.learner.scores(self.buffer.contexts[:, first:last]).argmax(dim=2)
+                arms = self.learner.choose(self.buffer.contexts[:, first:last])
             rewards = self._pays[:, first:last].gather(2, arms.unsqueeze(2)).squeeze(2)
             self.learner.observe(self.buffer.add(arms, rewards))
             if last < self.rounds:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bayesadam.bandits import AgentSettings, agent_settings
-from bayesadam.bandits.simulation import Playing, in_turn
-from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, run_parts
+from bayesadam.bandits.settings import AgentSettings
 from bayesadam.errors import SettingError
-from bayesadam.paper import MISSING, Sample, fixed
+from experiments import plots
+from experiments.agents import agent_settings
+from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
+from experiments.simulation import Playing, in_turn
 
 TITLES = {
     **plots.METHOD_TITLES,
@@ -31,7 +30,6 @@ TITLES = {
     "epsilon-greedy": "ε-greedy",
     "neural-linear": "Neural-linear",
     "linear": "Linear, full posterior",
-    "bootstrap": "Bootstrap ensemble",
 }
 # Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
 _COLUMNS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
@@ -52,7 +50,7 @@ SHOWDOWN = "-showdown"
 OWN_AGENTS = (
     *("badam", "badam-map", f"mc-dropout{SHOWDOWN}", f"bbb{SHOWDOWN}", "bbb", "vadam", f"greedy{SHOWDOWN}", "uniform"),
 )
-# What a lost run is, in a few words; see `bayesadam.bandits.Simulation`.
+# What a lost run is, in a few words; see `experiments.simulation.Simulation`.
 LOST = "Lost are runs that earned no more than the best single arm"
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
 _AT_ONCE = {"cpu": 1, "cuda": 8}
@@ -162,7 +160,7 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
 def settings_table() -> Table:
     """Every setting of `--settings paper`, and whose it is."""
     rows = []
-    for record in json.loads(files(__package__).joinpath("settings.json").read_text("utf-8")):
+    for record in json.loads(Path(__file__).with_name("settings.json").read_text("utf-8")):
         agents = record["agents"]
         named = "all" if agents == "all" else ", ".join(TITLES.get(agent, agent) for agent in agents) or MISSING
         rows.append((record["what"], named, record["value"], record["whose"]))
@@ -194,16 +192,36 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings)
     return figure
 
 
+def command(
+    *,
+    problems: tuple[str, ...] | None,
+    agents: tuple[str, ...] | None,
+    runs: int,
+    rounds: int | None,
+    settings: str,
+    changes: Mapping[str, Any],
+    device: str,
+    seed: int,
+    out: Path,
+    quiet: bool,
+) -> tuple[Path, ...]:
+    """The `table1` command; None stands for what the paper has."""
+    chosen = {name: value for name, value in (("problems", problems), ("agents", agents)) if value is not None}
+    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
+    return run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=device)
+
+
 def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str) -> tuple[Path, ...]:
-    """The `bandits` command: results go to `metrics.json` as they arrive."""
-    run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
-    with run.prepared():
-        names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
-        work = partial(play, seed=seed, settings=settings, device=device)
-        so_far: Any = lambda done: run.write({"metrics.json": run.metrics(by_problem(done))})  # noqa: E731
-        results = by_problem(run_parts(run, names, work, so_far))
-        found = table(results, asdict(settings))
-        run.show(found)
-        told = found.markdown() + (settings_table().markdown() if settings.settings == "paper" else "")
-        made: Any = {"table1.md": told, "regret.png": plots.png(picture(results, settings))}
-        return run.finish(made, results)
+    """Play the cells; results go to `metrics.json` as they arrive."""
+    this = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
+    names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
+
+    def so_far(done: Mapping[str, Cell]) -> None:
+        this.write({"metrics.json": this.metrics(by_problem(done))})
+
+    results = by_problem(run_parts(this, names, partial(play, seed=seed, settings=settings, device=device), so_far))
+    view = table(results, asdict(settings))
+    this.show(view)
+    text = view.markdown() + (settings_table().markdown() if settings.settings == "paper" else "")
+    files: Any = {"table1.md": text, "regret.png": plots.png(picture(results, settings))}
+    return this.finish(files, results)

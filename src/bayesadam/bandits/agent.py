@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._checks import count
-from bayesadam.bandits.linear import Learner, Linear
+from bayesadam.bandits.linear import Linear
 from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.network import Belief, Hybrid
 from bayesadam.bandits.observations import FIRST_ROOM, MOST_ROOM, Observations

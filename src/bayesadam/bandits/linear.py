@@ -287,9 +287,19 @@ class Linear(Learner):
     def observe(self, seen: Observations, rows: slice) -> None:
         """Add the new observations to the statistics, which fade towards the prior by 2^(−k/h)."""
         self.statistics.fade(seen.faded(rows.stop - rows.start))
-        x = with_constant(seen.contexts[rows])
-        self.statistics.add(seen.arms[rows], x, seen.rewards[rows].astype(np.float64), seen.weights(rows))
-        self.moments[:] = seen.moments()
+        self.add(seen.contexts[rows], seen.arms[rows], seen.rewards[rows], seen.weights(rows), seen.moments())
+
+    def add(
+        self,
+        contexts: Contexts,
+        arms: Indices,
+        rewards: npt.NDArray[Any],
+        weights: Floats,
+        moments: tuple[float, float],
+    ) -> None:
+        """Add examples to the statistics, with the mean and the standard deviation of all rewards."""
+        self.statistics.add(arms, with_constant(contexts), rewards.astype(np.float64), weights)
+        self.moments[:] = moments
         self._head = None
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:

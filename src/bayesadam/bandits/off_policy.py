@@ -16,8 +16,8 @@ from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import Agent
 from bayesadam.bandits.linear import Statistics, with_constant
-from bayesadam.bandits.settings import LinearSettings
 from bayesadam.bandits.log import Log, read_log
+from bayesadam.bandits.settings import LinearSettings
 from bayesadam.errors import MatchError, OverlapWarning
 from bayesadam.likelihoods.conformal import check_level
 
