@@ -152,15 +152,17 @@ def read(root: Path, name: str, experiment: str) -> Finished:
 
 def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> str:
     """Run an experiment; returns which data could not be had."""
-    settings, absent = (QUICK_SETTINGS if quick else SETTINGS)[experiment], dict[str, str]()
-    on = {"device": device} if experiment in ("figure2", "table1") else {}
-    if experiment == "table1":
-        absent = {name: reason for name in settings.problems if (reason := _absence(table_name(name), quick))}
-        settings = replace(settings, problems=tuple(name for name in settings.problems if name not in absent))
+    settings = (QUICK_SETTINGS if quick else SETTINGS)[experiment]
+    if experiment != "table1":
+        on = {"device": device} if experiment == "figure2" else {}
+        _MODULES[experiment].run(**common, **on, settings=settings)
+        return ""
+    absent = {name: reason for name in settings.problems if (reason := _absence(table_name(name), quick))}
+    played = tuple(name for name in settings.problems if name not in absent)
     reasons = " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
-    if absent and not settings.problems:
+    if not played:
         raise DataError(reasons)
-    _MODULES[experiment].run(**common, **on, settings=settings)
+    table1.run_bandits(**common, device=device, settings=replace(settings, problems=played))
     return reasons
 
 

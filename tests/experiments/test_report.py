@@ -128,13 +128,25 @@ def whole(tmp_path):
     return tmp_path
 
 
+RUNS = {
+    "figure1": "figure1.run",
+    "figure2": "figure2.run",
+    "table1": "table1.run_bandits",
+    "cost": "cost.run",
+}
+
+
+def replace_runs(monkeypatch, run):
+    for name in RUNS.values():
+        monkeypatch.setattr(f"experiments.{name}", run)
+
+
 @pytest.fixture
 def nothing_runs(monkeypatch):
     def refuse(**asked):
         raise AssertionError(f"was run: {asked}")
 
-    for module in report._MODULES.values():
-        monkeypatch.setattr(module, "run", refuse)
+    replace_runs(monkeypatch, refuse)
 
 
 def reported(root: Path, *, quick: bool = False) -> tuple[str, dict]:
@@ -269,7 +281,7 @@ def stubs(monkeypatch):
             asked.append((name, given))
             put(given["out"].parent, given["out"].name, make(given["settings"]))
 
-        monkeypatch.setattr(report._MODULES[name], "run", run)
+        monkeypatch.setattr(f"experiments.{RUNS[name]}", run)
 
     stub("figure1", lambda s: regression_run(seeds=s.n_seeds, epochs=s.epochs))
     stub("figure2", lambda s: pruning_run(PRUNED, seeds=s.n_seeds, epochs=s.epochs, data=s.data))
@@ -350,8 +362,7 @@ def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, st
     assert "the variance &lt;must&gt; be finite" in text
     assert "experiments: figure1: Could not be run: the variance <must> be finite" in capsys.readouterr().err
     assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"figure2", "table1", "cost"}
-    for module in report._MODULES.values():
-        monkeypatch.setattr(module, "run", fails)
+    replace_runs(monkeypatch, fails)
     with pytest.raises(BayesAdamError, match="nothing to report"):
         reported(tmp_path / "empty")
 
@@ -360,7 +371,7 @@ def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, m
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report.table1, "run", interrupted)
+    monkeypatch.setattr(report.table1, "run_bandits", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reported(tmp_path)
     text = (tmp_path / "report.html").read_text()
