@@ -124,8 +124,9 @@ class Prediction:
 
     def nll(self, y: Tensor) -> float:
         """Mean negative log-likelihood in nats per example."""
-        gaussian = torch.distributions.Normal(self.means, (self.variances + self.noise).sqrt())
-        scores = gaussian.log_prob(y).sum(dim=-1).logsumexp(dim=0) - math.log(len(self.means))
+        variance = self.variances + self.noise
+        scores = -0.5 * ((y - self.means).square() / variance + (2 * math.pi * variance).log()).sum(dim=-1)
+        scores = scores.logsumexp(dim=0) - math.log(len(self.means))
         return -float(scores.mean(dtype=torch.float64))
 
     def coverage(self, y: Tensor, level: float = 0.95) -> float:
@@ -303,7 +304,7 @@ def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
         params = dict(network.named_parameters())
         curvature = jacobian.square().sum(dim=0)
         variance = (curvature + _evidence(curvature, params)).reciprocal().float()
-        pieces = zip(params.items(), variance.split([p.numel() for p in params.values()]), strict=True)
+        pieces = zip(params.items(), torch.split(variance, [p.numel() for p in params.values()]), strict=True)
         named = {name: piece.view_as(p) for (name, p), piece in pieces}
         posterior = Posterior.from_moments(network, params, named, len(problem.data))
         predictors.append(linearised(posterior.replace(noise_variance=noise)))
@@ -396,7 +397,7 @@ def gaussian_process(theta: Tensor, x: Tensor, y: Tensor, at: Tensor) -> tuple[T
     lengthscales, (signal, noise), mean = theta[:-3].exp(), theta[-3:-1].exp(), theta[-1]
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return signal * torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1))
+        return torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1)).mul(signal)
 
     root = torch.linalg.cholesky(kernel(x, x) + (noise + 1e-6) * torch.eye(len(x), dtype=x.dtype))
     residual = y - mean

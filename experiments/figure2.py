@@ -169,7 +169,7 @@ def path_scores(snr: Weights) -> Weights:
         arriving.append(of_mean_one(square.sqrt()))
     for weight, _ in reversed(layers[1:]):
         leaving.insert(0, of_mean_one((weight * leaving[0][:, :, None]).square().sum(dim=1).sqrt()))
-    scores = {}
+    scores: Weights = {}
     for k, ((weight, bias), a, b) in enumerate(zip(layers, arriving, leaving, strict=True)):
         scores |= {f"layer{k}.weight": weight * a[:, None, :] * b[:, :, None], f"layer{k}.bias": bias * b}
     return scores
