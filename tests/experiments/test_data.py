@@ -25,7 +25,7 @@ from bayesadam.errors import DataError, FileError, MissingFileError, SettingErro
 from experiments import data
 from experiments.data import DataFile, DataSet, find, load_images, load_split, load_table, locate
 from floats import approx, assert_close
-from processes import PATIENCE, eventually
+from processes import PATIENCE
 
 CONTENT = b"a,b,c\n" * 50_000
 PACKED = gzip.compress(CONTENT, mtime=0)
@@ -41,7 +41,6 @@ class Server:
         self.answers: dict[str, object] = {}
         self.asked: list[str] = []
         self.encodings: set[str | None] = set()
-        self.midway = lambda: None
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -56,9 +55,7 @@ class Server:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content[: sent // 2])
-                outer.midway()
-                self.wfile.write(content[sent // 2 : sent])
+                self.wfile.write(content[:sent])
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -186,21 +183,6 @@ def test_what_is_nowhere_is_named_with_the_places(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(DataError, match="'pooch', which is not installed"):
         locate("tiny")
-
-
-def test_the_name_appears_only_when_the_file_is_whole(tiny, server):
-    seen = []
-
-    def look() -> None:
-        """Once half of the file is on the disk, what names are there?"""
-        eventually(lambda: any(path.stat().st_size for path in tiny.parent.iterdir()))
-        seen.extend(path.name for path in tiny.parent.iterdir())
-
-    server.midway = look
-    server.answers = {"/first": CONTENT}
-    locate("tiny")
-    assert len(seen) == 1
-    assert seen != ["tiny.csv"]
 
 
 def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):

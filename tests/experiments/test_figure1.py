@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +12,6 @@ from experiments import figure1
 from experiments.__main__ import main
 from experiments.baselines import METHODS
 from experiments.figure1 import METRICS, RegressionSettings, drawn, fit_methods, picture
-from processes import PATIENCE, SOURCE, eventually
 
 SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_seeds=2, epochs=5, n_test=30)
 
@@ -150,35 +144,3 @@ def test_numbers_that_are_not_finite_are_null_also_from_the_ledger(tmp_path, mon
         figure1.run(seed=0, out=tmp_path, quiet=True, settings=SMALL)
     figure1.run(seed=0, out=tmp_path, quiet=True, settings=SMALL)
     assert all(scores["nll_out"] == [None] for scores in results_of(tmp_path).values())
-
-
-# The first method is real, the second never ends: the kill cannot come too late.
-STALLED = """
-import sys
-import time
-from experiments import figure1
-from experiments.__main__ import main
-figure1.METHODS = {**figure1.METHODS, "bbb": lambda problem: time.sleep(10**6)}
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_a_killed_run_ends_with_the_numbers_of_one_left_alone(tmp_path):
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    options = ["--methods", "badam,bbb", "--seeds", "2", "--epochs", "50", "--quiet", "--out", str(cut)]
-    root = str(Path(SOURCE).parent)
-    with subprocess.Popen(
-        [sys.executable, "-c", STALLED, "figure1", *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, root])},
-    ) as process:
-        try:
-            eventually(lambda: process.poll() is not None or list(cut.glob("unfinished-*.json")), "a finished method")
-        finally:
-            process.kill()
-        assert process.wait(timeout=PATIENCE) == -signal.SIGKILL
-    settings = RegressionSettings(methods=("badam", "bbb"), n_seeds=2, epochs=50)
-    for out in (cut, whole):
-        figure1.run(seed=0, out=out, quiet=True, settings=settings)
-    assert results_of(cut) == results_of(whole)
