@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+from experiments.agents import AGENTS, agent_settings
+from experiments.networks import Buffer
+from experiments.rules import gaussian
+from experiments.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
 from torch import Tensor
 
-from bayesadam.bandits import agent_settings
-from bayesadam.bandits.agents import make_learner
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
 from bayesadam.engine.network import Network, flatten, initial, unflatten
 from bayesadam.engine.rules import Step
 from bayesadam.engine.stack import Stack, constant, train
@@ -82,7 +82,7 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
             kl = kl + torch.distributions.kl_divergence(torch.distributions.Normal(means[n], r.exp()), prior).sum()
         ((out - Y[rows]).square().sum() / SIZE + kl / N).backward()
         adam.step()
-    found = stack.gaussian()
+    found = gaussian(stack)
     expected = torch.cat([means[n].detach().flatten() for n in names])
     assert_close(found.mean[0], expected, rtol=1e-3, atol=1e-5)
     variances = torch.cat(
@@ -93,7 +93,7 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
 
 def test_its_n_is_the_number_of_observations():
     buffer = Buffer(torch.randn(2, 30, 4))
-    learner = make_learner("bbb-showdown", agent_settings("bbb-showdown", "paper"), buffer, 3, (0, 1))
+    learner = AGENTS["bbb-showdown"].learner(agent_settings("bbb-showdown", "paper"), buffer, 3, (0, 1))
     buffer.add(torch.zeros(2, 25, dtype=torch.int64), torch.zeros(2, 25))
     learner.train()
     assert float(learner.stack.n_data) == 25
