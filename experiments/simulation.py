@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from bayesadam._checks import count
-from bayesadam._progress import progress as tracked
 from bayesadam.bandits.settings import AgentSettings
 from bayesadam.gaussian.noise import stream_seed
 from experiments.agents import AGENTS, agent_settings
@@ -73,7 +72,7 @@ def simulate(
     """
     own = agent_settings(agent, settings)
     playing = Playing(problem, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings=own)
-    for _ in tracked(playing.turns, "simulate"):
+    while playing.done < playing.rounds:
         playing.advance()
     return playing.result()
 
@@ -113,12 +112,6 @@ class Playing:
     def done(self) -> int:
         """The rounds played so far."""
         return self.buffer.count
-
-    @property
-    def turns(self) -> range:
-        """One for each `advance` that is left."""
-        rest = self.rounds - max(self.done, self._forced)
-        return range((self.done < self._forced) + -(-rest // self.settings.train_every))
 
     @torch.no_grad()
     def advance(self) -> None:

@@ -129,7 +129,7 @@ class Observations:
         arrays = {"contexts": self.contexts[seen], "arms": self.arms[seen], "rewards": self.rewards[seen]}
         if self.total > self.count:
             arrays |= {"numbers": self.numbers[seen], "thinned": np.array([self.total, self.level, self.settled])}
-        return {name: torch.from_numpy(array.copy()) for name, array in (arrays | {"sums": self.sums}).items()}
+        return {name: torch.tensor(array) for name, array in (arrays | {"sums": self.sums}).items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken; releases up to 0.3 have one more dimension."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from importlib.resources import files
+from pathlib import Path
 
 import pytest
+from experiments.__main__ import app
+from experiments.agents import agent_settings
+from experiments.table1 import BanditSettings, run_bandits
 from typer.testing import CliRunner
 
-from bayesadam.bandits import agent_settings, simulate
-from bayesadam.cli import app
 from bayesadam.errors import BayesAdamError
-from bayesadam.paper import bandits
-from bayesadam.paper.bandits import BanditSettings, run_bandits
+from experiments import simulate, table1
 from floats import approx
 
 SMALL = BanditSettings(problems=("wheel:0.5", "wheel:0.9"), agents=("linear", "uniform"), runs=2, rounds=60)
@@ -47,7 +47,7 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
         for problem, agent, value, lost in (("mushroom", "badam", 0.9, False), ("mushroom", "greedy", 0.2, True))
     }
     settings = asdict(BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
-    text = bandits.table(bandits.by_problem(cells), settings).markdown()
+    text = table1.table(table1.by_problem(cells), settings).markdown()
     assert "| Badam | **.800** ± .141 (.100; .700) |" in text
     assert "| Greedy | .100 ± .141 (.100; .000, 1 lost) |" in text
     assert "| *in the paper* | .74 ± .09 |" in text
@@ -55,7 +55,7 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
 
 def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
     run_bandits(**given(tmp_path / "whole"))
-    real, calls = bandits.Playing, []
+    real, calls = table1.Playing, []
 
     def dies_at_the_third(problem, agent, **options):
         calls.append(f"{problem}/{agent}")
@@ -63,7 +63,7 @@ def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(problem, agent, **options)
 
-    monkeypatch.setattr(bandits, "Playing", dies_at_the_third)
+    monkeypatch.setattr(table1, "Playing", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         run_bandits(**given(tmp_path / "cut"))
     so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]
@@ -101,22 +101,15 @@ def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
     ids=str,
 )
 def test_bad_options_are_named(bad, tmp_path):
-    base = ["bandits", "--problems", "wheel", "--agents", "uniform", "--rounds", "20", "--out", str(tmp_path)]
+    base = ["table1", "--problems", "wheel", "--agents", "uniform", "--rounds", "20", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, [*base, *bad])
     assert result.exit_code != 0
     assert isinstance(result.exception, BayesAdamError)
 
 
-def test_the_command_runs(tmp_path):
-    base = ["bandits", "--problems", "wheel:0.5", "--agents", "uniform", "--runs", "2", "--rounds", "40"]
-    result = CliRunner().invoke(app, [*base, "--device", "cpu", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert str(tmp_path / "metrics.json") in result.output
-
-
 def test_single_settings_are_changed(tmp_path):
     base = [
-        "bandits",
+        "table1",
         "--problems",
         "wheel:0.5",
         "--agents",
@@ -150,16 +143,16 @@ def test_a_change_concerns_the_agents_that_have_the_setting():
 def test_the_papers_numbers_stand_below_the_showdowns_agents():
     cells = {f"census:1000/{agent}": {"reward_ratio": [0.3, 0.4]} for agent in ("bbb-showdown", "bbb")}
     asked = BanditSettings(problems=("census:1000",), agents=("bbb-showdown", "bbb"), runs=2, settings="paper")
-    rows = bandits.table(bandits.by_problem(cells), asdict(asked)).rows
+    rows = table1.table(table1.by_problem(cells), asdict(asked)).rows
     assert [row[0] for row in rows] == ["Bayes by Backprop, as the Showdown", "*in the paper*", "Bayes by Backprop"]
     assert rows[1][1] == ".38 ± .02"
-    assert bandits.published("jester:redrawn", "badam") is None
+    assert table1.published("jester:redrawn", "badam") is None
 
 
 def test_every_setting_of_the_papers_rows_has_a_source():
     """What `settings.json` says is what the agents have, and it leaves no setting out."""
-    told: dict[str, dict[str, object]] = {agent: {} for agent in bandits.OWN_AGENTS}
-    for record in json.loads(files("bayesadam.paper").joinpath("settings.json").read_text("utf-8")):
+    told: dict[str, dict[str, object]] = {agent: {} for agent in table1.OWN_AGENTS}
+    for record in json.loads(Path(table1.__file__).with_name("settings.json").read_text("utf-8")):
         assert record["whose"] in ("the paper", "the Showdown", "the released code", "ours")
         for agent in told if record["agents"] == "all" else record["agents"]:
             own = {n: v for n, v in record["fields"].items() if n in agent_settings(agent).names()}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+from experiments.agents import AGENTS, agent_settings
+from experiments.networks import Buffer
 from experiments.rules import gaussian
+from experiments.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
 from torch import Tensor
 
-from bayesadam.bandits import agent_settings
-from bayesadam.bandits.agents import make_learner
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
 from bayesadam.engine.network import Network, flatten, initial, unflatten
 from bayesadam.engine.rules import Step
 from bayesadam.engine.stack import Stack, constant, train
@@ -94,7 +93,7 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
 
 def test_its_n_is_the_number_of_observations():
     buffer = Buffer(torch.randn(2, 30, 4))
-    learner = make_learner("bbb-showdown", agent_settings("bbb-showdown", "paper"), buffer, 3, (0, 1))
+    learner = AGENTS["bbb-showdown"].learner(agent_settings("bbb-showdown", "paper"), buffer, 3, (0, 1))
     buffer.add(torch.zeros(2, 25, dtype=torch.int64), torch.zeros(2, 25))
     learner.train()
     assert float(learner.stack.n_data) == 25
