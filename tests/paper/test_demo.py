@@ -9,12 +9,12 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-import bayesadam as ba
 from bayesadam.commands import demo as module
 from bayesadam.commands import plots
 from bayesadam.commands.demo import DemoSettings, compute, pruned_rmse, run_demo
+from torch import nn
+
+import bayesadam as ba
 from bayesadam.data import ToyData
 from floats import approx, assert_close
 
