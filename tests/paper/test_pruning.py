@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bayesadam.commands import plots
-from bayesadam.commands.running import Run
 from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam.cli import app
+from bayesadam.commands import plots
+from bayesadam.commands.running import Run
 from bayesadam.data import Images
 from bayesadam.engine.network import member
 from bayesadam.paper import pruning
