@@ -6,7 +6,7 @@ DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 OUT    ?= out
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 .PHONY: help demo reproduce goldens test test-all test-gpu check bench peers peers-test mergekit-test botorch-test wild docs serve build release-test clean
 
