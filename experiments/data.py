@@ -124,7 +124,7 @@ def _records() -> dict[str, DataSet]:
     records = {name: DataSet(name) for name in ("digits", "wheel")}
     for line in map(str.split, _FILES.strip().splitlines()):
         if len(line) == 2:
-            record = DataSet(*line)
+            record = DataSet(name=line[0], folder=line[1])
         else:
             file, n_bytes, checksum = line
             urls = tuple(url + file if url.endswith("/") else url for name, url in sources if name == record.name)
