@@ -60,8 +60,8 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m cuda tests
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples contrib docs/theme
-	$(BIN)/ruff format --check src tests benchmarks examples contrib docs/theme
+	$(BIN)/ruff check src experiments tests benchmarks examples contrib docs/theme
+	$(BIN)/ruff format --check src experiments tests benchmarks examples contrib docs/theme
 	$(BIN)/mypy
 	$(BIN)/mypy contrib/curvature.py
 

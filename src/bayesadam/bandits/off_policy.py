@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import Agent
-from bayesadam.bandits.learner import with_constant
-from bayesadam.bandits.linear import LinearSettings, Statistics
+from bayesadam.bandits.linear import Statistics, with_constant
 from bayesadam.bandits.log import Log, read_log
+from bayesadam.bandits.settings import LinearSettings
 from bayesadam.errors import MatchError, OverlapWarning
 from bayesadam.likelihoods.conformal import check_level
 
@@ -72,22 +71,19 @@ def predicted_before(log: Log) -> Numbers:
     Later rows would bias it: an agent that learns chooses by the rewards it had, so its later choices tell of this
     reward. The model is refitted whenever its data have grown by a tenth.
     """
-    x, arms, rewards = (torch.from_numpy(part) for part in (log.contexts, log.arms, log.rewards))
-    x = with_constant(x.unsqueeze(0))
-    data = Statistics.zeros(1, log.n_arms, x.shape[2], x.device)
-    ridge = LinearSettings.precision * torch.eye(x.shape[2]).to(x)
-    found, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
+    x, known = with_constant(log.contexts), np.isfinite(log.rewards)
+    data = Statistics.zeros(log.n_arms, x.shape[1])
+    ridge = LinearSettings.precision * np.eye(x.shape[1])
+    predicted, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
     while first < len(log):
-        rows = fitted + torch.isfinite(rewards[fitted:first]).nonzero().squeeze(1)
-        if len(rows):
-            data.add(arms[None, rows], x[:, rows], rewards[None, rows], torch.ones_like(rewards[rows]))
-        # The last feature is the constant 1.
-        shift = data.cross[..., -1].sum() / data.gram[..., -1, -1].sum().clamp(min=1)
-        slopes = torch.linalg.solve(data.gram + ridge, data.cross - shift * data.gram[..., -1])
+        rows = fitted + np.flatnonzero(known[fitted:first])
+        data.add(log.arms[rows], x[rows], log.rewards[rows], np.ones(len(rows)))
+        shift = data.cross[:, -1].sum() / max(data.counts.sum(), 1)
+        slopes = np.linalg.solve(data.gram + ridge, (data.cross - shift * data.gram[..., -1])[..., None])
         fitted, last = first, max(first + 1, math.ceil(_GROWTH * first))
-        found[first:last] = x[0, first:last] @ slopes[0].mT + shift
+        predicted[first:last] = x[first:last] @ slopes[..., 0].T + shift
         first = last
-    return found
+    return predicted
 
 
 def lower_bounds(terms: Numbers, risk: float) -> Numbers:
