@@ -69,11 +69,11 @@ def public_modules() -> list[str]:
 
 
 def test_every_public_module_is_what_its_name_gives():
+    # Those of other packages take long to import, and hide behind no function.
     for name in public_modules():
-        try:
-            module = importlib.import_module(name)
-        except MissingExtraError:
+        if name.startswith(("bayesadam.trainers.", "bayesadam.botorch.")):
             continue
+        module = importlib.import_module(name)
         # As `import a.b.c as x` finds it: a function of the same name, imported by the parent, would come instead.
         assert reduce(getattr, name.split(".")[1:], bayesadam) is module, name
 

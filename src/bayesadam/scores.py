@@ -1,6 +1,6 @@
 """Scores of predictive distributions: calibration, sharpness, detection of out-of-distribution inputs.
 
-Plain functions of tensors on any device. The tests hold them against scikit-learn and torchmetrics.
+Plain functions of tensors on any device.
 """
 
 import torch
