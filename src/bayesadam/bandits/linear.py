@@ -178,8 +178,8 @@ class Learner(ABC):
         """Whether there is something to train."""
         return False
 
-    def thin(self, seen: Observations, rows: Indices) -> None:  # noqa: B027
-        """Take note that these rows alone are about to be held."""
+    def thin(self, seen: Observations) -> None:  # noqa: B027
+        """Take note that the older observations are about to be dropped."""
 
     def chosen(
         self, contexts: Contexts, allowed: Sequence[int], *, draws: int = 0, further: Streams | None = None
