@@ -533,7 +533,9 @@ def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
     parts = storage.under("learner.", tensors)
     if not parts:
         trainer = storage.under("trainer.", tensors)
-        streams = {name: trainer[name] for name in ("stream.batches", "stream.training") if name in trainer}
+        streams: dict[str, Tensor] = {
+            name: trainer[name] for name in ("stream.batches", "stream.training") if name in trainer
+        }
         parts = {**storage.under("actor.", tensors), **streams}
     return {name: tensor.numpy() for name, tensor in parts.items()}
 

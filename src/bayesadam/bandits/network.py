@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +110,8 @@ class Hybrid(Learner):
         self._penalty = torch.zeros(1, 1)
         self.stack.penalty = self._penalty if settings.l2 else None
         self.streams |= {"batches": Streams([seed], "batches"), "training": self.stack.streams}
-        heads = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
-        self.belief = Belief(*heads, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
+        linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
+        self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
         # How many observations the next training waits for; statistics of those no longer held, and when they were.
         self._next = 0
         self._dropped, self._dropped_at = Statistics.zeros(n_arms, n_features + 1), 0
@@ -231,7 +231,8 @@ class Hybrid(Learner):
 
     def _held_out(self, seen: Observations) -> npt.NDArray[np.bool_]:
         """Which observations are not trained on."""
-        return (np.arange(seen.count) + seen.total - seen.count) % self.settings.hold_out == 0
+        numbers = np.arange(seen.total - seen.count, seen.total)
+        return np.equal(numbers % self.settings.hold_out, 0)
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
         """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
@@ -337,21 +338,10 @@ class Hybrid(Learner):
         self.stack.done, belief.layers, belief.share = int(own["steps"]), self._layers(), float(own["share"])
         belief.units, belief.ends = (float(own["shift"]), float(own["scale"])), tuple(own["ends"].tolist())
 
-    def widened(self) -> Hybrid:
-        """A new arm has the prior, and the last layer's weights as they begin."""
-        wide = Hybrid(self.settings, self.n_features, self.n_arms + 1, self.seed)
-        leading, flat = {name: array.copy() for name, array in wide.arrays().items()}, self.stack.weights.shape
-        for name, array in self.arrays().items():
-            if array.shape == tuple(flat):
-                into = unflatten(wide.network, torch.from_numpy(leading[name]))
-                for layer, tensor in unflatten(self.network, torch.from_numpy(array)).items():
-                    into[layer][:, : tensor.shape[1]] = tensor
-            elif array.ndim:
-                leading[name][: len(array)] = array
-            else:
-                leading[name] = array
-        wide.restore(self.state() | leading)
-        return wide
+    def parts(self, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
+        """The layers of flat weights."""
+        flat = array.shape == tuple(self.stack.weights.shape)
+        return [t.numpy() for t in unflatten(self.network, torch.from_numpy(array)).values()] if flat else (array,)
 
 
 def _chunks(count: int) -> Iterator[slice]:

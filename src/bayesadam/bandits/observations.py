@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,10 +77,12 @@ class Observations:
         The age is drawn by inverting its distribution function P(age < i) = (1 − 2^(−i/h))/(1 − 2^(−n/h)).
         """
         if math.isinf(self.half_life):
-            return streams.rows(self.count, *shape).numpy()[0]
+            rows: Indices = streams.rows(self.count, *shape).numpy()[0]
+            return rows
         rate, uniform = math.log(2) / self.half_life, streams.uniform(*shape).numpy()[0].astype(np.float64)
         ages = (np.log1p(uniform * math.expm1(-rate * self.count)) / -rate).astype(np.int64)
-        return self.count - 1 - np.minimum(ages, self.count - 1)
+        newest: Indices = self.count - 1 - np.minimum(ages, self.count - 1)
+        return newest
 
     def thin(self) -> None:
         """Hold the newest half of `MOST_ROOM` only."""
@@ -96,7 +99,7 @@ class Observations:
 
     def state(self) -> dict[str, Tensor]:
         """As tensors, by name."""
-        arrays = {"contexts": self.contexts, "arms": self.arms, "rewards": self.rewards}
+        arrays: dict[str, Any] = {"contexts": self.contexts, "arms": self.arms, "rewards": self.rewards}
         held = {name: torch.tensor(array[: self.count]) for name, array in arrays.items()}
         return {**held, "sums": torch.tensor(self.sums), "thinned": torch.tensor([self.total])}
 
