@@ -514,8 +514,8 @@ def test_many_threads_decide_and_reward_while_trainings_go_on(tmp_path):
 
 
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    for where in ("agent", "observations"):
-        monkeypatch.setattr(f"bayesadam.bandits.{where}.FIRST_ROOM", 16)
+    monkeypatch.setattr("bayesadam.bandits.observations.FIRST_ROOM", 16)
+    for where in ("agent", "observations", "network"):
         monkeypatch.setattr(f"bayesadam.bandits.{where}.MOST_ROOM", 64)
 
 
@@ -555,7 +555,7 @@ def test_the_head_on_the_contexts_has_all_observations_whatever_is_held(forget, 
     for name, array in state_of(agent).items():
         if name.startswith("linear") or name in ("shift", "scale", "ends", "due"):
             assert_close(array, theirs[name], rtol=1e-6, atol=1e-9, msg=name)
-    # On the hidden layer the sample counts as all.
+    # On the hidden layer those held count as all.
     learner = agent._learner
     learner._seen = agent._seen
     counts = learner._statistics(learner.belief, learner.belief.hidden).counts.sum()

@@ -184,7 +184,7 @@ def test_trainings_grow_rarer():
     trained, following = 0, 0
     for count in range(5, 401, 5):
         if count >= following:
-            trained, following = trained + 1, count + int(max(5, 0.15 * count))
+            trained, following = trained + 1, count + int(max(5, (1.15 - 1) * count))
     assert played(RINGS, RINGS_PAY, 400, train_steps=2, growth=1.15)[0].stack.done == 2 * trained
     assert played(RINGS, RINGS_PAY, 400, train_steps=2, growth=1.15, forget=50.0)[0].stack.done > 2 * trained
 

@@ -20,7 +20,7 @@ from bayesadam._checks import count
 from bayesadam.bandits.linear import Linear
 from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.network import Belief, Hybrid
-from bayesadam.bandits.observations import FIRST_ROOM, MOST_ROOM, Observations
+from bayesadam.bandits.observations import MOST_ROOM, Observations
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
@@ -95,8 +95,8 @@ class Agent:
     the observations so far while the old one decides. Then the new one takes note of the observations that came
     meanwhile, and takes over.
 
-    Of more than 65,536 observations the network is trained on a random sample, with `forget` on the newest. Sums over
-    the contexts, of which linear posteriors are made, have all of them.
+    Of more than 65,536 observations the network is trained on the newest. Sums over the contexts, of which linear
+    posteriors are made, have all of them.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class Agent:
                 # More come than a training can take note of.
                 self._thread.join()
             with self._acting:
-                most = self._seen.settled + FIRST_ROOM if self._seen.settled else MOST_ROOM
-                if not self._busy and self._seen.count + len(paid[part]) > most:
-                    self._thin()
+                if not self._busy and self._seen.count + len(paid[part]) > MOST_ROOM:
+                    self._learner.thin(self._seen)
+                    self._seen.thin()
                 rows = self._seen.add(contexts[part], chosen[part], paid[part])
                 self._learner.observe(self._seen, rows)
             self._since_training += len(paid[part])
@@ -254,16 +254,8 @@ class Agent:
                 if isinstance(self._learner, Hybrid) and self._learner.due(self._seen):
                     self._begin_training(self._learner, now or self.training == "now")
 
-    def _thin(self) -> None:
-        rows = self._seen.kept()
-        self._learner.thin(self._seen, rows)
-        self._seen.thin(rows)
-
     def _begin_training(self, learner: Hybrid, now: bool) -> None:
         with self._acting:
-            if self._seen.settled:
-                # What came since is held whole: leave as much of it as of the rest.
-                self._thin()
             seen, belief = self._seen.until(self._seen.count), copy.deepcopy(learner.belief)
             self._busy = True
         if now:
@@ -541,7 +533,9 @@ def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
     parts = storage.under("learner.", tensors)
     if not parts:
         trainer = storage.under("trainer.", tensors)
-        streams = {name: trainer[name] for name in ("stream.batches", "stream.training") if name in trainer}
+        streams: dict[str, Tensor] = {
+            name: trainer[name] for name in ("stream.batches", "stream.training") if name in trainer
+        }
         parts = {**storage.under("actor.", tensors), **streams}
     return {name: tensor.numpy() for name, tensor in parts.items()}
 

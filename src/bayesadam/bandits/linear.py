@@ -129,7 +129,8 @@ class Head:
         """xᵀ C x of every arm, (k, features) → (k, arms)."""
         k, width = x.shape
         reach = (x @ self.covariance.reshape(-1, width).T).reshape(k, -1, width)
-        return np.maximum(np.matmul(reach, x[:, :, None])[:, :, 0], 0)
+        widths: Floats = np.maximum(np.matmul(reach, x[:, :, None])[:, :, 0], 0)
+        return widths
 
     def left_out(self, arms: Indices, x: Floats, rewards: Floats) -> tuple[Floats, Floats]:
         """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (k,)."""
@@ -170,16 +171,26 @@ class Learner(ABC):
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what was learnt by a learner with the same settings; releases up to 0.3 have more dimensions."""
 
-    @abstractmethod
-    def widened(self) -> Learner:
-        """The same for one more arm."""
+    def parts(self, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
+        """Views of an array, of each of which the leading part stays when an arm is added."""
+        return (array,)
+
+    def widened(self) -> Any:
+        """The same for one more arm, which is as in a new learner."""
+        wide = type(self)(self.settings, self.n_features, self.n_arms + 1, self.seed)
+        state = wide.state()
+        for name, array in self.state().items():
+            for part, whole in zip(self.parts(array), wide.parts(state[name]), strict=True):
+                whole[tuple(slice(0, length) for length in part.shape)] = part
+        wide.restore(state)
+        return wide
 
     def due(self, seen: Observations) -> bool:
         """Whether there is something to train."""
         return False
 
-    def thin(self, seen: Observations, rows: Indices) -> None:  # noqa: B027
-        """Take note that these rows alone are about to be held."""
+    def thin(self, seen: Observations) -> None:  # noqa: B027
+        """Take note that the older observations are about to be dropped."""
 
     def chosen(
         self, contexts: Contexts, allowed: Sequence[int], *, draws: int = 0, further: Streams | None = None
@@ -240,7 +251,8 @@ def _parts(rows: npt.NDArray[Any], draws: int) -> list[npt.NDArray[Any]]:
 def _shares(best: Indices, arms: int) -> Floats:
     """How often each arm is among the draws (k, n), as a share, (k, arms)."""
     k, n = best.shape
-    return np.bincount((best + arms * np.arange(k)[:, None]).ravel(), minlength=arms * k).reshape(k, arms) / n
+    counts = np.bincount((best + arms * np.arange(k)[:, None]).ravel(), minlength=arms * k)
+    return counts.reshape(k, arms) / n
 
 
 class Linear(Learner):
@@ -277,7 +289,7 @@ class Linear(Learner):
 
         def draw(n: int, streams: Streams) -> Scores:
             shape = torch.from_numpy(np.broadcast_to(head.shape, (1, len(x), n, self.n_arms)).copy())
-            scores = np.sqrt(head.scale * widths / streams.gamma(shape).numpy()[0])
+            scores: Floats = np.sqrt(head.scale * widths / streams.gamma(shape).numpy()[0])
             scores *= streams.normal(len(x), n, self.n_arms).numpy()[0]
             scores += means
             return scores.astype(np.float32)
@@ -311,12 +323,3 @@ class Linear(Learner):
         for name, array in self.arrays().items():
             array[...] = arrays[name].reshape(array.shape)
         self._head = None
-
-    def widened(self) -> Linear:
-        """An arm without observations has the prior."""
-        wide = Linear(self.settings, self.n_features, self.n_arms + 1, self.seed)
-        leading = {name: array.copy() for name, array in wide.arrays().items()}
-        for name, array in self.arrays().items():
-            leading[name][: len(array)] = array
-        wide.restore(self.state() | leading)
-        return wide

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from bayesadam.bandits.linear import (
     shared_precision,
     with_constant,
 )
-from bayesadam.bandits.observations import Floats, Indices, Observations
+from bayesadam.bandits.observations import MOST_ROOM, Floats, Indices, Observations
 from bayesadam.bandits.settings import HybridSettings
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
@@ -110,8 +110,8 @@ class Hybrid(Learner):
         self._penalty = torch.zeros(1, 1)
         self.stack.penalty = self._penalty if settings.l2 else None
         self.streams |= {"batches": Streams([seed], "batches"), "training": self.stack.streams}
-        heads = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
-        self.belief = Belief(*heads, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
+        linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
+        self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
         # How many observations the next training waits for; statistics of those no longer held, and when they were.
         self._next = 0
         self._dropped, self._dropped_at = Statistics.zeros(n_arms, n_features + 1), 0
@@ -223,15 +223,16 @@ class Hybrid(Learner):
         return new
 
     def _rows(self, seen: Observations) -> Indices:
-        """Of the mini-batches; held-out observations are replaced by their neighbours.
-
-        In a sample, these may be held out, too.
-        """
+        """Of the mini-batches; held-out observations are replaced by their neighbours."""
         rows = seen.drawn(self.streams["batches"], self.settings.train_steps, self.settings.batch_size)
-        for _ in range(4 if seen.settled else 2):
-            held_out = seen.numbers[rows] % self.settings.hold_out == 0
-            rows = np.where(held_out, (rows - 1) % seen.count, rows)
+        for _ in range(2):
+            rows = np.where(self._held_out(seen)[rows], (rows - 1) % seen.count, rows)
         return rows
+
+    def _held_out(self, seen: Observations) -> npt.NDArray[np.bool_]:
+        """Which observations are not trained on."""
+        numbers = np.arange(seen.total - seen.count, seen.total)
+        return np.equal(numbers % self.settings.hold_out, 0)
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
         """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
@@ -245,11 +246,11 @@ class Hybrid(Learner):
 
         return contexts, slope
 
-    def thin(self, seen: Observations, rows: Indices) -> None:
-        """Add the others to the statistics of what is no longer held."""
+    def thin(self, seen: Observations) -> None:
+        """Add what is dropped to its statistics."""
         self._dropped.fade(seen.faded(seen.total - self._dropped_at))
         self._dropped_at = seen.total
-        for part in _chunks(np.setdiff1d(np.arange(seen.count), rows)):
+        for part in _chunks(seen.count - MOST_ROOM // 2):
             x = self.belief.features(self.belief.linear, seen.contexts[part])
             self._dropped.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
 
@@ -260,7 +261,7 @@ class Hybrid(Learner):
         their arm.
         """
         seen, data = self._seen, Statistics.zeros(*head.mean.shape)
-        for part in _chunks(np.arange(seen.count)):
+        for part in _chunks(seen.count):
             x = belief.features(head, seen.contexts[part])
             data.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
         if seen.total > seen.count:
@@ -298,8 +299,8 @@ class Hybrid(Learner):
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        seen, every, rows = self._seen, self.settings.hold_out, np.arange(self._seen.count)
-        rows = (rows[seen.numbers[rows] % every == 0] if seen.settled else rows[::every])[-_CHUNK:]
+        seen = self._seen
+        rows = np.flatnonzero(self._held_out(seen))[-_CHUNK:]
         contexts, arms = seen.contexts[rows], seen.arms[rows]
         targets = (seen.rewards[rows].astype(np.float64) - belief.units[0]) / belief.units[1]
         (first, rest), (second, other) = (
@@ -337,25 +338,14 @@ class Hybrid(Learner):
         self.stack.done, belief.layers, belief.share = int(own["steps"]), self._layers(), float(own["share"])
         belief.units, belief.ends = (float(own["shift"]), float(own["scale"])), tuple(own["ends"].tolist())
 
-    def widened(self) -> Hybrid:
-        """A new arm has the prior, and the last layer's weights as they begin."""
-        wide = Hybrid(self.settings, self.n_features, self.n_arms + 1, self.seed)
-        leading, flat = {name: array.copy() for name, array in wide.arrays().items()}, self.stack.weights.shape
-        for name, array in self.arrays().items():
-            if array.shape == tuple(flat):
-                into = unflatten(wide.network, torch.from_numpy(leading[name]))
-                for layer, tensor in unflatten(self.network, torch.from_numpy(array)).items():
-                    into[layer][:, : tensor.shape[1]] = tensor
-            elif array.ndim:
-                leading[name][: len(array)] = array
-            else:
-                leading[name] = array
-        wide.restore(self.state() | leading)
-        return wide
+    def parts(self, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
+        """The layers of flat weights."""
+        flat = array.shape == tuple(self.stack.weights.shape)
+        return [t.numpy() for t in unflatten(self.network, torch.from_numpy(array)).values()] if flat else (array,)
 
 
-def _chunks(rows: Indices) -> Iterator[Indices]:
-    return (rows[first : first + _CHUNK] for first in range(0, len(rows), _CHUNK))
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(first, min(first + _CHUNK, count)) for first in range(0, count, _CHUNK))
 
 
 def _rounded(shift: float, scale: float) -> tuple[float, float]:

@@ -77,8 +77,8 @@ class AgentSettings:
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
-        own = {name: values[name] for name in cls.names()}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
+        own: dict[str, Any] = {name: values[name] for name in cls.names()}
+        return cls(**own | {name: tuple(value) for name, value in own.items() if isinstance(value, list)})
 
 
 @dataclass(frozen=True)
