@@ -112,7 +112,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 peers: $(PEERS)/.ready
 
 peers-test: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/test_rivals.py benchmarks/test_strangers.py
+	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/bandits/test_bandits.py
 
 # A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lenet, leverage, lora, merging, off_policy, outputs, picture, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
 BENCHES := step sample recorder predict structures

@@ -1,6 +1,6 @@
 """The agent in a loop that serves: decisions a second, their times while a training runs, memory, and kills.
 
-    python benchmarks/live.py [--quick] [--agent hybrid] [--problems statlog dense] [--rounds 20000]
+    python benchmarks/bandits/live.py [--quick] [--agent hybrid] [--problems statlog dense] [--rounds 20000]
         [--observations 1000000] [--kills 20] [--out out/bench]
 
 All is live: one process on one core, the log on, default settings, `training="background"` unless it says "now".
@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experiments.problems import problem
 
-from bayesadam.bandits import Agent, make_agent, problem, read_log
+from bayesadam.bandits import Agent, make_agent, read_log
 from harness import arguments, at_least, at_most, one_core, resident, setting, write_results
 
 BATCH = 1000
@@ -74,7 +75,6 @@ def paces(name: str, agent: str, n: int, folder: Path) -> dict[str, Any]:
             "per second": n / (time.perf_counter() - wall),
             "per CPU second": n / (time.process_time() - cpu),
             "per CPU second of the loop": n / (time.thread_time() - own_cpu),
-            "trainings": live._actor.stack.done // live.settings.train_steps if hasattr(live._actor, "stack") else 0,
         }
         for what, busy in (("while training", True), ("otherwise", False)):
             own = [1000 * each for each, flag in seconds if flag == busy]
@@ -133,7 +133,7 @@ def memory(agent: str, n: int, folder: Path) -> dict[str, Any]:
     found["CPU seconds of these"] = time.process_time() - began
     live.log(folder / "memory-after.jsonl")
     found["per CPU second at last"] = pace()
-    found["rows held"] = live._buffer.count
+    found["rows held"] = live._seen.count
     return found
 
 
@@ -179,7 +179,7 @@ def kills(agent: str, n: int, folder: Path) -> dict[str, int]:
         "decisions lost": len(decided - set(found.ids.tolist())),
         "rewards lost": len(rewarded - paid),
         "decisions doubled": len(found.ids) - len(set(found.ids.tolist())),
-        "observations the resumed agent lacks": len(paid) - last._buffer.total,
+        "observations the resumed agent lacks": len(paid) - last._seen.total,
         "pending it lacks": len(set(found.ids.tolist()) - paid) - len(last.pending),
     }
 

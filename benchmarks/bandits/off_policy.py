@@ -1,7 +1,7 @@
 """Off-policy estimates against the truth: bias and coverage over many logs of an agent that learns.
 
-    python benchmarks/off_policy.py [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
-    python benchmarks/off_policy.py --sequences 500 [--decisions 1000]
+    python benchmarks/bandits/off_policy.py [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
+    python benchmarks/bandits/off_policy.py --sequences 500 [--decisions 1000]
 
 The problem is scikit-learn's digits as a bandit: the context is an image, as its first 16 principal components, an arm
 is a digit, and the reward is 1 for the right one. Contexts are drawn with replacement, so that the truth is known: the

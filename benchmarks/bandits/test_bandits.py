@@ -1,4 +1,4 @@
-"""The problems of `strangers.py` keep their halves and their rounds, and its tables are those of the documentation."""
+"""The problems are made by their seeds alone, rivals learn, and the tables are those of the documentation."""
 
 import json
 import sys
@@ -7,25 +7,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from bayesadam.bandits import Rounds
-from strangers import REPORTED, ranks, report, scores, shares
-from strangers_problems import PROBLEMS, half, stranger
+from experiments.problems import Rounds  # noqa: E402
+from problems import stranger  # noqa: E402
+from rivals import RIVALS, play  # noqa: E402
+from strangers import REPORTED, ranks, report, scores, shares  # noqa: E402
 
-DOCS = Path(__file__).parents[1] / "docs"
+from experiments import classification_problem  # noqa: E402
 
-
-def test_the_halves_are_halves():
-    assert len(PROBLEMS) >= 30
-    assert abs(2 * sum(half(name) == "choosing" for name in PROBLEMS) - len(PROBLEMS)) <= 1
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["iris", "switching", "sales", "heavy-tailed"])
+@pytest.mark.parametrize("name", ["iris", "linear-26", "sales", "heavy-tailed"])
 def test_a_shorter_run_is_the_beginning_of_a_longer_one(name):
     short, long = (stranger(name).run(3, rounds) for rounds in (40, 400))
     for part in ("contexts", "rewards", "expected"):
         np.testing.assert_allclose(getattr(short, part), getattr(long, part)[:40], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_learn(name):
+    pytest.importorskip(RIVALS[name].module)
+    random = np.random.default_rng(0)
+    labels = random.integers(3, size=300)
+    clusters = classification_problem(np.eye(3)[labels] * 4 + 0.3 * random.standard_normal((300, 3)), labels)
+    rounds, makes = clusters.run(0), list(RIVALS[name].settings.values())[:4]
+    paid = [rounds.rewards[np.arange(300), play(clusters, rounds, make, 1)] for make in makes]
+    assert any(one.mean() > 0.75 and one[-100:].mean() > 0.9 for one in paid)
 
 
 def test_scores_do_not_change_with_the_unit_of_rewards():

@@ -1,4 +1,4 @@
-"""Bandit problems that no agent was tuned on: tables, images, texts and made-up families, see `strangers.py`.
+"""23 bandit problems that chose no setting: tables, images, texts and made-up families, see `strangers.py`.
 
 A table of n rows plays at most 4 n rounds: it is gone through again and again, each time in a new order. Rewards are 1
 for the right class and 0 otherwise, unless the problem says more. The expected rewards of made-up problems are known,
@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import gzip
 import importlib
-from collections import Counter
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bayesadam.bandits.problems import Numbers
-
-from bayesadam.bandits import BanditProblem, Rounds, classification_problem, reward_problem
-from bayesadam.gaussian.noise import stream_seed
-from doubt_data import folder
 from experiments.data import load_split
+from experiments.problems import BanditProblem, Numbers, Rounds, classification_problem, reward_problem
 
-# Which half a problem belongs to was drawn once, with this seed.
-HALVES_SEED = 3838
-HALVES = ("choosing", "reporting")
+from bayesadam.errors import BayesAdamError
+from bayesadam.gaussian.noise import stream_seed
+
 PASSES, MOST_ROUNDS = 4, 20_000
 # Rivals are told the range that rewards of a problem lie in, less this share at either end.
 TAIL = 0.005
@@ -80,41 +76,28 @@ def _keel(name: str) -> BanditProblem:
 
 
 def _file(*parts: str) -> Path:
-    root = folder()
-    if root is None or not (path := root.joinpath(*parts)).is_file():
+    path = Path(os.environ.get("BAYESADAM_DATA", ".")).joinpath(*parts)
+    if not path.is_file():
         raise Absent(f"{'/'.join(parts)} is not below $BAYESADAM_DATA")
     return path
 
 
-def _uci(name: str) -> tuple[Numbers, Numbers]:
-    found = np.load(_file("uci", f"{name}.npz"))
-    return found["X"], found["y"]
-
-
-def _qualities() -> BanditProblem:
-    return _classes(*_uci("wine-quality-red"))
-
-
 def _guesses(name: str, arms: int) -> BanditProblem:
     """Arm a guesses a quantile of the target and pays minus the distance from it: no reward is positive."""
-    x, y = _uci(name)
+    table = np.load(_file("uci", f"{name}.npz"))
+    x, y = table["X"], table["y"]
     guesses = np.quantile(y, (np.arange(arms) + 0.5) / arms)
     return _repeated(reward_problem(x, -np.abs(y[:, None] - guesses)))
-
-
-def _parts(name: str, arms: int) -> BanditProblem:
-    """The class is the part of equal size that the target lies in."""
-    x, y = _uci(name)
-    return _classes(x, np.searchsorted(np.quantile(y, np.arange(1, arms) / arms), y))
 
 
 # --- images and texts -----------------------------------------------------------------------------------------------
 
 
 def _images(name: str, split: str) -> tuple[Numbers, Numbers]:
-    folder_of = {"train": "train", "test": "t10k"}[split]
-    _file(name, f"{folder_of}-images-idx3-ubyte.gz")
-    x, y = load_split(name, split)  # type: ignore[arg-type]
+    try:
+        x, y = load_split(name, split)  # type: ignore[arg-type]
+    except BayesAdamError as error:
+        raise Absent(str(error)) from None
     return x[:MOST_ROUNDS].numpy().astype(np.float64), y[:MOST_ROUNDS].numpy()
 
 
@@ -130,12 +113,6 @@ def _components(name: str, split: str, width: int) -> BanditProblem:
     x = x - x.mean(axis=0)
     values, vectors = np.linalg.eigh(x.T @ x / len(x))
     return _repeated(classification_problem(x @ vectors[:, -width:] / np.sqrt(values[-1]), y, standardise=False))
-
-
-def _pooled(name: str, split: str) -> BanditProblem:
-    """Images of 14 × 14 pixels, each the mean of four."""
-    x, y = _images(name, split)
-    return _classes(x.reshape(len(x), 14, 2, 14, 2).mean(axis=(2, 4)).reshape(len(x), -1), y)
 
 
 CORPORA = ("dictionary", "french", "german", "manpages", "manual", "python")
@@ -165,18 +142,6 @@ def _bigrams() -> BanditProblem:
     return _classes(counts, labels)
 
 
-def _words() -> BanditProblem:
-    """Which corpus 200 characters are from, by whether each of the 400 most frequent words is among them."""
-    pieces, labels = _pieces(200, 3000)
-    split = [set(piece.lower().split()) for piece in pieces]
-    frequent = [word for word, _ in Counter(word for words in split for word in sorted(words)).most_common(400)]
-    index = {word: number for number, word in enumerate(frequent)}
-    contexts = np.zeros((len(pieces), len(frequent)))
-    for row, words in enumerate(split):
-        contexts[row, [index[word] for word in words if word in index]] = 1
-    return _repeated(classification_problem(contexts, labels, standardise=False))
-
-
 def _next_letter() -> BanditProblem:
     """The letter, or the space, that follows two of them in the dictionary."""
     letters = [c for c in " ".join(_text("dictionary").lower().split()) if c == " " or "a" <= c <= "z"]
@@ -192,35 +157,14 @@ def _next_letter() -> BanditProblem:
 Expected = Callable[[Numbers, np.random.Generator], Numbers]
 
 
-@dataclass(frozen=True)
-class Noise:
-    """What is added to expected rewards: normal numbers, or Student's with so many degrees of freedom."""
-
-    std: float = 1.0
-    freedom: float | None = None
-
-    def drawn(self, random: np.random.Generator, shape: tuple[int, ...]) -> Numbers:
-        """Noise of a shape."""
-        found = random.standard_normal(shape) if self.freedom is None else random.standard_t(self.freedom, shape)
-        return self.std * found
-
-
-def _made(
-    features: int,
-    arms: int,
-    expected: Expected,
-    *,
-    noise: Noise = Noise(),  # noqa: B008
-    unit: float = 1.0,
-    shift: float = 0.0,
-) -> BanditProblem:
-    """Standard normal contexts; rewards are `unit` times expectation and noise, plus `shift`."""
+def _made(features: int, arms: int, expected: Expected, *, std: float, freedom: float | None = None) -> BanditProblem:
+    """Standard normal contexts; the noise is normal, or Student's with so many degrees of freedom."""
 
     def rounds_of(seed: int, rounds: int) -> Rounds:
         contexts = _random(seed, "contexts").standard_normal((rounds, features))
-        means = expected(contexts, _random(seed, "weights"))
-        rewards = means + noise.drawn(_random(seed, "rewards"), means.shape)
-        return _rounds(contexts, unit * rewards + shift, unit * means + shift)
+        means, random = expected(contexts, _random(seed, "weights")), _random(seed, "rewards")
+        noise = random.standard_normal(means.shape) if freedom is None else random.standard_t(freedom, means.shape)
+        return _rounds(contexts, means + std * noise, means)
 
     return BanditProblem("", features, arms, MOST_ROUNDS, MOST_ROUNDS, rounds_of)
 
@@ -238,44 +182,16 @@ def _linear(arms: int, x: Numbers, random: np.random.Generator) -> Numbers:
     return np.asarray(x @ _unit(random, x.shape[1], arms))
 
 
-def _sparse(arms: int, nonzero: int, x: Numbers, random: np.random.Generator) -> Numbers:
-    kept = random.permutation(x.shape[1])[:nonzero]
-    return _linear(arms, x[:, kept], random)
-
-
 def _alike(arms: int, x: Numbers, random: np.random.Generator) -> Numbers:
     """Arms differ little from each other."""
     common = _unit(random, x.shape[1], 1)
     return np.asarray(x @ (common + 0.3 * _unit(random, x.shape[1], arms)))
 
 
-def _quadratic(arms: int, x: Numbers, random: np.random.Generator) -> Numbers:
-    one, other = (x @ random.standard_normal((x.shape[1], arms)) / np.sqrt(x.shape[1]) for _ in range(2))
-    return np.asarray(one * other)
-
-
 def _teacher(arms: int, x: Numbers, random: np.random.Generator) -> Numbers:
     """A random network with one hidden layer."""
     hidden = np.tanh(2 * x @ random.standard_normal((x.shape[1], 30)) / np.sqrt(x.shape[1]))
     return np.asarray(hidden @ _unit(random, 30, arms) * 1.5)
-
-
-def _needle(arms: int, x: Numbers, random: np.random.Generator) -> Numbers:
-    """Arm 0 pays 1 always; the others 0.8, and 10 where a direction of their own is beyond two deviations."""
-    prize = x @ _unit(random, x.shape[1], arms) > 2
-    prize[:, 0] = False
-    return np.where(prize, 10.0, np.where(np.arange(arms) == 0, 1.0, 0.8))
-
-
-def _drifting(arms: int, period: int, x: Numbers, random: np.random.Generator) -> Numbers:
-    """Weights turn from one draw to another and back."""
-    angle = 2 * np.pi * np.arange(len(x))[:, None] / period
-    return np.asarray(np.cos(angle) * _linear(arms, x, random) + np.sin(angle) * _linear(arms, x, random))
-
-
-def _switching(arms: int, period: int, x: Numbers, random: np.random.Generator) -> Numbers:
-    """Weights are drawn anew every so many rounds."""
-    return np.concatenate([_linear(arms, x[first : first + period], random) for first in range(0, len(x), period)])
 
 
 def _chance(arms: int, rate: float, x: Numbers, random: np.random.Generator) -> Numbers:
@@ -303,58 +219,25 @@ def _made_classes(**options: Any) -> BanditProblem:
 
 # --- all of them ----------------------------------------------------------------------------------------------------
 
-_KEEL: tuple[str, ...] = (
-    "letter",
-    "penbased",
-    "texture",
-    "satimage",
-    "segment",
-    "spambase",
-    "magic",
-    "ring",
-    "phoneme",
-    "vowel",
-)
-_KEEL += ("movement_libras", "vehicle", "marketing", "contraceptive", "splice")
+_KEEL = ("letter", "penbased", "texture", "segment", "phoneme", "marketing", "contraceptive", "splice")
 MAKERS: dict[str, Callable[[], BanditProblem]] = {
-    **{name: partial(_scikit_learn, name) for name in ("digits", "wine", "breast_cancer", "iris")},
+    **{name: partial(_scikit_learn, name) for name in ("breast_cancer", "iris")},
     **{name: partial(_keel, name) for name in _KEEL},
-    "wine-quality": _qualities,
     "energy-guesses": partial(_guesses, "energy", 8),
-    "yacht-parts": partial(_parts, "yacht", 4),
     "mnist-parity": _parity,
-    "mnist-components": partial(_components, "mnist", "train", 50),
-    "fashion-pooled": partial(_pooled, "fashion-mnist", "test"),
     "fashion-components": partial(_components, "fashion-mnist", "test", 20),
     "bigrams": _bigrams,
-    "words": _words,
     "next-letter": _next_letter,
     "classes-apart": partial(_made_classes, n_features=20, n_informative=8, n_classes=5, class_sep=1.5),
     "classes-mislabelled": partial(_made_classes, n_features=40, n_informative=10, n_classes=10, flip_y=0.2),
-    "classes-hidden": partial(_made_classes, n_features=200, n_informative=6, n_classes=4),
-    "linear": partial(_made, 10, 5, partial(_linear, 5), noise=Noise(0.5)),
-    "linear-26": partial(_made, 16, 26, partial(_linear, 26)),
-    "linear-100": partial(_made, 10, 100, partial(_linear, 100), noise=Noise(0.5)),
-    "alike-50": partial(_made, 10, 50, partial(_alike, 50), noise=Noise(0.3)),
-    "sparse": partial(_made, 200, 8, partial(_sparse, 8, 5), noise=Noise(0.5)),
-    "quadratic": partial(_made, 8, 5, partial(_quadratic, 5), noise=Noise(0.5)),
-    "teacher": partial(_made, 20, 6, partial(_teacher, 6), noise=Noise(0.5)),
-    "needle": partial(_made, 3, 6, partial(_needle, 6), noise=Noise(0.1)),
-    "drifting": partial(_made, 10, 5, partial(_drifting, 5, 8000), noise=Noise(0.5)),
-    "switching": partial(_made, 6, 4, partial(_switching, 4, 1500), noise=Noise(0.3)),
-    "heavy-tailed": partial(_made, 10, 6, partial(_linear, 6), noise=Noise(0.5, freedom=1.8)),
-    "thousands": partial(_made, 12, 8, partial(_linear, 8), unit=1000.0),
-    "all-negative": partial(_made, 12, 8, partial(_quadratic, 8), noise=Noise(0.3), shift=-100.0),
+    "linear-26": partial(_made, 16, 26, partial(_linear, 26), std=1.0),
+    "alike-50": partial(_made, 10, 50, partial(_alike, 50), std=0.3),
+    "teacher": partial(_made, 20, 6, partial(_teacher, 6), std=0.5),
+    "heavy-tailed": partial(_made, 10, 6, partial(_linear, 6), std=0.5, freedom=1.8),
     "clicks": partial(_clicks, 15, 20, 0.05),
     "sales": partial(_clicks, 12, 10, 0.1, amounts=True),
 }
 PROBLEMS = tuple(MAKERS)
-
-
-def half(name: str) -> str:
-    """Which half a problem belongs to, whatever is installed."""
-    order = np.random.default_rng(HALVES_SEED).permutation(len(PROBLEMS)).tolist()
-    return HALVES[order.index(PROBLEMS.index(name)) % 2]
 
 
 @cache

@@ -1,31 +1,27 @@
-"""Our default agent beside others on problems that no agent was tuned on: ranks, shares near the best, worst cases.
+"""Our default agent beside others on problems that chose no setting: ranks, shares near the best, worst cases.
 
-    BAYESADAM_DATA=... python benchmarks/strangers.py [--quick] [--half choosing] [--problems ...]
-        [--agents default linear ...] [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1]
-        [--part 1/1] [--report [FILE]] [--out ...]
+    BAYESADAM_DATA=... python benchmarks/bandits/strangers.py [--quick] [--problems ...] [--agents default linear ...]
+        [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1] [--part 1/1] [--report FILE] [--out ...]
 
-Settings are chosen on one half of the problems and reported on the other; which is which was drawn once, see
-`strangers_problems.py`. A problem whose package or file is absent is left out, with the reason.
+A problem whose package or file is absent is left out, with the reason. An agent is "default", a name of ours with
+changed settings, as in "hybrid,exploration=0.1", or a rival with one of its settings, as in "Vowpal Wabbit: --squarecb
+-l 0.5, costs shifted"; its first setting where none is named. "reported" stands for the agents of the table in
+docs/bandits.md: ours, and every rival's default and the setting that was best on 24 other problems. Rivals are told the
+range of the rewards, ours are not. Slow rivals play fewer runs and rounds, see `MOST_RUNS`, and no wide problems, see
+`MOST_FEATURES`. An agent is ranked among those that played a problem, over the problems that it played.
 
-An agent is "default", a name of ours with changed settings, as in "hybrid,exploration=0.1", or a rival with one of
-its settings, as in "Vowpal Wabbit: --squarecb -l 0.5, costs negated"; its first setting where none is named. "rivals"
-stands for all settings that are screened, "reported" for the agents of the table in docs/bandits.md: ours, and every
-rival's default and best. Rivals are told the range of the rewards, ours are not. Slow rivals play fewer runs and
-rounds, see `MOST_RUNS`, and no wide problems, see `MOST_FEATURES`. An agent is ranked among those that played a
-problem, over the problems that it played.
+A score is what the chosen arms are expected to pay, less the worst arms', over the best arms', less the worst arms'. It
+changes neither with the unit of rewards nor with their zero. One run of the longest horizon gives the scores at all of
+them, as no agent knows the horizon.
 
-A score is what the chosen arms are expected to pay, less the worst arms', over the best arms', less the worst arms'.
-Where rewards are 1 and 0 it is the share of right choices. It does not change with the unit of rewards, nor with their
-zero. One run of the longest horizon gives the scores at all of them, as no agent knows the horizon.
-
-Stopped, it resumes: each problem and agent is a file in out/bench/strangers, the costly ones first. Several processes
-share the work by `--jobs`, or by `--part 1/2` and `--part 2/2`; who then asks for all of it prints the tables.
-`--report` plays nothing, and prints the tables of the cells that are there; `--report docs/results/strangers.json`
-those of a file of results.
+Stopped, it resumes: each problem and agent is a file in out/bench/strangers. Several processes share the work by
+`--jobs`, or by `--part 1/2` and `--part 2/2`; who then asks for all of it prints the tables. `--report
+docs/results/strangers.json` plays nothing, and prints the tables of a file of results.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import statistics
@@ -39,37 +35,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experiments.agents import agent_settings
+from experiments.problems import BanditProblem, Numbers, Rounds
+from experiments.simulation import Playing
+from problems import PROBLEMS, Absent, reward_range, stranger
+from rivals import RANGES, RIVALS, play
 
-import bandit_rivals
-from bandits import play
-from bayesadam.bandits import BanditProblem, Rounds, agent_settings
-from bayesadam.bandits.problems import Numbers
-from bayesadam.bandits.simulation import Playing
 from bayesadam.gaussian.noise import stream_seed
-from harness import Cell, arguments, one_core, parallel, read_cell, replaced, setting, write_cell, write_results
-from strangers_problems import HALVES, PROBLEMS, Absent, half, reward_range, stranger
+from harness import Cell, arguments, one_core, parallel, read_cell, setting, write_cell, write_results
 
 DEFAULT, LINEAR = "default", "linear"
 OURS = (DEFAULT, LINEAR, "neural-linear", "greedy")
 NEAR = 0.98
-# Rivals' settings of which the best on the choosing half is reported; the first of each is its default.
-SCREENED = {
-    "Vowpal Wabbit": (
-        "--epsilon 0.05 -l 0.5, costs negated",
-        "--epsilon 0.02 -l 0.5, costs shifted",
-        "--epsilon 0.02 -l 0.05, costs shifted",
-        "--squarecb -l 0.5, costs shifted",
-        "--squarecb --gamma_scale 1000 -l 0.5, costs shifted",
-        "--squarecb --gamma_scale 1000 -l 0.05, costs shifted",
-        "--regcbopt --mellowness 0.001 -l 0.5, costs shifted",
-        "--bag 5 -l 0.5, costs shifted",
-        "--cover 5 --psi 0.01 --nounif -l 0.5, costs shifted",
-    ),
-    "mabwiser LinUCB": tuple(f"alpha {alpha}, l2_lambda 1" for alpha in ("1", "0.3", "0.1", "0.03")),
-    "mabwiser LinTS": tuple(f"alpha {alpha}, l2_lambda 1" for alpha in ("1", "0.3", "0.1", "0.03")),
-    "calvera NeuralUCB": ("defaults",),
-    "calvera NeuralTS": ("defaults",),
-}
 REPORTED = {
     DEFAULT: "`hybrid`",
     "neural-linear": "`neural-linear`",
@@ -114,7 +91,7 @@ class Job:
     def rival(self) -> str | None:
         """The name of the rival, where it is one."""
         name = self.agent.partition(":")[0]
-        return name if name in bandit_rivals.RIVALS else None
+        return name if name in RIVALS else None
 
     def about(self) -> Cell:
         """What its result depends on."""
@@ -147,11 +124,10 @@ def our_arms(job: Job, chosen: BanditProblem, rounds: int) -> Numbers:
 
 def rival_arms(job: Job, rival: str, chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int]) -> Numbers:
     """The arms that a rival chooses, (runs, rounds)."""
-    bandit_rivals.RANGES[chosen.name] = reward_range(chosen.name)
-    entrant = bandit_rivals.RIVALS[rival]
-    asked = job.agent.partition(":")[2].strip() or entrant.settings[0].name
-    tried = next(one for one in entrant.settings if one.name == asked)
-    return np.stack([play(chosen, one, tried, seed).arms for one, seed in zip(played, seeds, strict=True)])
+    RANGES[chosen.name] = reward_range(chosen.name)
+    settings = RIVALS[rival].settings
+    make = settings[job.agent.partition(":")[2].strip() or next(iter(settings))]
+    return np.stack([play(chosen, one, make, seed) for one, seed in zip(played, seeds, strict=True)])
 
 
 def scores(played: Rounds, arms: Numbers, horizon: int) -> float:
@@ -165,7 +141,7 @@ def result(job: Job) -> Cell:
     """The scores of every run at every horizon, by the horizon; or why there are none."""
     if job.rival is not None:
         try:
-            bandit_rivals.RIVALS[job.rival].load()
+            importlib.import_module(RIVALS[job.rival].module)
         except ImportError as error:
             return {"skipped": f"{job.rival} cannot be imported ({error})"}
     chosen = stranger(job.problem)
@@ -174,13 +150,7 @@ def result(job: Job) -> Cell:
         return {"skipped": f"{job.rival} is too slow for {chosen.n_features} features"}
     seeds = [stream_seed(job.seed, "run", run) for run in range(job.runs)]
     played = [chosen.run(seed, rounds) for seed in seeds]
-    if job.rival is None:
-        arms = our_arms(job, chosen, rounds)
-    else:
-        try:
-            arms = rival_arms(job, job.rival, chosen, played, seeds)
-        except bandit_rivals.Diverged as error:
-            return {"skipped": str(error)}
+    arms = our_arms(job, chosen, rounds) if job.rival is None else rival_arms(job, job.rival, chosen, played, seeds)
     found = {str(h): [scores(one, own, h) for one, own in zip(played, arms, strict=True)] for h in job.horizons}
     return {"scores": found}
 
@@ -342,7 +312,6 @@ def jobs_of(
 
 def main() -> None:
     parser = arguments(__doc__, quick="two runs of 100 rounds, three problems, default and linear", jobs=1)
-    parser.add_argument("--half", choices=HALVES, help="both without this")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, metavar="PROBLEM", help=", ".join(PROBLEMS))
     parser.add_argument("--agents", nargs="+", default=list(OURS), metavar="AGENT")
     parser.add_argument("--horizons", nargs="+", type=int, default=[500, 2000])
@@ -350,9 +319,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the runs' seeds come from it")
     parser.add_argument("--device", default="cpu", help="that our agents play on; many runs cost little more on a GPU")
     parser.add_argument("--part", default="1/1", help="i/n: every nth cell from the ith on")
-    parser.add_argument(
-        "--report", nargs="?", const="", metavar="FILE", help="play nothing: the tables of the cells, or of a file"
-    )
+    parser.add_argument("--report", metavar="FILE", help="play nothing: the tables of a file of results")
     options = parser.parse_args()
     if options.report:
         found = json.loads(Path(options.report).read_text(encoding="utf-8"))["scores"]
@@ -362,20 +329,13 @@ def main() -> None:
     agents, names, horizons, runs = options.agents, options.problems or PROBLEMS, sorted(options.horizons), options.runs
     if options.quick:
         agents, names, horizons, runs = [DEFAULT, LINEAR], ["iris", "clicks", "linear-26"], [50, 100], 2
-    groups = {"rivals": screened(), "reported": list(REPORTED)}
-    agents = [one for agent in agents for one in groups.get(agent, [agent])]
-    names = [name for name in names if options.half in (None, half(name))]
+    agents = [one for agent in agents for one in (REPORTED if agent == "reported" else [agent])]
     jobs = jobs_of(names, agents, horizons, runs=runs, seed=options.seed, device=options.device)
     part, parts = map(int, options.part.split("/"))
     mine = jobs[part - 1 :: parts]
-    if options.report is None:
-        calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]
-        made = list(parallel(calls, jobs=options.jobs)) if options.jobs > 1 else [call() for call in calls]
-        cells = dict(zip(mine, made, strict=True))
-    else:
-        there = {job: read_cell(job.path(options.out), job.about()) for job in mine}
-        cells = {job: cell for job, cell in there.items() if cell is not None}
-        print(f"{len(cells)} of {len(mine)} cells are there")
+    calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]
+    made = list(parallel(calls, jobs=options.jobs)) if options.jobs > 1 else [call() for call in calls]
+    cells = dict(zip(mine, made, strict=True))
     found = gathered(cells, horizons, names)
     told, summary = report(found, agents)
     minutes = sum(cell["seconds"] for cell in cells.values()) / 60
@@ -385,15 +345,11 @@ def main() -> None:
     if parts > 1:
         print("the tables are of a part of the cells")
         return
-    name = "strangers" if options.half is None else "-".join(["strangers", options.half, *map(str, horizons)])
-    replaced(options.out / f"{name}.md", lambda path: path.write_text("\n\n".join(told) + "\n", encoding="utf-8"))
-    about = {**setting(), "half": options.half, "seed": options.seed}
-    write_results(options.out, name, {"settings": about, "scores": found, "figures": summary})
-
-
-def screened() -> list[str]:
-    """All settings of rivals that are screened."""
-    return [f"{rival}: {name}" for rival, names in SCREENED.items() for name in names]
+    write_results(
+        options.out,
+        "strangers",
+        {"settings": {**setting(), "seed": options.seed}, "scores": found, "figures": summary},
+    )
 
 
 if __name__ == "__main__":
