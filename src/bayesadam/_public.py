@@ -1,6 +1,6 @@
 """The public names, each from the module that has it; `bayesadam` imports this one with the first of them."""
 
-from bayesadam import errors, likelihoods, optim, readers, scores
+from bayesadam import errors, likelihoods, optim, readers, scores, sklearn
 from bayesadam._version import __version__
 from bayesadam.calibrated import Answer, Calibrated, calibrate, load
 from bayesadam.errors import BayesAdamError
@@ -29,5 +29,6 @@ __all__ = [
     "optim",
     "readers",
     "scores",
+    "sklearn",
     "track",
 ]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, MemoryBudgetError, SettingError
-from bayesadam.leverage import observed
+from bayesadam.predict.tap import observed
 from bayesadam.likelihoods import Component
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import ClassLikelihood, entropy

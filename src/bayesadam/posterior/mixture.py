@@ -22,6 +22,7 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.gaussian.structure import AnyPath, Named
 from bayesadam.gaussian.weights import Marginals, check_draws
+from bayesadam.predict import Forward
 from bayesadam.posterior.posterior import Posterior, copy_into, described, warn_of_calibration
 
 _KIND = "mixture"
@@ -113,6 +114,21 @@ class Mixture(Marginals):
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        draws: int | None = None,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """p(y) = Σ π_m p_m(y) of a batch, or of a loader, as `Posterior.predict` has it; `draws` are of each member."""
+        from bayesadam.predicting import predict
+
+        self.require_proper()
+        how: Any = {"draws": draws, "forward": forward, "generator": generator}
+        return predict(self.members, self.weights, inputs, **how)
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,14 +14,9 @@ from bayesadam._checks import count
 from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, examples, has_graph, plain
-from bayesadam.predict.moments import DEFAULT_BUDGET, one_jacobian, warn_of_lost
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, in_tf32, means, widened
+from bayesadam.predict.moments import DEFAULT_BUDGET, one_jacobian
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import plan_for
-
-# The outputs at θ, of some examples.
-_Outputs = Callable[[Named, Any], Tensor]
-# Copies of the widest activation that a forward pass holds, and one with its derivative.
-_FORWARD, _WITH_TANGENTS = 4, 8
 
 
 def sampled(
@@ -37,10 +33,10 @@ def sampled(
     The variance is the unbiased one, with n − 1; of one draw none is known: 0/0.
     """
     with evaluating(posterior.model):
-        run = _Draws(posterior, inputs, n, forward, generator, budget)
-        with torch.set_grad_enabled(has_graph(run.inputs)):
-            drawn = widened(run.over(run.call, _FORWARD))
-    warn_of_lost(drawn[0])
+        call, params, parts, at_once = _prepared(posterior, inputs, n, forward, budget, copies=4)
+        thetas = _thetas(posterior, params, n, generator)
+        with torch.set_grad_enabled(has_graph(parts)):
+            drawn = widened(_over(thetas, lambda theta: torch.cat([call(theta, part) for part in parts]), at_once))
     return Moments(drawn.mean(dim=0), drawn.var(dim=0) if n > 1 else torch.full_like(drawn[0], torch.nan), draws=drawn)
 
 
@@ -58,88 +54,69 @@ def linearised_draws(
     The mean, f(x; μ), is known, so that the variance is the mean square around it.
     """
     with evaluating(posterior.model):
-        run = _Draws(posterior, inputs, n, forward, generator, budget)
-        with torch.set_grad_enabled(has_graph(run.inputs)):
-            centre = widened(torch.cat([run.call(run.params, part) for part in run.parts(_FORWARD)]))
+        call, params, parts, at_once = _prepared(posterior, inputs, n, forward, budget, copies=8)
+        thetas = _thetas(posterior, params, n, generator)
+
+        def product(theta: Named, part: Any) -> Tensor:
+            tangent = {name: theta[name] - mu for name, mu in params.items()}
+            step: Tensor = jvp(lambda p: call(p, part), (params,), (tangent,))[1]
+            return step
+
+        with torch.set_grad_enabled(has_graph(parts)):
+            mean = widened(torch.cat([call(params, part) for part in parts]))
             try:
-                run.product(run.params, examples(run.inputs, 0, 1))
+                product(params, examples(parts[0], 0, 1))
             except (RuntimeError, NotImplementedError):
                 # Some operation has no forward mode.
-                away = run.by_rows(centre)
+                away = _by_rows(call, params, parts, list(thetas)).view(n, *mean.shape)
             else:
-                away = run.over(run.product, _WITH_TANGENTS)
-    warn_of_lost(centre)
-    return Moments(centre, away.square().mean(dim=0).to(centre), draws=centre + away.to(centre))
+                away = _over(thetas, lambda theta: torch.cat([product(theta, part) for part in parts]), at_once)
+    return Moments(mean, away.square().mean(dim=0).to(mean), draws=mean + away.to(mean))
 
 
-class _Draws:
-    """n draws of the weights of a network, and a batch."""
+def _prepared(
+    posterior: Gaussian, inputs: Any, n: int, forward: Forward | None, budget: int, *, copies: int
+) -> tuple[Call, dict[str, Tensor], list[Any], int]:
+    """The network, μ, the batch in parts that a pass with so many copies of the activations may take, draws at once."""
+    count("n", n, "draws")
+    posterior.require_proper()
+    call, params, inputs = Call(posterior.model, forward), means(posterior), plain(inputs, graph=True)
+    leaves = {name: mu.detach().requires_grad_() for name, mu in params.items()}
+    size, element = batch_size(inputs), next(iter(params.values())).element_size()
+    example = element * copies * plan_for(call, leaves, plain(inputs)).widest
+    at_a_time = max(1, min(size, budget // (2 * example)))
+    whole = at_a_time == size
+    parts = [inputs] if whole else [examples(inputs, i, i + at_a_time) for i in range(0, size, at_a_time)]
+    one = example * at_a_time + 2 * element * sum(mu.numel() for mu in params.values())
+    return call, params, parts, max(1, min(n, budget // one))
 
-    def __init__(
-        self,
-        posterior: Gaussian,
-        inputs: Any,
-        n: int,
-        forward: Forward | None,
-        generator: torch.Generator | None,
-        budget: int,
-    ) -> None:
-        count("n", n, "draws")
-        posterior.require_proper()
-        self.call, self.params, self.inputs = (
-            Call(posterior.model, forward),
-            means(posterior),
-            plain(inputs, graph=True),
-        )
-        self.posterior, self.n, self.generator, self.budget = posterior, n, generator, budget
-        leaves = {name: mu.detach().requires_grad_() for name, mu in self.params.items()}
-        self.widest = plan_for(self.call, leaves, plain(inputs)).widest
-        self.element = next(iter(self.params.values())).element_size()
 
-    def draw(self) -> dict[str, Tensor]:
-        """The next θ."""
-        theta = self.posterior.sample(generator=self.generator)
-        return {name: value.to(self.params[name].device) for name, value in theta.items()}
+def _thetas(posterior: Gaussian, params: Named, n: int, generator: torch.Generator | None) -> Iterator[Named]:
+    for _ in range(n):
+        theta = posterior.sample(generator=generator)
+        yield {name: theta[name].to(mu.device) for name, mu in params.items()}
 
-    def parts(self, copies: int) -> Iterator[Any]:
-        """The batch in parts that a forward pass with so many copies of the activations may take."""
-        size = batch_size(self.inputs)
-        at_a_time = max(1, min(size, self.budget // max(1, 2 * copies * self.widest * self.element)))
-        for start in range(0, size, at_a_time):
-            yield self.inputs if at_a_time >= size else examples(self.inputs, start, start + at_a_time)
 
-    def over(self, outputs: _Outputs, copies: int) -> Tensor:
-        """`outputs` at every draw, vectorised over as many as fit; one at a time where the model cannot be."""
-        parts, weights = list(self.parts(copies)), sum(mu.numel() for mu in self.params.values())
-        one = self.element * (copies * self.widest * batch_size(parts[0]) + 2 * weights)
-        at_once, drawn = max(1, min(self.n, self.budget // one)), []
-        vectorised = at_once > 1
-        for start in range(0, self.n, at_once):
-            thetas = [self.draw() for _ in range(start, min(start + at_once, self.n))]
-            if vectorised:
-                try:
-                    stacked = {name: torch.stack([theta[name] for theta in thetas]) for name in self.params}
-                    drawn.append(vmap(lambda theta: torch.cat([outputs(theta, part) for part in parts]))(stacked))
-                    continue
-                except RuntimeError:
-                    vectorised = False
-            drawn += [torch.cat([outputs(theta, part) for part in parts]).unsqueeze(0) for theta in thetas]
-        return torch.cat(drawn)
+def _over(thetas: Iterator[Named], outputs: Callable[[Named], Tensor], at_once: int) -> Tensor:
+    """`outputs` at every draw, vectorised over as many as fit; one at a time where the model cannot be."""
+    drawn: list[Tensor] = []
+    while some := list(islice(thetas, at_once)):
+        if at_once > 1:
+            try:
+                drawn.append(vmap(outputs)({name: torch.stack([theta[name] for theta in some]) for name in some[0]}))
+                continue
+            except RuntimeError:
+                at_once = 1
+        drawn += [outputs(theta).unsqueeze(0) for theta in some]
+    return torch.cat(drawn)
 
-    def product(self, theta: Named, part: Any) -> Tensor:
-        """J (θ − μ) of some examples."""
-        tangent = {name: theta[name] - mu for name, mu in self.params.items()}
-        with in_tf32(next(iter(self.params.values()))):
-            step: Tensor = jvp(lambda p: self.call(p, part), (self.params,), (tangent,))[1]
-        return step
 
-    def by_rows(self, centre: Tensor) -> Tensor:
-        """J (θ − μ) example by example, one gradient for each output."""
-        thetas = [self.draw() for _ in range(self.n)]
-        steps = {name: torch.stack([theta[name] - mu for theta in thetas]) for name, mu in self.params.items()}
-        rows = []
-        for i in range(batch_size(self.inputs)):
-            gradients = one_jacobian(self.call, self.params, tuple(self.params), examples(self.inputs, i, i + 1))
-            shares = [steps[name].reshape(self.n, -1) @ g.reshape(len(g), -1).T for name, g in gradients.items()]
-            rows.append(torch.stack(shares).sum(dim=0))
-        return torch.stack(rows, dim=1).reshape(self.n, *centre.shape)
+def _by_rows(call: Call, params: dict[str, Tensor], parts: Sequence[Any], thetas: Sequence[Named]) -> Tensor:
+    """J (θ − μ), (n, b · c), example by example, one gradient for each output."""
+    steps = {name: torch.stack([(theta[name] - mu).flatten() for theta in thetas]) for name, mu in params.items()}
+    rows = []
+    for part in parts:
+        for i in range(batch_size(part)):
+            gradients = one_jacobian(call, params, tuple(params), examples(part, i, i + 1))
+            rows.append(sum(steps[name] @ g.reshape(len(g), -1).T for name, g in gradients.items()))
+    return torch.cat(rows, dim=1)

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from bayesadam._warnings import warn
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.inputs import InputSide
 from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, in_tf32, means, widened
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
 from bayesadam.predict.uses import Addend, Product, Use, contracted, gram
 from bayesadam.readers.rotated import Rotation
@@ -57,7 +56,6 @@ def linearised(
     with evaluating(posterior.model):
         task = _Task.of(posterior, [posterior.coordinate_variance], forward, covariance or joint, budget)
         mean, variance, blocks, between = _between(task, inputs) if joint else (*_moments(task, inputs), None)
-    warn_of_lost(mean)
     block, whole = (None if each is None else each[0] for each in (blocks, between))
     return Moments(mean, variance[0], block, joint=whole)
 
@@ -71,7 +69,7 @@ def moments_under(
     covariance: bool = False,
     budget: int = DEFAULT_BUDGET,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same for k other variances of the posterior's coordinates, each by parameter name, in one pass over the inputs.
+    """The same for k other variances of the posterior's coordinates, by parameter name, in one pass over the inputs.
 
     Returns:
         f(x; μ), (b, ...), variances, (k, b, ...), and covariances, (k, b, c, c), where asked for.
@@ -94,16 +92,6 @@ def white_rows(posterior: Gaussian, inputs: Tensor) -> tuple[Tensor, Tensor]:
     with evaluating(posterior.model), torch.set_grad_enabled(has_graph(inputs)):
         (rows,) = _white_rows(task, tuple(task.leaves), inputs)
         return task.call.flat(task.params, inputs), torch.cat(rows, dim=2)
-
-
-def warn_of_lost(mean: Tensor) -> None:
-    """Warn where outputs are not numbers."""
-    lost = ~mean.detach().reshape(len(mean), -1).isfinite().all(dim=1)
-    if bool(lost.any()):
-        warn(
-            f"the outputs of {int(lost.sum())} of {len(lost)} examples (first number {int(lost.nonzero()[0])}) are NaN "
-            "or infinite, and so is all that is predicted of them: look for NaN in their inputs"
-        )
 
 
 # --- a batch --------------------------------------------------------------------------------------------------------
@@ -222,7 +210,7 @@ def _by_layers(task: _Task, run: Pass, at_once: int) -> tuple[Tensor, Tensor]:
     active = [i for group in groups.values() for i in group]
     for start in range(0, c if active else 0, at_once):
         stop = min(start + at_once, c)
-        with in_tf32(run.flat), torch.no_grad():
+        with torch.no_grad():
             ds = run.ds or dict(
                 zip(active, pulled_back(run.flat, [uses[i].edge for i in active], start, stop), strict=True)
             )

@@ -188,28 +188,9 @@ def _attention_by_layers() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-@contextmanager
-def _tensor_cores() -> Iterator[None]:
-    settings: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [setting.allow_tf32 for setting in settings]
-    try:
-        for setting in settings:
-            setting.allow_tf32 = True
-        yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.allow_tf32 = value
-
-
 _by_layers = _Shared(_attention_by_layers)
 _in_plain_mathematics = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
-_in_tf32 = _Shared(_tensor_cores)
 _uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
-
-
-def in_tf32(like: Tensor) -> AbstractContextManager[None]:
-    """On CUDA, float32 products with ten bits of mantissa: for variances, whose error stays below a thousandth."""
-    return _in_tf32() if like.is_cuda else nullcontext()
 
 
 @contextmanager

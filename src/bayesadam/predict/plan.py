@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.gaussian.structure import Named
 from bayesadam.predict.batches import batch_size, examples, repeated
-from bayesadam.predict.network import Call, Forward, in_tf32, widened
+from bayesadam.predict.network import Call, widened
 from bayesadam.predict.recording import recorded
 from bayesadam.predict.uses import Addend, Layout, Use, together
 
@@ -34,7 +33,7 @@ class Pass:
     """A forward pass of some examples, and what explains its gradients.
 
     Attributes:
-        output: (b, ...), with the graph.
+        output, flat: (b, ...) and (b, c), with the graph.
         uses: every use of a parameter by a known layer, in order.
         layouts: how the examples lie in the tensors of each use; None leaves it out.
         odd: parameters that the uses do not explain, whose gradients go through autograd, example by example.
@@ -42,15 +41,11 @@ class Pass:
     """
 
     output: Tensor
+    flat: Tensor
     uses: Sequence[Use]
     layouts: Sequence[Layout | None]
     odd: tuple[str, ...] = ()
     ds: Sequence[Tensor | None] | None = None
-
-    @property
-    def flat(self) -> Tensor:
-        """The output as (b, c)."""
-        return self.output.reshape(len(self.output), -1)
 
     @property
     def finite(self) -> Tensor:
@@ -70,10 +65,9 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
     with torch.enable_grad():
         uses, output = recorded(call, leaves, inputs, shared)
         _check_output(output, size)
-        run = Pass(output, uses, [None] * len(uses))
-        if not bool(run.finite.all()):
-            return run
-        flat, generator = run.flat, torch.Generator().manual_seed(0)
+        flat, generator = output.reshape(size, -1), torch.Generator().manual_seed(0)
+        if not bool(flat.isfinite().all()):
+            return Pass(output, flat, uses, [None] * len(uses))
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
@@ -81,16 +75,15 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
             (s[:, None] * r * flat).sum(), list(leaves.values()), retain_graph=True, allow_unused=True
         )
     edges = [use.edge for use in uses]
-    with in_tf32(flat):
-        if flat.shape[1] <= at_once:
-            ds: Sequence[Tensor | None] | None = pulled_back(flat, edges, 0, flat.shape[1])
-            along = [d if d is None else torch.tensordot(r.to(d), d, dims=1) for d in ds or ()]
-        else:
-            ds, along = None, list(_grad(flat, edges, r.expand_as(flat)))
+    if flat.shape[1] <= at_once:
+        ds: Sequence[Tensor | None] | None = pulled_back(flat, edges, 0, flat.shape[1])
+        along = [d if d is None else torch.tensordot(r.to(d), d, dims=1) for d in ds or ()]
+    else:
+        ds, along = None, list(_grad(flat, edges, r.expand_as(flat)))
     truths = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
         layouts, odd = _explained(uses, along, truths, s)
-    return Pass(output, uses, layouts, odd, ds)
+    return Pass(output, flat, uses, layouts, odd, ds)
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:
@@ -213,7 +206,9 @@ _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
     """The plan of a model for a kind of inputs, remembered."""
     plans = _plans.setdefault(call.model, {})
-    key = _weakly(call.forward), _kind(inputs)
+    # The code alone of a forward, which may hold the model: it would never be freed.
+    code = getattr(getattr(call.forward, "__func__", call.forward), "__code__", type(call.forward))
+    key = code, _kind(inputs)
     if key not in plans:
         if len(plans) >= _PLANS_KEPT:
             plans.pop(next(iter(plans)))
@@ -225,17 +220,6 @@ def _kind(inputs: Any) -> tuple[Any, ...]:
     """What a batch is made of, without its size."""
     leaves, spec = pytree.tree_flatten(inputs)
     return str(spec), *((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-
-
-def _weakly(forward: Forward | None) -> Any:
-    """A key for a forward that does not keep it alive: it may hold the model, which would then never be freed."""
-    if forward is None:
-        return None
-    try:
-        return WeakMethod(forward) if isinstance(forward, MethodType) else ref(forward)
-    except TypeError:
-        # It has no weak reference: equal to none, itself included.
-        return object()
 
 
 def _planned(call: Call, leaves: Named, inputs: Any) -> Plan:

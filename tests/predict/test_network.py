@@ -12,13 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.errors import BayesAdamError, MatchError, SettingError
+from bayesadam.predict import linearised, linearised_draws, sampled
 from cases import mlp
 from floats import assert_close
-from predict.cases_networks import Lambda, Then, normal, posterior_over, predict
+from predict.cases_networks import Lambda, Then, normal, posterior_over
 
-METHODS = ["linearised", "sampled", "linearised-sampled"]
-every_predictive = pytest.mark.parametrize("predictive", METHODS)
+METHODS: dict[str, Any] = {
+    "linearised": linearised,
+    "sampled": lambda q, x, **how: sampled(q, x, 4, generator=torch.Generator().manual_seed(0), **how),
+    "linearised_draws": lambda q, x, **how: linearised_draws(
+        q, x, 4, generator=torch.Generator().manual_seed(0), **how
+    ),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def two_inputs(self: Any, left: Tensor, right: Tensor, offset: Tensor | float = 0.0) -> Tensor:
@@ -42,19 +49,17 @@ def right() -> Tensor:
     return torch.linspace(2, 0.5, 36, dtype=torch.float64).view(9, 4).sin()
 
 
-def outcome(posterior: ba.Posterior, inputs: Any, predictive: str, **options: Any) -> Tensor:
-    found = predict(
-        posterior, inputs, predictive=predictive, n_samples=4, generator=torch.Generator().manual_seed(0), **options
-    )
+def outcome(posterior: ba.Posterior, inputs: Any, method: str, **options: Any) -> Tensor:
+    found = METHODS[method](posterior, inputs, **options)
     return torch.cat([found.mean, found.variance], dim=1)
 
 
 # --- kinds of batches -----------------------------------------------------------------------------------------------
 
 
-@every_predictive
-def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, predictive: str):
-    expected = outcome(posterior, (left, right), predictive)
+@every_method
+def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, method: str):
+    expected = outcome(posterior, (left, right), method)
     pair = namedtuple("pair", ["first", "second"])(left, right)
     for inputs in (
         [left, right],
@@ -64,44 +69,44 @@ def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, 
         OrderedDict(left=left, right=right),
         UserDict(left=left, right=right),
     ):
-        assert torch.equal(outcome(posterior, inputs, predictive), expected)
+        assert torch.equal(outcome(posterior, inputs, method), expected)
 
 
-@every_predictive
-def test_inputs_that_are_not_examples_are_passed_on_whole(posterior, left, right, predictive: str):
-    expected = outcome(posterior, (left, right), predictive, memory_budget=2_000)
+@every_method
+def test_inputs_that_are_not_examples_are_passed_on_whole(posterior, left, right, method: str):
+    expected = outcome(posterior, (left, right), method, budget=2_000)
     for offset in (1.5, torch.tensor(1.5), torch.tensor([1.0, 2.0])):
-        found = outcome(posterior, {"left": left, "right": right, "offset": offset}, predictive, memory_budget=2_000)
+        found = outcome(posterior, {"left": left, "right": right, "offset": offset}, method, budget=2_000)
         assert_close(found[:, :2] - torch.as_tensor(offset), expected[:, :2], atol=1e-8)
         assert_close(found[:, 2:], expected[:, 2:])
 
 
-@every_predictive
-def test_a_forward_of_the_users_own(posterior, left, right, predictive: str):
-    expected = outcome(posterior, (left, right), predictive)
+@every_method
+def test_a_forward_of_the_users_own(posterior, left, right, method: str):
+    expected = outcome(posterior, (left, right), method)
     found = outcome(
         posterior,
         {"tokens": left, "extra": {"mask": right}},
-        predictive,
+        method,
         forward=lambda model, batch: {"logits": model(batch["tokens"], right=batch["extra"]["mask"])},
     )
     assert torch.equal(found, expected)
-    scaled = outcome(posterior, (left, right), predictive, forward=lambda model, batch: 2 * model(*batch))
+    scaled = outcome(posterior, (left, right), method, forward=lambda model, batch: 2 * model(*batch))
     assert_close(scaled[:, :2], 2 * expected[:, :2])
     assert_close(scaled[:, 2:], 4 * expected[:, 2:])
 
 
-@every_predictive
-def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, predictive: str):
+@every_method
+def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, method: str):
     """The way out for inputs as long as the batch that are not one row an example."""
     mixing = torch.linspace(0, 1, 16, dtype=torch.float64).view(4, 4)
     found = outcome(
         posterior,
         left[:4],
-        predictive,
+        method,
         forward=lambda model, x: model(x, torch.ones(len(x), 4, dtype=x.dtype) @ mixing),
     )
-    expected = outcome(posterior, (left[:4], torch.ones(4, 4, dtype=torch.float64) @ mixing), predictive)
+    expected = outcome(posterior, (left[:4], torch.ones(4, 4, dtype=torch.float64) @ mixing), method)
     assert_close(found, expected)
 
 
@@ -116,12 +121,12 @@ def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, predi
     ],
     ids=["object", "dict", "mapping", "tuple", "list"],
 )
-@every_predictive
-def test_the_outputs_are_found_in_what_a_model_returns(wrapped: Any, predictive: str):
+@every_method
+def test_the_outputs_are_found_in_what_a_model_returns(wrapped: Any, method: str):
     torch.manual_seed(0)
     net, x = mlp(3, 4, 2), torch.randn(9, 3)
-    expected = outcome(posterior_over(Then(net, lambda z: z), n_data=1e5), x, predictive)
-    assert torch.equal(outcome(posterior_over(Then(net, wrapped), n_data=1e5), x, predictive), expected)
+    expected = outcome(posterior_over(Then(net, lambda z: z), n_data=1e5), x, method)
+    assert torch.equal(outcome(posterior_over(Then(net, wrapped), n_data=1e5), x, method), expected)
 
 
 # --- what changes between calls -------------------------------------------------------------------------------------
@@ -151,33 +156,31 @@ class Switched(nn.Module):
 
 @pytest.mark.parametrize("way", ["one", "wide", "swapped", "also", "alone", "places"])
 @pytest.mark.parametrize("inside", [True, False], ids=["model", "forward"])
-@every_predictive
-def test_a_forward_may_change_between_calls(way: str, inside: bool, predictive: str):
+def test_a_forward_may_change_between_calls(way: str, inside: bool):
     torch.manual_seed(0)
-    model = Switched().double()
-    found = posterior_over(model)
-    x = normal(5, 3)().double()
-    key = "plain"
+    model, key, x = Switched().double(), "plain", normal(5, 3)()
+    q = posterior_over(model)
 
     def forward(model: Switched, batch: Tensor) -> Tensor:
         model.switch["way"] = key
         return model(batch)
 
     options: dict[str, Any] = {} if inside else {"forward": forward}
-    predict(found, x, predictive=predictive, n_samples=3, **options)
-    key = model.switch["way"] = way
-    again = predict(found, x, predictive=predictive, n_samples=3, generator=torch.Generator().manual_seed(2), **options)
-    fresh = Switched().double()
-    fresh.switch["way"] = way
-    twin = replace(found, model=fresh)
-    expected = predict(twin, x, predictive=predictive, n_samples=3, generator=torch.Generator().manual_seed(2))
-    assert_close(again.mean, expected.mean)
-    assert_close(again.variance, expected.variance)
+    for run in METHODS.values():
+        key = model.switch["way"] = "plain"
+        run(q, x, **options)
+        key = model.switch["way"] = way
+        again = run(q, x, **options)
+        fresh = Switched().double()
+        fresh.switch["way"] = way
+        expected = run(replace(q, model=fresh), x)
+        assert_close(again.mean, expected.mean)
+        assert_close(again.variance, expected.variance)
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["in-place", "a-part"])
-@every_predictive
-def test_what_was_compiled_runs_uncompiled(inner: bool, predictive: str):
+@every_method
+def test_what_was_compiled_runs_uncompiled(inner: bool, method: str):
     """Dynamo would compile it anew for every hook that is put in; the user's own calls stay compiled."""
     torch.manual_seed(0)
     compiled: list[int] = []
@@ -195,12 +198,12 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, predictive: str):
     x = torch.randn(6, 3)
     model(x)
     assert len(compiled) == 1
-    found = predict(posterior_over(model), x, predictive=predictive, generator=torch.Generator().manual_seed(0))
+    found = METHODS[method](posterior_over(model), x)
     assert len(compiled) == 1
-    expected = predict(posterior_over(plain), x, predictive=predictive, generator=torch.Generator().manual_seed(0))
-    assert_close(found.mean, expected.mean)
-    if not (inner and predictive == "linearised-sampled"):
+    expected = METHODS[method](posterior_over(plain), x)
+    if not (inner and method != "linearised"):
         # Draws depend on the parameters' names, which torch.compile changes.
+        assert_close(found.mean, expected.mean)
         assert_close(found.variance, expected.variance)
     model(torch.randn(2, 7, 3))
     assert len(compiled) == 2
@@ -210,7 +213,7 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, predictive: str):
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@every_predictive
+@every_method
 @pytest.mark.parametrize(
     ("function", "match"),
     [
@@ -226,37 +229,44 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, predictive: str):
     ],
     ids=["text", "dict", "empty-tuple", "none", "number", "one-row", "batch-last", "classes", "no-outputs"],
 )
-def test_outputs_that_are_none_are_named(function: Any, match: str, predictive: str):
+def test_outputs_that_are_none_are_named(function: Any, match: str, method: str):
     torch.manual_seed(0)
     with pytest.raises(BayesAdamError, match=match):
-        predict(posterior_over(Then(mlp(3, 4, 2), function)), torch.randn(5, 3), predictive=predictive)
+        METHODS[method](posterior_over(Then(mlp(3, 4, 2), function)), torch.randn(5, 3))
 
 
-@every_predictive
+@every_method
 @pytest.mark.parametrize("inputs", [torch.empty(0, 3), (torch.empty(0, 3),), {"input": torch.empty(0, 3)}])
-def test_an_empty_batch_is_named(inputs: Any, predictive: str):
+def test_an_empty_batch_is_named(inputs: Any, method: str):
     with pytest.raises(MatchError, match="the batch is empty"):
-        predict(posterior_over(nn.Linear(3, 2)), inputs, predictive=predictive)
+        METHODS[method](posterior_over(nn.Linear(3, 2)), inputs)
 
 
-@every_predictive
+@every_method
 @pytest.mark.parametrize("inputs", [3.0, "text", torch.tensor(1.0), {}, (), None], ids=repr)
-def test_inputs_without_a_batch_are_named(inputs: Any, predictive: str):
+def test_inputs_without_a_batch_are_named(inputs: Any, method: str):
     with pytest.raises(MatchError, match="no tensor with a batch dimension"):
-        predict(posterior_over(nn.Linear(3, 2)), inputs, predictive=predictive)
+        METHODS[method](posterior_over(nn.Linear(3, 2)), inputs)
 
 
-@every_predictive
-def test_the_models_own_errors_come_through(posterior, left, predictive: str):
+@every_method
+def test_the_models_own_errors_come_through(posterior, left, method: str):
     with pytest.raises(TypeError, match="right"):
-        predict(posterior, left, predictive=predictive)
+        METHODS[method](posterior, left)
     with pytest.raises(RuntimeError, match="size of tensor"):
-        predict(posterior, (left, normal(9, 7)()), predictive=predictive)
+        METHODS[method](posterior, (left, normal(9, 7)()))
 
 
-@every_predictive
+@every_method
 @pytest.mark.parametrize("instead", [nn.Linear(3, 5).double(), nn.Identity()], ids=["wider", "none"])
-def test_a_model_that_lost_a_parameter_is_named(posterior, left, right, predictive: str, instead: nn.Module):
+def test_a_model_that_lost_a_parameter_is_named(posterior, left, right, method: str, instead: nn.Module):
     posterior.model.a = instead
     with pytest.raises(MatchError, match=r"no longer has a parameter 'a\.weight' of shape \(4, 3\)"):
-        predict(posterior, (left, right), predictive=predictive)
+        METHODS[method](posterior, (left, right))
+
+
+@every_method
+def test_a_sharded_posterior_is_to_be_gathered_first(posterior, left, right, method: str, monkeypatch):
+    monkeypatch.setattr("bayesadam.predict.network.is_sharded", lambda tensor: True)
+    with pytest.raises(SettingError, match=r"sharded over processes.*posterior\.gathered\(model\)"):
+        METHODS[method](posterior, (left, right))
