@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.calibrated.leaked import balance
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
 from bayesadam.likelihoods import Component, Moments, likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, seeded, trained, waves
@@ -308,3 +309,17 @@ def test_too_many_errors_name_a_risk_that_would_do():
         ba.calibrate(trained("classification"), (x, y), risk=0.05)
     risk = float(str(said[0].message).rsplit("about ", 1)[1])
     assert ba.calibrate(trained("classification"), (x, y), risk=risk).report.abstention.answered > 0
+
+
+def test_data_that_were_not_trained_on_have_uniform_probabilities():
+    # Slopes of mean 0 that do not know the inputs: P(χ² ≤ s) is uniform, so that one in 10⁴ would warn.
+    kind, generator = likelihood("regression"), torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(400):
+        y, a = torch.randn(200, 3, generator=generator), torch.randn(200, 10, generator=generator)
+        found.append(balance(kind, torch.zeros(200, 3), y, a))
+    levels = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
+    assert_close(torch.quantile(torch.tensor(found), levels), levels, rtol=0, atol=0.08)
+    # Least squares leaves nothing of the slopes' sum.
+    a = torch.cat([a, torch.ones(200, 1)], dim=1)
+    assert balance(kind, a @ torch.linalg.lstsq(a, y).solution, y, a[:, :-1]) < 1e-12

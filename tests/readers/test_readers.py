@@ -781,4 +781,3 @@ def test_a_later_reader_wins_for_the_same_class() -> None:
 def test_a_reader_that_cannot_work_is_refused(reader: StateReader, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         register(reader)
-
