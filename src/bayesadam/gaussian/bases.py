@@ -66,14 +66,10 @@ def _of_gradients(gradients: Named) -> Diagonal:
 
 def built(name: str, match: Match, second_moment: Named, gradients: Named | None = None) -> Diagonal:
     """The structure of that name out of an optimiser's state, or of recorded gradients, (K, *shape) by name."""
-    if name == "diagonal":
-        return Diagonal(second_moment)
-    return _of_state(match) if gradients is None else _of_gradients(gradients)
-
-
-def check_structure(name: str) -> None:
-    """Refuse the name of a structure that cannot be read off an optimiser."""
     if name not in STRUCTURES:
         instead = "; the input side of the layers is posterior.with_inputs(inputs)" if name == "inputs" else ""
         gone = "; 'kronecker' takes recorded gradients too" if name.startswith("low-rank") else ""
         raise SettingError(f"structure must be one of {STRUCTURES}, got {name!r}{instead}{gone}")
+    if name == "diagonal":
+        return Diagonal(second_moment)
+    return _of_state(match) if gradients is None else _of_gradients(gradients)

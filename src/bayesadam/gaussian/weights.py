@@ -20,11 +20,11 @@ from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.gaussian import files
-from bayesadam.gaussian.bases import built, check_structure
+from bayesadam.gaussian.bases import built
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, Stored
 from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.gaussian.settings import CovariantPrior, Form, Plain, Precision, Settings, prior_by_name
+from bayesadam.gaussian.settings import CovariantPrior, Form, Plain, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import AnyPath, Named, outlined
 from bayesadam.gaussian.sums import check_growth, summed
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
@@ -152,12 +152,10 @@ class GaussianWeights(Marginals):
                     "them, and change settings with .replace(...)"
                 )
             return _open_saved(file, n_data, prior_precision)
-        check_structure(structure)
         checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, options)
-        n_data = checkpoint.n_data_or(n_data)
+        n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
         match = readers.match_checkpoint(checkpoint, options=options)
-        batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
-        q = of_match(match, Settings(n_data, {}, power, batch_size), prior_precision, structure)
+        q = of_match(match, Reading(n_data, prior_precision, power, batch_size, structure))
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
@@ -419,20 +417,28 @@ class GaussianWeights(Marginals):
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What makes a Gaussian of an optimiser's state, as `Posterior.from_optimizer` has it."""
+
+    n_data: float
+    prior_precision: Prior | None = None
+    power: float = 0.5
+    batch_size: int | None = None
+    structure: str = "diagonal"
+
+
 def of_match(
-    match: Match,
-    settings: Settings,
-    prior: Plain | None,
-    structure: str = "diagonal",
-    *,
-    curvature: Curvature | None = None,
-    gradients: Named | None = None,
+    match: Match, reading: Reading, *, curvature: Curvature | None = None, gradients: Named | None = None
 ) -> GaussianWeights:
-    """The Gaussian of parameters matched to optimiser states.
+    """The Gaussian of parameters matched to optimiser states; a prior that follows the weights is left to them.
 
     Without `curvature`, which has v̂ of them in memory, tensors are read, and checked, when they are accessed. With
     recorded `gradients` these stand for the optimiser's state.
     """
+    prior, batch_size = reading.prior_precision, readers.batch_size_or_tracked(match, reading.batch_size)
+    follows = isinstance(prior, CovariantPrior)
+    settings = Settings(reading.n_data, {}, reading.power, batch_size, covariant=follows)
     warn_of_batches(settings, match)
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
@@ -448,9 +454,10 @@ def of_match(
         like = dict(moments)
     outline = {name: meta(tuple(v.shape), v.dtype) for name, v in like.items()}
     mode = Lazy(outline, lambda name: entries[name].weight.to(outline[name].dtype))
-    settings = with_prior(settings, prior, {name: entries[name].weight_decay for name in like}, like)
-    q = built(structure, match, moments, gradients)
-    return GaussianWeights(mode, q, settings, omitted, origin=readers.origin_of(match), dtypes=types)
+    decays = {name: entries[name].weight_decay for name in like}
+    settings = with_prior(settings, None if isinstance(prior, CovariantPrior) else prior, decays, like)
+    structure = built(reading.structure, match, moments, gradients)
+    return GaussianWeights(mode, structure, settings, omitted, origin=readers.origin_of(match), dtypes=types)
 
 
 def warn_of_batches(settings: Settings, match: Match) -> None:

@@ -20,12 +20,11 @@ from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.bases import check_structure
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder
 from bayesadam.gaussian.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import AnyPath, Named
-from bayesadam.gaussian.weights import GaussianWeights, of_match, unpacked
+from bayesadam.gaussian.weights import GaussianWeights, Reading, of_match, unpacked
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.running import (
     other_statistics,
@@ -125,10 +124,8 @@ class Posterior(GaussianWeights):
                 recorded gradients, and `with_inputs` for the input side of the layers.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
-        check_structure(structure)
         match = match_optimizers(model, optimizer, reader)
-        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size))
-        return cls._of_match(model, match, settings, prior_precision, likelihood, structure)
+        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
 
     @classmethod
     def from_recorder(
@@ -145,11 +142,9 @@ class Posterior(GaussianWeights):
     ) -> Posterior:
         """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size; as above."""
         require_kind(recorder, Recorder, "recorder")
-        check_structure(structure)
         match = match_optimizers(model, list(recorder.optimizers), "ogd")
-        size = batch_size or recorder.batch_size
-        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, size))
-        q = cls._of_match(model, match, settings, prior_precision, likelihood, structure, recorder=recorder)
+        reading = Reading(n_data, prior_precision, power, batch_size or recorder.batch_size, structure)
+        q = cls._of_match(model, match, reading, likelihood, recorder=recorder)
         readers.warn_of_few(q.origin, "the posterior")
         return q
 
@@ -174,10 +169,8 @@ class Posterior(GaussianWeights):
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
-        check_structure(structure)
         match = match_state_dict(model, state_dict, optimizer, param_names)
-        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size))
-        return cls._of_match(model, match, settings, prior_precision, likelihood, structure)
+        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
 
     @classmethod
     def from_checkpoint(
@@ -201,17 +194,15 @@ class Posterior(GaussianWeights):
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
             **how: how the file is read, such as `optimizer_path`: see `CheckpointOptions`.
         """
-        check_structure(structure)
         options = readers.CheckpointOptions(**how)
         checkpoint = readers.read_checkpoint(path, options)
-        n_data = checkpoint.n_data_or(n_data)
+        n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
         match = readers.match_checkpoint(checkpoint, model, options)
-        batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
-        settings = Settings(n_data, {}, power, batch_size)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
+        reading = Reading(n_data, prior_precision, power, batch_size, structure)
         load = partial(readers.load_weights, checkpoint, model)
-        return cls._of_match(model, match, settings, prior_precision, likelihood, structure, load=load)
+        return cls._of_match(model, match, reading, likelihood, load=load)
 
     @classmethod
     def from_second_moment(
@@ -262,31 +253,25 @@ class Posterior(GaussianWeights):
         cls,
         model: nn.Module,
         match: Match,
-        settings: Settings,
-        prior_precision: Prior | None,
+        reading: Reading,
         likelihood: str | None,
-        structure: str,
         *,
         recorder: Recorder | None = None,
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
-        follows = isinstance(prior_precision, CovariantPrior)
-        plain = None if isinstance(prior_precision, CovariantPrior) else prior_precision
-        settings = replace(settings, covariant=follows)
-        q = of_match(match, settings, plain, structure, curvature=curvature, gradients=gradients)
+        q = of_match(match, reading, curvature=curvature, gradients=gradients)
         if load is not None:
             load()
             match.settle()
-        parameters, v = own_parameters(model), curvature.second_moment
+        parameters, v, origin = own_parameters(model), curvature.second_moment, q.origin
         mode = {name: parameters[name].detach().to(v[name].dtype, copy=True) for name in v}
-        origin = q.origin
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         model = unwrap(model)
         posterior = cls(mode, q.structure, q.settings, q.omitted, origin=origin, model=model, likelihood=likelihood)
-        return posterior.replace(prior_precision=prior_precision) if follows else posterior
+        return posterior.replace(prior_precision=reading.prior_precision) if q.settings.covariant else posterior
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
