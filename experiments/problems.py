@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bayesadam._checks import count
 from bayesadam.errors import DataError, MatchError, SettingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 from experiments.data import find, load_table
 
 Numbers = npt.NDArray[Any]

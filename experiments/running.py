@@ -22,7 +22,7 @@ import torch
 from bayesadam import __version__
 from bayesadam._files import replacing
 from bayesadam.errors import FileError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 MISSING = "–"
 # A file's text, or what writes the file to a path.

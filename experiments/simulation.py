@@ -11,7 +11,7 @@ import torch
 
 from bayesadam._checks import count
 from bayesadam.bandits.settings import AgentSettings
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 from experiments.agents import AGENTS, agent_settings
 from experiments.networks import Buffer
 from experiments.problems import BanditProblem, Numbers

@@ -198,7 +198,7 @@ def test_no_floor_imports_a_higher_one():
         ("import bayesadam", {""}),
         ("import bayesadam.diagnosis as d, os", {"diagnosis"}),
         ("from bayesadam import Posterior, readers", {"", "readers"}),
-        ("from bayesadam.gaussian.noise import draw", {"gaussian"}),
+        ("from bayesadam.weights.draws import draw", {"gaussian"}),
         ("def f():\n    from ..cli import app", {"cli"}),
         ("from . import storage", {"posterior"}),
         ("import torch", set()),

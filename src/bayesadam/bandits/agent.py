@@ -24,7 +24,7 @@ from bayesadam.bandits.observations import MOST_ROOM, Observations
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 # Draws from the posterior over which a probability is counted.
 DRAWS = 200

@@ -16,10 +16,10 @@ from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.calibrated import load
 from bayesadam.errors import FileError, SettingError
-from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
 from bayesadam.pruning import prune_checkpoint
+from bayesadam.weights.gaussian import GaussianWeights
 
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
