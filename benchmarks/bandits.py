@@ -49,7 +49,7 @@ from bayesadam.bandits import (
     simulate,
 )
 from bayesadam.bandits.problems import Numbers
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 from harness import against, arguments, number, one_core, read_cell, replaced, setting, write_cell, write_results
 
 SHOWDOWN = ("mushroom", "statlog", "covertype", "adult", "jester", "financial")

@@ -21,7 +21,7 @@ import numpy as np
 from bayesadam.bandits import BanditProblem, Rounds, classification_problem, reward_problem
 from bayesadam.bandits.problems import Numbers
 from bayesadam.data import load_split
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 from doubt_data import folder
 
 # Which half a problem belongs to was drawn once, with this seed.

@@ -32,11 +32,11 @@ from bayesadam.engine.network import forward, unflatten
 from bayesadam.engine.stack import constant
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, SettingError
-from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.likelihoods import LIKELIHOODS
 from bayesadam.paper import methods
 from bayesadam.readers import registry as readers
 from bayesadam.readers.formats import registry as formats
+from bayesadam.weights.store import STRUCTURES
 from cases import mlp
 from floats import approx, assert_close
 from processes import run_python
@@ -139,7 +139,7 @@ SEEN = """
 import bayesadam
 from bayesadam.bandits import AGENTS
 from bayesadam.engine import RULES
-from bayesadam.gaussian.files import STRUCTURES
+from bayesadam.weights.store import STRUCTURES
 from bayesadam.likelihoods import LIKELIHOODS
 from bayesadam.paper.methods import METHODS
 from bayesadam.readers import registered, registered_formats

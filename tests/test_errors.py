@@ -14,7 +14,7 @@ import bayesadam as ba
 from bayesadam import bandits, errors
 from bayesadam._files import replacing
 from bayesadam.data.loaders import read_statlog
-from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.weights.diagonal import Diagonal
 from cases import mlp
 
 ALSO = {

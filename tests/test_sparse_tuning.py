@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import bayesadam as ba
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.posterior import Settings
 from bayesadam.pruning import tune_only, tuning_masks
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.settings import Settings
 from cases import mlp, train
 
 

@@ -7,8 +7,10 @@ from bayesadam.errors import BayesAdamError
 from bayesadam.lora import LoraPrior
 from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
-from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.readers import Recorder, track
+from bayesadam.weights.gaussian import GaussianWeights
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 __all__ = [
     "Answer",

@@ -12,14 +12,15 @@ from torch.utils import _pytree as pytree
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, MemoryBudgetError, SettingError
-from bayesadam.predict.tap import observed
 from bayesadam.likelihoods import Component
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import ClassLikelihood, entropy
 from bayesadam.likelihoods.predictive import average
-from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict import DEFAULT_BUDGET, Forward
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
+from bayesadam.predict.tap import observed
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 __all__ = ["Method", "acquire"]
 

@@ -14,14 +14,14 @@ from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count, positive
 from bayesadam._warnings import warn
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
-from bayesadam.gaussian.sums import check_growth
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
 from bayesadam.readers import Group, StateReader, read_entry
 from bayesadam.readers.match import Entry, check_parameter, own_parameters
 from bayesadam.readers.registry import reader_of
 from bayesadam.readers.rotated import Rotation
 from bayesadam.readers.tracking import Hooked
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.sums import check_growth
 
 __all__ = ["Anchor", "anchor"]
 

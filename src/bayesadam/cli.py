@@ -295,7 +295,7 @@ def merge(
 
 
 _Compress = _named("bayesadam.readers.compression:Compression", "factored: rows and columns alone.")
-_Structure = _named("bayesadam.gaussian.bases:STRUCTURES", "kronecker is for the state of a SOAP.")
+_Structure = _named("bayesadam.weights.bases:STRUCTURES", "kronecker is for the state of a SOAP.")
 
 
 @_on_a_file

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from bayesadam._alone import unwrap
 from bayesadam._shards import whole
 from bayesadam.errors import BayesAdamError
-from bayesadam.gaussian.diagonal import Diagonal, zeros
-from bayesadam.gaussian.settings import Precision
-from bayesadam.gaussian.weights import GaussianWeights, Reading, of_match
-from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.readers import StateReader, read_entry
 from bayesadam.readers.match import Entry, Match, match_optimizers
+from bayesadam.weights.diagonal import Diagonal, zeros
+from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match
+from bayesadam.weights.running import biases_before_norms, norm_widths
+from bayesadam.weights.settings import Precision
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}

@@ -15,8 +15,8 @@ from torch import Tensor
 from bayesadam._tables import aligned
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
-from bayesadam.gaussian.weights import GaussianWeights, is_saved
 from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
+from bayesadam.weights.gaussian import GaussianWeights, is_saved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,10 +20,10 @@ from bayesadam.calibrated.fits import best_temperature, log_prior, mean_log_prob
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.classes import Classification
-from bayesadam.posterior.posterior import Posterior
 from bayesadam.predict import moments_under
 from bayesadam.predict.batches import batches_of
 from bayesadam.predict.network import Forward
+from bayesadam.weights.posterior import Posterior
 
 Method = Literal["evidence", "validation"]
 # Variances of coordinates by parameter name.

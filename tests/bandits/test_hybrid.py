@@ -20,7 +20,7 @@ from bayesadam.bandits.hybrid import Hybrid
 from bayesadam.bandits.learner import Buffer
 from bayesadam.bandits.linear import LinearPosterior, Statistics
 from bayesadam.bandits.simulation import Playing
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 from floats import approx, assert_close
 
 CPU = torch.device("cpu")

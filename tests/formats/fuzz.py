@@ -33,7 +33,7 @@ from torch import nn
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspect import inspect_checkpoint
-from bayesadam.posterior import Posterior
+from bayesadam.weights.posterior import Posterior
 
 SECONDS, MEGABYTES = 5.0, 1024
 _WATCHED = ("import", "compile", "exec", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.")

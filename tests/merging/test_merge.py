@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.merging import merge, merge_checkpoints, similarity
 from bayesadam.merging import merged as planning
 from bayesadam.merging.merged import plan_of
+from bayesadam.weights.gaussian import GaussianWeights
 from cases import soap
 from floats import approx, assert_close, close
 

@@ -12,9 +12,9 @@ import bayesadam as ba
 from bayesadam.engine.network import flatten, forward, initial, member
 from bayesadam.engine.rules import SWAG, Dropout
 from bayesadam.engine.streams import Streams, blocks
-from bayesadam.gaussian.noise import stream_seed
 from bayesadam.paper import methods
 from bayesadam.paper.methods import METHODS, Data, Network, Problem, Training, noise_variance, trained
+from bayesadam.weights.draws import stream_seed
 from floats import assert_close
 
 NETWORK = Network(2, (6, 5), 1, "tanh")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from bayesadam.engine.network import Network, forward
-from bayesadam.gaussian.noise import stream_seed
 from bayesadam.paper import released
 from bayesadam.paper.methods import Data, Problem, Training
 from bayesadam.paper.pruning import PruningSettings, fit_part
 from bayesadam.paper.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot, narrow
+from bayesadam.weights.draws import stream_seed
 from floats import approx, assert_close
 
 N = 200

@@ -14,7 +14,8 @@ from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import IVON, RULES
 from bayesadam.engine.stack import Stack, train
 from bayesadam.play.learners import LENGTHSCALES, PANELS, SIGNALS, Panel, Request
-from bayesadam.posterior import Mixture, Posterior
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 from floats import approx, assert_close
 
 GRID = torch.linspace(-3, 3, 41)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import Posterior
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.posterior import Settings
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.settings import Settings
 
 
 def posterior_of(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
-from bayesadam.gaussian.weights import GaussianWeights
+from bayesadam.weights.gaussian import GaussianWeights
 
 # Of the bias before the batch norm: see test_batch_norm.
 pytestmark = pytest.mark.filterwarnings("ignore:left whole")

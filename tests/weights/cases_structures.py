@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import bayesadam as ba
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.inputs import InputSide
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.inputs import InputSide
 from cases import orthonormal, soap
 
 N, DELTA, BATCH = 50, 0.7, 8

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import FileError, MatchError, SettingError, StateError
-from bayesadam.gaussian import noise
-from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.weights import draws as noise
+from bayesadam.weights.settings import PrecisionRule
 from floats import assert_close
 from ranks import run_checks
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal
 
 import bayesadam as ba
-from bayesadam.gaussian import noise
+from bayesadam.weights import draws as noise
 from cases import mlp, train
 from floats import assert_close
 

@@ -11,8 +11,8 @@ from torch.distributions import Normal
 
 import bayesadam as ba
 from bayesadam.errors import ImproperError, MatchError, SettingError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.settings import Settings
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.settings import Settings
 from cases import mlp, train, trained
 from floats import approx, assert_close
 

@@ -24,11 +24,11 @@ from bayesadam.likelihoods import Component, agreed
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import ClassLikelihood, check_classes
 from bayesadam.likelihoods.component import rows
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict import Forward
 from bayesadam.predict.batches import batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.posterior import Posterior
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
 

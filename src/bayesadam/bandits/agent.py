@@ -22,7 +22,7 @@ from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 # Draws from the posterior over which a probability is counted, where it has no closed form.
 DRAWS = 200

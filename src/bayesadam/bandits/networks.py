@@ -42,8 +42,8 @@ from bayesadam.engine.rules import (
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.noise import stream_seed
-from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.weights.draws import stream_seed
+from bayesadam.weights.settings import PrecisionRule
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
 _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995

@@ -20,7 +20,7 @@ from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.problems import BanditProblem
 from bayesadam.engine.network import Network, forward, initial
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 Source = BanditProblem | Log | str | os.PathLike[str]
 Arms = Literal["same", "exchangeable"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bayesadam._checks import count
 from bayesadam.data import find, load_table
 from bayesadam.errors import DataError, MatchError, SettingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 Numbers = npt.NDArray[Any]
 

@@ -16,7 +16,7 @@ from bayesadam.bandits.learner import AgentSettings, Buffer
 from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.problems import BanditProblem, Numbers
 from bayesadam.bandits.problems import problem as named_problem
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 _CURVE_POINTS = 500
 

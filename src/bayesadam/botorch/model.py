@@ -11,7 +11,8 @@ from torch import Tensor
 from bayesadam._extras import require
 from bayesadam.botorch.surrogate import Process
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.posterior import Mixture, Posterior
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 if TYPE_CHECKING:
     from typing_extensions import Self

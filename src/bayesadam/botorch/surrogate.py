@@ -17,9 +17,9 @@ from bayesadam.engine.network import Network, flatten, forward, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.errors import MatchError
-from bayesadam.posterior import Mixture
 from bayesadam.predict import white_rows
 from bayesadam.predict.batches import has_graph
+from bayesadam.weights.mixture import Mixture
 
 # Below this share of the largest eigenvalue a covariance is rounding.
 _JITTER = 1e-10

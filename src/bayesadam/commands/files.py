@@ -18,12 +18,12 @@ from bayesadam._options import in_options
 from bayesadam.commands.running import Run, Table, as_json, target
 from bayesadam.deploying import deploy
 from bayesadam.errors import BayesAdamWarning, SettingError
-from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
-from bayesadam.posterior import Posterior
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.readers import CheckpointOptions
+from bayesadam.weights.gaussian import GaussianWeights
+from bayesadam.weights.posterior import Posterior
 
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")

@@ -23,7 +23,7 @@ from bayesadam._files import replacing
 from bayesadam._progress import progress
 from bayesadam._version import __version__
 from bayesadam.errors import FileError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 # A file's text, or what writes the file to a path.
 Content = str | Callable[[Path], object]

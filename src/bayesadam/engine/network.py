@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bayesadam._checks import count
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,

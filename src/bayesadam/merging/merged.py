@@ -16,8 +16,6 @@ from bayesadam._checks import positive
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.structure import AnyPath
-from bayesadam.gaussian.weights import require_safetensors
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
 from bayesadam.merging.methods import MergeReport, Sums
@@ -25,6 +23,8 @@ from bayesadam.merging.networks import BaseSource, Network, Source, check_alike,
 from bayesadam.readers import CheckpointKeywords, warn_of_memory, working_dtype
 from bayesadam.readers.curvature import PIECE
 from bayesadam.readers.formats.lazy import meta
+from bayesadam.weights.gaussian import require_safetensors
+from bayesadam.weights.named import AnyPath
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

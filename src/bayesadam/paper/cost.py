@@ -24,7 +24,7 @@ from bayesadam.paper import methods as fitting
 from bayesadam.paper.methods import Data, Network, Problem, Training, trained
 from bayesadam.paper.pruning import PruningSettings, problem_of
 from bayesadam.paper.regression import RegressionSettings, drawn
-from bayesadam.posterior import Posterior
+from bayesadam.weights.posterior import Posterior
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}
 TITLES = {"adam": "Adam", **plots.METHOD_TITLES}

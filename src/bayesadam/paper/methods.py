@@ -18,10 +18,10 @@ from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams, blocks
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.noise import stream_seed
 from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_named
-from bayesadam.posterior import Posterior
+from bayesadam.weights.draws import stream_seed
+from bayesadam.weights.posterior import Posterior
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05

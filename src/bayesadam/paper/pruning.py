@@ -20,8 +20,8 @@ from bayesadam.paper import percent
 from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_ggn, posteriors, trained
 from bayesadam.paper.released import NOTEBOOK
 from bayesadam.paper.released import posteriors as released_posteriors
-from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
+from bayesadam.weights.posterior import Posterior
 
 FRACTIONS = (
     *(round(0.1 * k, 1) for k in range(8)),

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bayesadam.engine.network import Network, linear, member
 from bayesadam.engine.streams import Streams
-from bayesadam.gaussian.noise import stream_seed
 from bayesadam.paper.methods import Fitted, Problem, with_noise
-from bayesadam.posterior import Posterior
+from bayesadam.weights.draws import stream_seed
+from bayesadam.weights.posterior import Posterior
 
 _BETAS = (0.9, 0.999)
 Weights = dict[str, Tensor]

@@ -18,7 +18,7 @@ from bayesadam.engine.process import gaussian_process
 from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
-from bayesadam.posterior import Posterior
+from bayesadam.weights.posterior import Posterior
 
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
 LENGTHSCALES = tuple(torch.logspace(math.log10(0.3), math.log10(3.0), 11, dtype=torch.float64).tolist())

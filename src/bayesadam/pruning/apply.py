@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from bayesadam._alone import listed_optimizers, unwrap
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.diagonal import wide
-from bayesadam.gaussian.settings import curvature
-from bayesadam.gaussian.structure import Named
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
+from bayesadam.weights.diagonal import wide
+from bayesadam.weights.mixture import require_one_network
+from bayesadam.weights.named import Named
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.settings import curvature
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = Optimizer | Sequence[Optimizer]

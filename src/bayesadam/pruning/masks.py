@@ -17,16 +17,16 @@ from bayesadam import _storage as storage
 from bayesadam._checks import is_number
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.settings import PrecisionRule
-from bayesadam.gaussian.structure import AnyPath, Named, outlined
-from bayesadam.gaussian.weights import GaussianWeights
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
-from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.pruning.apply import Owner, PruningReport, owners
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.gaussian import GaussianWeights
+from bayesadam.weights.mixture import require_one_network
+from bayesadam.weights.named import AnyPath, Named, outlined
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.running import biases_before_norms, norm_widths
+from bayesadam.weights.settings import PrecisionRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

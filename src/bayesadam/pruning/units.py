@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode, unwrap
 from bayesadam.errors import MatchError
-from bayesadam.gaussian.diagonal import wide
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.apply import prune
 from bayesadam.pruning.graph import Reader, Units, understand
 from bayesadam.pruning.masks import Exclude, Ranking, Scope, excluded, nothing_removed, removals, weight_scores
+from bayesadam.weights.diagonal import wide
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.posterior import Posterior
 
 
 def neuron_masks(

@@ -25,9 +25,10 @@ from bayesadam.engine.streams import epochs
 from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, NumericLikelihood, likelihood
 from bayesadam.likelihoods.conformal import threshold
-from bayesadam.posterior import Mixture, Posterior
 from bayesadam.readers import Recorder
 from bayesadam.sklearn.training import Part, fit_networks, split
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]

@@ -8,11 +8,11 @@ from typing import Any
 from bayesadam._alone import unwrap
 from bayesadam._extras import require
 from bayesadam.errors import SettingError
-from bayesadam.posterior import Posterior
 from bayesadam.readers import reader_of
 from bayesadam.readers.formats.torch_files import load_tree
 from bayesadam.readers.registry import TRACKED
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
+from bayesadam.weights.posterior import Posterior
 
 transformers: Any = require("transformers")
 

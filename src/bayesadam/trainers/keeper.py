@@ -14,14 +14,14 @@ from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import HeldOutWarning, NoPosteriorWarning, SettingError, StateError
-from bayesadam.gaussian.settings import Settings
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict import Forward
 from bayesadam.predict.batches import Batch, batches_of
 from bayesadam.readers.tracking import Tracker, What
 from bayesadam.readers.tracking import track as attach_tracker
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.report import CalibrationReport
+from bayesadam.weights.settings import Settings
 
 FILE_NAME = "posterior.safetensors"
 Log = Callable[[dict[str, float]], None]

@@ -5,8 +5,8 @@ from typing import Any
 
 from bayesadam._extras import require
 from bayesadam.errors import MissingExtraError
-from bayesadam.posterior import Posterior
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
+from bayesadam.weights.posterior import Posterior
 
 try:
     Callback: Any = require("lightning.pytorch").Callback

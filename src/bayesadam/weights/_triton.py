@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.weights.settings import PrecisionRule
 
 # One Philox call gives four normals; a program makes this many calls. Part of what a seed means.
 _CALLS = 1024

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.settings import Precision, Settings, curvature
-from bayesadam.gaussian.structure import Named
 from bayesadam.readers.rotated import Rotation, eigenbasis
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.named import Named
+from bayesadam.weights.settings import Precision, Settings, curvature
 
 Terms = Sequence[tuple[Diagonal, Settings]]
 

@@ -22,17 +22,17 @@ from bayesadam._shards import is_sharded, on_first_rank, placed_like, whole, wra
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, MissingFileError, StructureWarning
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.inputs import InputSide
-from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import AnyPath, Named, outlined
 from bayesadam.readers import compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.rotated import Rotation, is_orthonormal
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.inputs import InputSide
+from bayesadam.weights.named import AnyPath, Named, outlined
+from bayesadam.weights.settings import Settings
 
 if TYPE_CHECKING:
-    from bayesadam.gaussian.weights import GaussianWeights
+    from bayesadam.weights.gaussian import GaussianWeights
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _FLAGS = ("covariant", "default_prior")

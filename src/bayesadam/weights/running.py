@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesadam._alone import unwrap
 from bayesadam._shards import is_sharded
 from bayesadam._warnings import warn
-from bayesadam.gaussian.structure import AnyPath
+from bayesadam.weights.named import AnyPath
 
 _NAMES = ("running_mean", "running_var")
 # Squares of gradients that are nothing but rounding, over those of their layer's weight.

@@ -19,11 +19,11 @@ from bayesadam._checks import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.noise import fresh_seed, stream_seed
-from bayesadam.gaussian.structure import AnyPath, Named
-from bayesadam.gaussian.weights import Marginals, check_draws
 from bayesadam.predict import Forward
-from bayesadam.posterior.posterior import Posterior, copy_into, described, warn_of_calibration
+from bayesadam.weights.draws import fresh_seed, stream_seed
+from bayesadam.weights.gaussian import Marginals, check_draws
+from bayesadam.weights.named import AnyPath, Named
+from bayesadam.weights.posterior import Posterior, copy_into, described, warn_of_calibration
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.

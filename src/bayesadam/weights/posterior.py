@@ -20,21 +20,21 @@ from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.files import SETTING_NAMES, read_folder
-from bayesadam.gaussian.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Named
-from bayesadam.gaussian.weights import GaussianWeights, Reading, of_match, unpacked
 from bayesadam.likelihoods import likelihood as likelihood_named
-from bayesadam.posterior.running import (
+from bayesadam.predict import Forward, input_sides
+from bayesadam.readers import CheckpointKeywords, Recorder
+from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match, unpacked
+from bayesadam.weights.named import AnyPath, Named
+from bayesadam.weights.running import (
     other_statistics,
     running_statistics,
     warn_of_other_statistics,
     writes_to_statistics,
 )
-from bayesadam.predict import Forward, input_sides
-from bayesadam.readers import CheckpointKeywords, Recorder
-from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
+from bayesadam.weights.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
+from bayesadam.weights.store import SETTING_NAMES, read_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -385,7 +385,7 @@ class Posterior(GaussianWeights):
         """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
 
         Row i of a matrix W with inputs a has the precision w g_iᵖ A + δ, with A = E[a aᵀ] and g_i = Σ_j v̂_ij/Σ_j A_jj;
-        the bias is a column of W, for the constant 1 in a, and shares its δ. See `gaussian.inputs`. Parameters that no
+        the bias is a column of W, for the constant 1 in a, and shares its δ. See `weights.inputs`. Parameters that no
         such layer has stay as they are.
 
         Args:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import agreed, is_sharded, placed_like, whole
-from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.weights.settings import PrecisionRule
 
 # A block fits a CPU core's cache. Part of what a seed means: changing it changes every draw.
 _BLOCK = 65_536
@@ -72,7 +72,7 @@ def _filler(theta: Tensor, rule: PrecisionRule) -> Callable[..., None]:
     usual = rule.power == 0.5 and not rule.shrink and not isinstance(rule.delta, Tensor)
     if usual and theta.device.type == "cuda" and theta.dtype == torch.float32 and torch.version.hip is None:
         with suppress(ImportError):
-            from bayesadam.gaussian._triton import fill
+            from bayesadam.weights._triton import fill
 
             return fill
     return _fill_row_by_row

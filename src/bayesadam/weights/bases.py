@@ -7,11 +7,11 @@ from torch import Tensor
 
 from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.structure import Named
 from bayesadam.readers import read_entry, read_rotated, working_dtype
 from bayesadam.readers.match import Match
 from bayesadam.readers.rotated import Rotation, eigenbasis
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.named import Named
 
 # What can be read off an optimiser.
 STRUCTURES = ("diagonal", "kronecker")

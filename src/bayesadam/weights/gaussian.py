@@ -20,17 +20,17 @@ from bayesadam._extras import require
 from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
-from bayesadam.gaussian import files
-from bayesadam.gaussian.bases import built
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.files import SETTING_NAMES, Stored
-from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.gaussian.settings import CovariantPrior, Form, Plain, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Named, outlined
-from bayesadam.gaussian.sums import check_growth, summed
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
+from bayesadam.weights import store
+from bayesadam.weights.bases import built
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.draws import fresh_seed
+from bayesadam.weights.named import AnyPath, Named, outlined
+from bayesadam.weights.settings import CovariantPrior, Form, Plain, Precision, Prior, Settings, prior_by_name
+from bayesadam.weights.store import SETTING_NAMES, Stored
+from bayesadam.weights.sums import check_growth, summed
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -106,7 +106,7 @@ class GaussianWeights(Marginals):
     `GaussianWeights.open(path)` reads it from a checkpoint or a saved posterior, without a model. Tensors then stay on
     disk: each access reads one. Frozen: `replace` returns a new one that shares its tensors.
 
-    >>> from bayesadam.gaussian.diagonal import Diagonal
+    >>> from bayesadam.weights.diagonal import Diagonal
     >>> moments = {"w": torch.tensor([4.0, 9.0])}
     >>> q = GaussianWeights({"w": torch.ones(2)}, Diagonal(moments), Settings(10, {"w": 0.0}))
     >>> q.variance["w"]
@@ -328,7 +328,7 @@ class GaussianWeights(Marginals):
         )
 
     def __add__(self, later: GaussianWeights) -> GaussianWeights:
-        """The precisions of both around the mean of `later`, and the prior once; see `gaussian.sums.summed`.
+        """The precisions of both around the mean of `later`, and the prior once; see `weights.sums.summed`.
 
         `later` must have been read after training that was anchored to this one: its mean is then that of both data
         sets.
@@ -372,7 +372,7 @@ class GaussianWeights(Marginals):
             self.require_whole("a file without weights, or a compressed one,")
         tensors, header = self.packed(weights=weights, compress=compress)
         if self.is_sharded:
-            files.write_folder(Path(path), tensors, header)
+            store.write_folder(Path(path), tensors, header)
         else:
             storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
 
@@ -385,7 +385,7 @@ class GaussianWeights(Marginals):
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         self.require_weights()
-        return files.packed(self, weights=weights, compress=compress)
+        return store.packed(self, weights=weights, compress=compress)
 
     def network_tensors(self) -> Named | None:
         """Every tensor of the network by name; None where only those of the Gaussian are known."""

@@ -3,7 +3,7 @@
 | bases | name          | from                                                          |
 |-------|---------------|---------------------------------------------------------------|
 | none  | `"diagonal"`  | the second moment of Adam and its kin                         |
-| right | `"inputs"`    | the same, and the inputs of each layer (`gaussian.inputs`)    |
+| right | `"inputs"`    | the same, and the inputs of each layer (`weights.inputs`)    |
 | both  | `"kronecker"` | SOAP, Shampoo's statistics, or recorded gradients             |
 """
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.inputs import InputSide
-from bayesadam.gaussian.noise import draw, stream_seed
-from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
-from bayesadam.gaussian.structure import Named, Types, outlined
 from bayesadam.readers.rotated import Rotation
+from bayesadam.weights.draws import draw, stream_seed
+from bayesadam.weights.inputs import InputSide
+from bayesadam.weights.named import Named, Types, outlined
+from bayesadam.weights.settings import Precision, PrecisionRule, Settings, curvature
 
 
 @dataclass(frozen=True, eq=False)
