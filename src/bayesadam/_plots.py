@@ -16,6 +16,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
 INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
 Array = NDArray[np.float64]
 _BINS = 15
+# Weights of a layer that its picture is made of.
+_PLOTTED = 1_000_000
 
 
 def chance_above(inside: Tensor, outside: Tensor) -> float:
@@ -192,6 +194,17 @@ def _novelty(ax: Any, p: Any, other: Any) -> Any:
     ax.set(xlabel="novelty", ylabel="share of examples")
     ax.set_title(title, loc="right", fontsize="medium")
     return _with_legend(ax)
+
+
+def ratios(ax: Any, snr: Mapping[str, Tensor]) -> Any:
+    """`snr()` of a Gaussian, layer by layer; of a large one evenly spaced weights."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, values in snr.items():
+        flat = values.flatten()
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(flat[:: 1 + flat.numel() // _PLOTTED].cpu())
+    groups = {name: torch.cat(parts).double().numpy() for name, parts in layers.items()}
+    label = "signal-to-noise ratio |μ|/σ of the weights"
+    return spreads(ax, groups, label=label, threshold=1.0, meaning="|μ| = σ")
 
 
 def spreads(ax: Any, groups: Mapping[str, Array], *, label: str, threshold: float, meaning: str) -> Any:

@@ -35,8 +35,6 @@ from bayesadam.weights.sums import check_growth, summed
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-# Weights of a layer that its picture is made of.
-_PLOTTED = 1_000_000
 # Fewer batches than this in an epoch may divide the steps by chance.
 _FEWEST_BATCHES = 100
 
@@ -69,13 +67,7 @@ class Marginals(ABC):
         require("matplotlib")
         from bayesadam import _plots as plots
 
-        layers: dict[str, list[Tensor]] = {}
-        for name, values in self.snr().items():
-            flat = whole(values).detach().flatten()
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(flat[:: 1 + flat.numel() // _PLOTTED].cpu())
-        groups = {name: torch.cat(parts).double().numpy() for name, parts in layers.items()}
-        label = "signal-to-noise ratio |μ|/σ of the weights"
-        return plots.spreads(ax, groups, label=label, threshold=1.0, meaning="|μ| = σ")
+        return plots.ratios(ax, {name: whole(values).detach() for name, values in self.snr().items()})
 
 
 @dataclass(frozen=True, eq=False)
