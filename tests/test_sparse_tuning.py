@@ -35,9 +35,7 @@ def test_rotated_curvature_counts_by_its_diagonal():
     adam = torch.optim.Adam(model.parameters())
     recorder = ba.Recorder(adam, keep=20, every=1)
     train(model, adam)
-    posterior = ba.Posterior.from_optimizer(
-        model, adam, 240, structure="kronecker", recorder=recorder, prior_precision=1.0
-    )
+    posterior = ba.Posterior.from_recorder(model, recorder, 240, power=0.5)
     v, basis = posterior.structure.second_moment["0.weight"], posterior.structure.bases["0.weight"]
     dense = torch.kron(basis.right, basis.left) @ torch.diag(v.T.flatten()) @ torch.kron(basis.right, basis.left).T
     diagonal = dense.diagonal().view(v.T.shape).T

@@ -115,7 +115,7 @@ def test_kronecker_factors_are_the_averages_of_outer_products():
     ba.track(optimizer, what="kronecker", every=1, decay=0.9)
     gradients = train(model, [optimizer], range(12))
     posterior = ba.Posterior.from_optimizer(
-        model, optimizer, n_data=100, batch_size=16, structure="kronecker", power=1.0, form="likelihood"
+        model, optimizer, n_data=100, batch_size=16, structure="kronecker", power=1.0
     )
     for name in ("0.weight", "3.weight"):
         each = [g[name] for g in gradients]

@@ -172,11 +172,11 @@ def test_several_optimisers(tmp_path):
 
 
 def test_options_reach_the_posterior(tmp_path):
-    callback = PosteriorCallback(n_data=1000, prior_precision=3.0, form="likelihood")
+    callback = PosteriorCallback(n_data=1000, prior_precision=3.0, power=0.7)
     run, module = fitted(tmp_path, callback, max_epochs=1)
-    expected = ba.Posterior.from_optimizer(module, run.optimizers, 1000, prior_precision=3.0, form="likelihood")
+    expected = ba.Posterior.from_optimizer(module, run.optimizers, 1000, prior_precision=3.0, power=0.7)
     assert equal(callback.posterior, expected)
-    assert callback.posterior.settings.form == "likelihood"
+    assert callback.posterior.power == 0.7
 
 
 def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):

@@ -11,8 +11,6 @@ from torch.distributions import Normal
 
 import bayesadam as ba
 from bayesadam.errors import ImproperError, MatchError, SettingError
-from bayesadam.weights.diagonal import Diagonal
-from bayesadam.weights.settings import Settings
 from cases import mlp, train, trained
 from floats import approx, assert_close
 
@@ -184,15 +182,6 @@ def test_weights_without_curvature_or_prior_have_infinite_variance_and_refuse_to
     assert_close(mended.variance["0.weight"][:, 1], torch.full((4,), 0.1))
 
 
-def test_replace_returns_a_new_posterior():
-    q = build(prior_precision=0.0)
-    scaled = q.replace(scale=4.0)
-    assert (q.settings.scale, scaled.scale) == (1.0, 4.0)
-    assert_close(scaled.variance["2.bias"] * 4, q.variance["2.bias"])
-    assert_close(q.replace(n_data=4 * N).variance["2.bias"], scaled.variance["2.bias"])
-    assert q.replace(likelihood="poisson", noise_variance=[0.5, 1], temperature=2.0).scale == 1.0
-
-
 def test_the_posterior_does_not_follow_later_training():
     model, optimizer = trained()
     q = ba.Posterior.from_optimizer(model, optimizer, N)
@@ -202,8 +191,11 @@ def test_the_posterior_does_not_follow_later_training():
     assert_close(q.variance, before[1], rtol=1e-300)
 
 
-def test_to_changes_type_and_leaves_the_model_alone():
+def test_to_and_replace_return_new_ones_and_leave_the_model_alone():
     q = build()
+    scaled = q.replace(prior_precision=0.0, scale=4.0, n_data=2 * N)
+    assert_close(scaled.variance["2.bias"] * 8, q.replace(prior_precision=0.0).variance["2.bias"])
+    assert (q.scale, q.n_data) == (1.0, N)
     double = q.replace(noise_variance=0.5).to(dtype=torch.float64)
     assert (double.mean["0.weight"].dtype, double.noise_variance.dtype) == (torch.float64, torch.float64)
     assert q.mean["0.weight"].dtype == q.model[0].weight.dtype == torch.float32
@@ -269,13 +261,6 @@ def test_bad_requests():
             q.log_prob(values)
     with pytest.raises(SettingError, match="float32 or float64"):
         q.to(dtype=torch.float16)
-
-
-def test_no_prior_and_no_curvature_is_improper():
-    q = ba.GaussianWeights({"w": torch.ones(2)}, Diagonal({"w": torch.tensor([0.0, 1.0])}), Settings(1.0, {"w": 0.0}))
-    with pytest.raises(ImproperError, match="'w': 1 of 2"):
-        q.sample()
-    assert "GaussianWeights(diagonal, 2 weights in 1 parameters" in repr(q)
 
 
 def test_settings_are_printed_in_a_table():

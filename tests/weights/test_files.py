@@ -223,16 +223,6 @@ def test_files_are_read_and_written_tensor_by_tensor(saved):
     assert len(seen) == 4 + 6
 
 
-def test_a_negative_moment_is_refused_when_it_is_read(saved):
-    folder, model, optimizer = saved
-    optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = -1.0
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.ckpt")
-    opened = ba.GaussianWeights.open(folder / "last.ckpt", N)
-    assert opened.part("0.weight").variance["0.weight"].shape == (32, 20)
-    with pytest.raises(StateError, match=r"'2\.weight'"):
-        opened.variance  # noqa: B018
-
-
 # --- without weights, and in fewer bytes ----------------------------------------------------------------------------
 
 

@@ -323,18 +323,11 @@ def test_what_the_networks_have_besides_is_kept(tmp_path):
 
 DAMAGE = {
     "a later format": (lambda h, t: h.update(format=99), "format 99.*upgrade"),
-    "no members": (lambda h, t: h.update(members=[], weights=[]), "damaged"),
     "fewer weights": (lambda h, t: h.update(weights=[1.0]), "damaged.*a weight for every member"),
     "weights of no sense": (lambda h, t: h.update(weights=[1, -1, 1]), "damaged.*positive"),
-    "weights of no type": (lambda h, t: h.update(weights=[1, None, 1]), "damaged.*positive"),
-    "members of no type": (lambda h, t: h.update(members=3), "damaged"),
     "a member of no type": (lambda h, t: h["members"].__setitem__(1, 5), "damaged: member 1"),
     "a member without settings": (lambda h, t: h["members"][1].pop("settings"), "damaged"),
-    "settings of no sense": (lambda h, t: h["members"][1]["settings"].update(bogus=1), "damaged"),
     "a tensor missing": (lambda h, t: t.pop("2.mode.odd"), r"damaged.*mode\.odd"),
-    "a tensor not finite": (lambda h, t: t["0.mode.odd"].fill_(math.nan), "damaged.*not finite"),
-    "a curvature below zero": (lambda h, t: t["0.second_moment.odd"].fill_(-1), "damaged.*negative"),
-    "a basis not orthogonal": (lambda h, t: t["1.left.odd"].mul_(2), "damaged.*orthogonal"),
     "a member of fewer parameters": (lambda h, t: h["members"][2]["parameters"].pop(), "damaged.*none in member 2"),
     "a mixture in a mixture": (lambda h, t: h["members"][0].update(structure="mixture"), "mixture"),
 }

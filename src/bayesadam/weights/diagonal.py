@@ -3,7 +3,7 @@
 | bases | name          | from                                                          |
 |-------|---------------|---------------------------------------------------------------|
 | none  | `"diagonal"`  | the second moment of Adam and its kin                         |
-| right | `"inputs"`    | the same, and the inputs of each layer (`weights.inputs`)    |
+| right | `"inputs"`    | the same, and the inputs of each layer (`weights.inputs`)     |
 | both  | `"kronecker"` | SOAP, Shampoo's statistics, or recorded gradients             |
 """
 
