@@ -154,7 +154,7 @@ def test_the_short_names_go_on_working(name, tmp_path, monkeypatch):
 
 
 CHOICES = [
-    (("prune", "a.pt", "--fraction", 0.5), "--ranking", ("snr", "snr-posterior", "magnitude", "saliency")),
+    (("prune", "a.pt", "--fraction", 0.5), "--ranking", ("snr", "magnitude", "saliency")),
     (("prune", "a.pt", "--fraction", 0.5), "--scope", ("global", "layer")),
     (("merge", "a.pt", "b.pt"), "--method", ("fisher", "gradient-matching", "kronecker")),
     (("export", "a.pt"), "--compress", ("8bit", "factored")),
@@ -226,7 +226,7 @@ def test_every_option_that_takes_names_is_in_the_lists_above():
         pytest.param("bayesadam regr", [], marks=pytest.mark.slow),
         pytest.param("bayesadam paper b", ["bandits"], marks=pytest.mark.slow),
         ("bayesadam prune --fra", ["--fraction"]),
-        pytest.param("bayesadam prune a.pt --ranking sn", ["snr", "snr-posterior"], marks=pytest.mark.slow),
+        pytest.param("bayesadam prune a.pt --ranking sn", ["snr"], marks=pytest.mark.slow),
         pytest.param("bayesadam data fetch fash", ["fashion-mnist"], marks=pytest.mark.slow),
         pytest.param("bayesadam paper bandits --agents badam,gr", ["badam,greedy"], marks=pytest.mark.slow),
         pytest.param("bayesadam paper bandits --problems s", ["statlog"], marks=pytest.mark.slow),

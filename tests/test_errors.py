@@ -79,7 +79,7 @@ def test_a_missing_extra_keeps_its_package_in_a_pickle():
 @pytest.mark.slow
 def test_an_error_crosses_processes(tmp_path):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        failed = pool.submit(ba.pruning.load_masks, tmp_path / "nowhere").exception()
+        failed = pool.submit(ba.compress.load_masks, tmp_path / "nowhere").exception()
     assert type(failed) is ba.errors.MissingFileError
     assert str(failed) == f"no file at {tmp_path / 'nowhere'}"
 
@@ -103,7 +103,7 @@ def test_arguments_out_of_order_are_told(tmp_path):
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=60, prior_precision=1.0)
     for swapped, said in (
         (lambda: ba.Posterior.load(model, tmp_path / "p.safetensors"), "model must be a Module, got"),
-        (lambda: ba.pruning.neuron_masks(model, 0.5, example_input=torch.ones(1, 2)), "posterior must be a Posterior"),
+        (lambda: ba.prune(model, 0.5), "posterior must be a Posterior"),
         (lambda: ba.audit([(torch.ones(1, 2), torch.ones(1))], posterior), "posterior must be a Posterior, got list"),
     ):
         with pytest.raises(ba.errors.MatchError, match=said):
@@ -128,7 +128,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
         lambda: ba.Mixture.load(nowhere, model),
         lambda: ba.Posterior.from_checkpoint(nowhere, model, 60),
         lambda: ba.inspect_checkpoint(nowhere),
-        lambda: ba.pruning.load_masks(nowhere),
+        lambda: ba.compress.load_masks(nowhere),
         lambda: bandits.Agent.load(nowhere),
         lambda: read_statlog(nowhere),
         lambda: posterior.save(nowhere),
@@ -141,7 +141,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
 def test_damaged_files_are_os_errors(tmp_path):
     path = tmp_path / "posterior.safetensors"
     path.write_bytes(b"\0" * 40)
-    for damaged in (lambda: ba.Posterior.load(path, mlp(2, 2, 2)), lambda: ba.pruning.load_masks(path)):
+    for damaged in (lambda: ba.Posterior.load(path, mlp(2, 2, 2)), lambda: ba.compress.load_masks(path)):
         with pytest.raises(OSError, match="truncated"):
             damaged()
 

@@ -103,7 +103,7 @@ def test_every_public_module_is_what_its_name_gives():
 
 
 def test_no_public_name_is_a_function_and_a_module():
-    assert {"bayesadam.calibration", "bayesadam.pruning", "bayesadam.diagnosis"} <= set(public_modules())
+    assert {"bayesadam.calibration", "bayesadam.compress", "bayesadam.diagnosis"} <= set(public_modules())
     for name in bayesadam.__all__:
         is_module = f"bayesadam.{name}" in public_modules()
         assert isinstance(getattr(bayesadam, name), ModuleType) == is_module, name
@@ -173,7 +173,7 @@ FLOORS = (
     {"engine", "lora", "predict"},
     {"leverage"},
     {"posterior"},
-    {"diagnosis", "merging", "optim", "pruning"},
+    {"compress", "diagnosis", "merging", "optim"},
     {"anchoring", "deploying", "inspect", "monitoring", "scores"},
     {"acquiring", "auditing", "calibration"},
     {"bandits", "sklearn", "trainers"},

@@ -172,7 +172,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     assert (inspected.optimizer, inspected.n_data) == ("published", 64)
     # Inputs that are always 0 fill columns, which even factors keep.
     assert inspected.dead == direct.dead == 64
-    ba.pruning.prune_checkpoint(folder / "model.safetensors", folder / "pruned.safetensors", 0.5)
+    ba.compress.prune_checkpoint(folder / "model.safetensors", folder / "pruned.safetensors", 0.5)
     assert sum(int((t == 0).sum()) for t in load_file(folder / "pruned.safetensors").values()) >= 771 // 2
     ba.GaussianWeights.open(folder / "model.safetensors").write_sample(folder / "draw.safetensors", seed=3)
     drawn = loaded.sample(generator=torch.Generator().manual_seed(3))
@@ -220,7 +220,7 @@ def test_a_whole_posterior_is_a_checkpoint_by_itself(saved):
     inspection = ba.inspect_checkpoint(folder / "whole.safetensors")
     assert (inspection.format, inspection.n_data, inspection.weights) == ("posterior", 64, live.n_weights)
     assert "kept as 8bit" in " ".join(inspection.why)
-    report = ba.pruning.prune_checkpoint(folder / "whole.safetensors", folder / "pruned.safetensors", 0.75)
+    report = ba.compress.prune_checkpoint(folder / "whole.safetensors", folder / "pruned.safetensors", 0.75)
     assert report.to_dict()
     assert set(load_file(folder / "pruned.safetensors")) == set(model.state_dict())
     found = ba.Posterior.from_checkpoint(folder / "whole.safetensors", build())
@@ -314,7 +314,7 @@ def test_weights_of_another_training_are_refused_in_a_checkpoint_too(saved, tmp_
     for state in (out, folder / "whole.safetensors"):
         pair = (folder / "elsewhere.pt", state)
         for read in (
-            lambda pair=pair: ba.pruning.prune_checkpoint(
+            lambda pair=pair: ba.compress.prune_checkpoint(
                 pair[0], folder / "p.safetensors", 0.5, optimizer_path=pair[1]
             ),
             lambda pair=pair: ba.Posterior.from_checkpoint(pair[0], build(), optimizer_path=pair[1]),
@@ -447,7 +447,7 @@ def test_a_later_format_and_damaged_files_are_refused(saved):
 def test_other_files_are_not_taken_for_posteriors(saved):
     folder, model, optimizer = saved
     live = ba.Posterior.from_optimizer(model, optimizer, 64)
-    ba.pruning.save_masks(folder / "masks.safetensors", ba.pruning_masks(live, 0.5))
+    ba.compress.save_masks(folder / "masks.safetensors", ba.compress.masks(live, 0.5))
     save_file({"bayesadam": torch.ones(2)}, folder / "named.safetensors")
     for name in ("masks", "named"):
         assert format_of(folder / f"{name}.safetensors").name == "safetensors"

@@ -158,7 +158,7 @@ torch.set_num_threads(1)
 path, small, task = sys.argv[1:4]
 run = {
     "inspect": lambda p: inspect_checkpoint(p, n_data=1000),
-    "prune": lambda p: ba.pruning.prune_checkpoint(p, p + ".pruned.safetensors", 0.5),
+    "prune": lambda p: ba.compress.prune_checkpoint(p, p + ".pruned.safetensors", 0.5),
     "sample": lambda p: ba.GaussianWeights.open(p, 1000, prior_precision=1.0).write_sample(p + ".draw.safetensors"),
 }[task]
 # Once on a small file, for what the first use brings into memory.

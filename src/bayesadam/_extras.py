@@ -15,6 +15,7 @@ EXTRA_OF: dict[str, str | None] = {
     **dict.fromkeys(("starlette", "uvicorn"), "serve"),
     **{name: name for name in ("botorch", "lightning", "sklearn")},
     "pooch": "data",
+    "torch_pruning": "prune",
 }
 
 

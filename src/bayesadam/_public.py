@@ -4,11 +4,11 @@ from bayesadam import (
     anchoring,
     auditing,
     bandits,
+    compress,
     errors,
     likelihoods,
     merging,
     optim,
-    pruning,
     readers,
     scores,
     sklearn,
@@ -19,6 +19,7 @@ from bayesadam.acquiring import acquire
 from bayesadam.anchoring import anchor
 from bayesadam.auditing import audit
 from bayesadam.calibration import calibrate, log_marginal_likelihood
+from bayesadam.compress import prune
 from bayesadam.deploying import deploy
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
@@ -30,7 +31,6 @@ from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
 from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.predict import Top
-from bayesadam.pruning import prune, pruning_masks
 from bayesadam.readers import Recorder, track
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "auditing",
     "bandits",
     "calibrate",
+    "compress",
     "deploy",
     "doctor",
     "errors",
@@ -62,8 +63,6 @@ __all__ = [
     "merging",
     "optim",
     "prune",
-    "pruning",
-    "pruning_masks",
     "readers",
     "scores",
     "sklearn",

@@ -238,9 +238,9 @@ def doctor(
     """
 
 
-_Ranking = _named("bayesadam.pruning:RANKINGS", "The score, of which the lowest are removed; see docs/pruning.md.")
+_Ranking = _named("bayesadam.compress:RANKINGS", "The score, of which the lowest are removed; see docs/pruning.md.")
 _Exclude = Option(help='Leave whole, separated by commas: names, "*.norm*", biases.', callback=_split)
-_Scope = _named("bayesadam.pruning.masks:Scope", "All weights compete, or each parameter loses the same share.")
+_Scope = _named("bayesadam.compress.ranking:Scope", "All weights compete, or each parameter loses the same share.")
 
 
 @_on_a_file

@@ -227,8 +227,8 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(SettingError, match="one prior precision"):
         uneven.sample()
     with pytest.raises(SettingError, match=r"posterior\.snr"):
-        ba.pruning_masks(posterior, 0.5)
-    masks = ba.pruning_masks(posterior, 0.5, ranking=posterior.snr())
+        ba.compress.masks(posterior, 0.5)
+    masks = ba.compress.masks(posterior, 0.5, ranking=posterior.snr())
     assert set(masks) == set(posterior.mode)
 
 

@@ -38,14 +38,14 @@ def problem(images: Images, seeds=(1, 2)):
 def test_the_curve_is_that_of_masks_applied_one_by_one(images):
     given = problem(images)
     found = curves_of("badam", given)
-    assert set(found) == {"snr", "magnitude", "path-snr"}
+    assert set(found) == {"snr", "magnitude"}
     for index in range(2):
         model = given.network.build(member(given.optimum.params, index)).eval()
         posterior = ba.Posterior.from_state_dict(model, given.optimum.state_dict(index), 150, prior_precision=0.0)
         for ranking in ("snr", "magnitude"):
             for place in (0, 3, 7, 9):
-                masks = ba.pruning_masks(posterior, FRACTIONS[place], ranking=ranking)
-                right = ba.prune(model, masks, inplace=False)(images.test_x).argmax(dim=1) == images.test_y
+                small = ba.prune(posterior, FRACTIONS[place], ranking=ranking).model
+                right = small(images.test_x).argmax(dim=1) == images.test_y
                 assert found[ranking]["accuracy"][index][place] == approx(float(right.double().mean()))
 
 
@@ -157,7 +157,7 @@ def test_the_commands_write_their_picture_and_metrics(images, tmp_path, monkeypa
         record = json.loads((out / "metrics.json").read_text())
         assert record["command"] == "pruning"
         for found in record["results"].values():
-            assert set(found) == {"snr", "magnitude", "path-snr"}
+            assert set(found) == {"snr", "magnitude"}
             assert found["snr"]["fractions"] == list(FRACTIONS)
             assert len(found["snr"]["accuracy"]) == 1
 

@@ -290,7 +290,7 @@ class Checks:
         posterior = self.read("linear")
         for work in (
             lambda: ba.calibrate(posterior, (inputs(), torch.zeros(4, 1)), likelihood="regression"),
-            lambda: ba.pruning_masks(posterior, fraction=0.5),
+            lambda: ba.compress.masks(posterior, fraction=0.5),
         ):
             with pytest.raises(SettingError, match="gathered"):
                 work()

@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from bayesadam import Posterior, calibrate, doctor, pruning_masks, readers, scores
+from bayesadam import Posterior, calibrate, compress, doctor, readers, scores
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, Track, generator
+from bayesadam.compress.ranking import Ranking
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.diagnosis import Diagnosis
 from bayesadam.inspect import quantiles
-from bayesadam.pruning import Ranking
 
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 # A point with this p-value or less counts as novel.
@@ -78,7 +78,7 @@ def pruned_rmse(posterior: Posterior, data: ToyData, ranking: Ranking, fractions
     """RMSE of the mean network after the given fractions of its weights, lowest score first, are set to 0."""
     errors = []
     for fraction in fractions:
-        masks = pruning_masks(posterior, fraction, ranking=ranking)
+        masks = compress.masks(posterior, fraction, ranking=ranking)
         weights = {name: mean * masks[name] for name, mean in posterior.mean.items()}
         prediction = torch.func.functional_call(posterior.model, weights, (data.x,))
         errors.append(float((prediction - data.y).square().mean().sqrt()))

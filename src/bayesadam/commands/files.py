@@ -16,13 +16,13 @@ from bayesadam._extras import require
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.commands.running import Run, Table, as_json, target
+from bayesadam.compress import prune_checkpoint
 from bayesadam.deploying import deploy
 from bayesadam.errors import BayesAdamWarning, SettingError
 from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
 from bayesadam.posterior import Posterior
-from bayesadam.pruning import prune_checkpoint
 from bayesadam.readers import CheckpointOptions
 
 # Endings of files that are written again as they are; of any other the weights alone are written.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, run_parts, seeds_of
+from bayesadam.compress import weight_scores
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
@@ -21,7 +22,6 @@ from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_g
 from bayesadam.paper.released import NOTEBOOK
 from bayesadam.paper.released import posteriors as released_posteriors
 from bayesadam.posterior import Posterior
-from bayesadam.pruning import path_scores, weight_scores
 
 FRACTIONS = (
     *(round(0.1 * k, 1) for k in range(8)),
@@ -47,7 +47,7 @@ PRINTED: Mapping[str, Mapping[float, float]] = {
     "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
     "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
 }
-STYLES: Mapping[str, Any] = {"snr": "-", "magnitude": "--", "path-snr": ":"}
+STYLES: Mapping[str, Any] = {"snr": "-", "magnitude": "--"}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
 
@@ -156,13 +156,9 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
     own, rankings = trainer(problem), ["snr", "magnitude"]
     if method == "mc-dropout" or method in VARIANTS:
         rankings = ["magnitude"] if method == "mc-dropout" else ["snr"]
-    elif trainer is _from_adam:
-        rankings.append("path-snr")
-    found, example = {}, torch.zeros(1, problem.data.x.shape[-1])
+    found = {}
     for ranking in rankings:
-        scores = [
-            path_scores(p, example_input=example) if ranking == "path-snr" else weight_scores(p, ranking) for p in own
-        ]
+        scores = [weight_scores(p, ranking) for p in own]
         stacked = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}
         weights = {name: torch.stack([p.mean[name] for p in own]) for name in scores[0]}
         found[ranking] = {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, stacked)}

@@ -53,3 +53,18 @@ def sorted_masks(scores: Mapping[str, np.ndarray], count: int) -> dict[str, np.n
 
 def removed(masks: Mapping[str, Tensor]) -> int:
     return sum(int((~mask).sum()) for mask in masks.values())
+
+
+def normalised() -> tuple[nn.Sequential, torch.optim.Adam, Tensor]:
+    """A trained network with a batch norm, which makes the bias before it idle; its optimiser and its inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].bias.fill_(2.0)
+    optimizer, x = torch.optim.Adam(model.parameters(), lr=1e-2), torch.randn(200, 6)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    for rows in torch.randint(200, (200, 32)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return model.eval(), optimizer, x
