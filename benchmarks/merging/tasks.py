@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.common.networks import lenet, mlp
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.data import load_split
 from bayesadam.errors import DataError
-from networks import lenet, mlp
 
 BATCH = 100
 KEEP = 100
@@ -118,18 +118,13 @@ def train(
     decay: bool = True,
     soap: bool = False,
     keep: int = KEEP,
-    after: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Trained:
-    """Steps of Adam, or of SOAP, on random batches, with a recorder of the last gradients; `after` sees the optimiser
-    first.
-    """
+    """Steps of Adam, or of SOAP, on random batches, with a recorder of the last gradients."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     if soap:
         from pytorch_optimizer import SOAP
 
         optimizer = SOAP(model.parameters(), lr=rate, weight_decay=0.0)
-    if after is not None:
-        after(optimizer)
     # Over the whole of training, as v̂ is.
     recorder = ba.Recorder(optimizer, keep=keep, every=max(1, steps // keep)) if keep and not soap else None
     draw = torch.Generator(device=x.device).manual_seed(seed)

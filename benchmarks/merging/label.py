@@ -1,20 +1,14 @@
-"""Which inputs to label: accuracy after 50, 100 and 300 labels, by random choice, entropy, MC dropout and `acquire`.
+"""Which inputs to label: accuracy after 50, 100 and 300 labels, by random choice, entropy and `acquire`.
 
-    BAYESADAM_DATA=... python benchmarks/label.py [--quick] [--seeds 10] [--problems ...] [--methods ...] [--part 0/1]
-    BAYESADAM_DATA=... python benchmarks/label.py --cost
+    BAYESADAM_DATA=... python -m benchmarks.merging.label [--quick] [--seeds 10] [--problems ...] [--part 0/1]
 
 Every method has the same network, with dropout, trained from scratch by AdamW after every ten labels on those there
 are: what differs is which ten come next. They start from the same twenty labels, drawn at random, and choose out of the
 same pool.
 
-- random, entropy: of the network's probabilities.
-- dropout bald, dropout batchbald: 50 dropout masks, each the same for all inputs; joint entropies as in `acquire`.
-- the others: `bayesadam.acquire` on the posterior in AdamW's state, by method, without dropout; the prior precision is
-  one over the mean square of the weights.
-
 Problems: scikit-learn's digits, MNIST with an MLP and with a CNN, and two tables, statlog (shuttle) and covertype. A
 pool has 4,000 inputs, of digits 1,200. A cell, one problem, method and seed, is a JSON file under `--out`, and is not
-run again; `--part i/n` runs every n-th of them. --cost times one `acquire` of 10 out of 60,000 images.
+run again; `--part i/n` runs every n-th of them.
 """
 
 from __future__ import annotations
@@ -28,28 +22,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from benchmarks.common.harness import (
+    Cell,
+    arguments,
+    mean_and_error,
+    number,
+    one_core,
+    setting,
+    shared_cells,
+    write_results,
+)
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.acquiring import acquire, most_joint_information
 from bayesadam.data import load_images, load_table
 from bayesadam.likelihoods.classification import entropy
-from harness import Cell, arguments, mean_and_error, number, one_core, resident, setting, shared_cells, write_results
 
 LABELS = (50, 100, 300)
-FIRST, BATCH, MASKS, STEPS = 20, 10, 50, 300
+FIRST, BATCH, STEPS = 20, 10, 300
 DROPOUT = 0.3
-METHODS = (
-    "random",
-    "entropy",
-    "dropout bald",
-    "dropout batchbald",
-    "badam batchbald",
-    "badam bald",
-    "badam epig",
-    "badam leverage",
-    "badam badge",
-)
+METHODS = ("random", "entropy", "acquire")
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
@@ -66,20 +58,15 @@ class Problem:
     build: Callable[[], nn.Module]
 
 
-class Dropout(nn.Module):
-    """Dropout in training; with a `mask`, (1, features), the units that it keeps, for all inputs alike."""
-
-    mask: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """With the mask, or a new one for every input in training."""
-        if self.mask is not None:
-            return x * self.mask
-        return nn.functional.dropout(x, DROPOUT, self.training)
-
-
 def mlp(n_in: int, n_out: int, width: int = 128) -> nn.Module:
-    layers = [nn.Linear(n_in, width), nn.ReLU(), Dropout(), nn.Linear(width, width), nn.ReLU(), Dropout()]
+    layers = [
+        nn.Linear(n_in, width),
+        nn.ReLU(),
+        nn.Dropout(DROPOUT),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Dropout(DROPOUT),
+    ]
     return nn.Sequential(*layers, nn.Linear(width, n_out))
 
 
@@ -90,10 +77,10 @@ def cnn() -> nn.Module:
         nn.Conv2d(16, 32, 3, stride=2),
         nn.ReLU(),
         nn.Flatten(),
-        Dropout(),
+        nn.Dropout(DROPOUT),
         nn.Linear(800, 64),
         nn.ReLU(),
-        Dropout(),
+        nn.Dropout(DROPOUT),
         nn.Linear(64, 10),
     )
 
@@ -149,46 +136,14 @@ def probabilities(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([model(part) for part in x.split(1000)]).softmax(dim=-1)
 
 
-@torch.no_grad()
-def masked(model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """p(y | mask) of 50 dropout masks, (masks, n, classes)."""
-    generator, dropouts = torch.Generator().manual_seed(seed), [m for m in model.modules() if isinstance(m, Dropout)]
-    widths: dict[Any, int] = {}
-    handles = [m.register_forward_pre_hook(lambda m, a: widths.update({m: a[0].shape[1]})) for m in dropouts]
-    model(x[:1])
-    for handle in handles:
-        handle.remove()
-    found = []
-    try:
-        for _ in range(MASKS):
-            for module, width in widths.items():
-                keep = torch.rand(1, width, generator=generator) >= DROPOUT
-                module.mask = keep.float() / (1 - DROPOUT)
-            found.append(probabilities(model, x))
-    finally:
-        for module in dropouts:
-            module.mask = None
-    return torch.stack(found)
-
-
 def choose(method: str, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, n: int, seed: int) -> Tensor:
     """Ten of the inputs."""
     if method == "random":
         return torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:BATCH]
     if method == "entropy":
         return entropy(probabilities(model, x)).topk(BATCH).indices
-    if method.startswith("dropout"):
-        probs = masked(model, x, seed)
-        own = entropy(probs.mean(dim=0)) - entropy(probs).mean(dim=0)
-        if method == "dropout bald":
-            return own.topk(BATCH).indices
-        best = own.topk(min(len(own), 1000)).indices
-        return best[most_joint_information(probs[:, best], torch.full((MASKS,), 1 / MASKS), BATCH, seed)]
-    weights = torch.cat([w.detach().flatten() for w in model.parameters()])
-    posterior = ba.Posterior.from_optimizer(
-        model, optimizer, n, likelihood="classification", prior_precision=1 / float(weights.square().mean())
-    )
-    return acquire(posterior, x, BATCH, method=method.removeprefix("badam "), seed=seed)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n, likelihood="classification")
+    return ba.acquire(posterior, x, BATCH, seed=seed)
 
 
 def learn(name: str, method: str, seed: int, most: int) -> Cell:
@@ -220,7 +175,7 @@ def area(cell: Cell) -> float:
 
 
 def report(cells: dict[tuple[str, str], list[Cell]], problems: list[str], methods: list[str]) -> dict[str, Any]:
-    """Tables, and what `acquire` is beside dropout's BatchBALD and beside random choice."""
+    """Tables, and what `acquire` is beside random choice and entropy."""
     results: dict[str, Any] = {}
     for problem in problems:
         print(
@@ -234,41 +189,11 @@ def report(cells: dict[tuple[str, str], list[Cell]], problems: list[str], method
             columns = "  ".join(number(values) for values in (*at, [area(c) for c in own]))
             print(f"  {method:20s} {columns}  {statistics.median(c['seconds'] for c in own):.2f} s")
             results.setdefault(problem, {})[method] = {"area": [area(c) for c in own], "accuracy": at}
-        for ours in (m for m in methods if m.startswith("badam") and cells.get((problem, m))):
-            for other in ("random", "dropout batchbald"):
-                pairs = list(zip(cells[problem, ours], cells.get((problem, other), []), strict=False))
-                if pairs:
-                    gap, error = mean_and_error(area(a) - area(b) for a, b in pairs)
-                    print(f"  {ours} less {other}: {gap:+.4f} ± {error:.4f}")
-            against = cells.get((problem, "random"), [])
-            needed = [labels_needed(a, b) for a, b in zip(cells[problem, ours], against, strict=False)]
-            if needed:
-                results[problem][ours]["labels for random's last accuracy"] = needed
-                print(f"  {ours} has random's last accuracy after {statistics.median(needed):g} labels (median)")
+        pairs = [list(zip(cells[problem, "acquire"], cells[problem, other], strict=False)) for other in METHODS[:2]]
+        for other, pair in zip(METHODS, pairs, strict=False):
+            gap, error = mean_and_error(area(ours) - area(theirs) for ours, theirs in pair)
+            print(f"  acquire less {other}: {gap:+.4f} ± {error:.4f}")
     return results
-
-
-def labels_needed(ours: Cell, random: Cell) -> int:
-    """For the accuracy of random choice after its last label; ten more than all where it is never reached."""
-    goal = list(random["accuracy"].values())[-1]
-    counts = list(map(int, ours["accuracy"]))
-    return next((n for n in counts if ours["accuracy"][str(n)] >= goal), counts[-1] + BATCH)
-
-
-def cost(images: int) -> dict[str, float]:
-    """Seconds and memory of 10 out of so many images of 784 pixels."""
-    torch.manual_seed(0)
-    x = torch.rand(images, 784)
-    problem = Problem(x, torch.randint(10, (images,)), x, x, lambda: mlp(784, 10))
-    model, optimizer = train(problem, torch.arange(100), 0)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 100, likelihood="classification")
-    found = {}
-    for method in ("leverage", "badge", "bald", "batchbald", "epig"):
-        began = time.perf_counter()
-        acquire(posterior, x, 10, method=method)
-        found[method] = time.perf_counter() - began
-        print(f"acquire of 10 out of {images:,}, {method}: {found[method]:.1f} s, at most {resident('VmHWM'):.0f} MiB")
-    return found
 
 
 def main() -> None:
@@ -276,18 +201,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.set_defaults(methods=list(METHODS))
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell, from the i-th on")
-    parser.add_argument("--cost", action="store_true", help="the cost of one acquire instead")
     options: argparse.Namespace = parser.parse_args()
     one_core()
     warnings.filterwarnings("ignore", category=ba.errors.BayesAdamWarning)
-    if options.cost:
-        write_results(options.out, "label-cost", {**setting(), "seconds": cost(1000 if options.quick else 60_000)})
-        return
     if options.quick:
         options.seeds, options.problems = 1, ["digits"]
-        options.methods = ["random", "dropout batchbald", "badam batchbald"]
     most = 40 if options.quick else max(LABELS)
     cells = shared_cells(
         options,

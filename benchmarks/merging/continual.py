@@ -1,9 +1,8 @@
 """Continual learning: tasks one after the other, anchored to the posterior of those before, beside EWC at its best
 strength.
 
-    BAYESADAM_DATA=... python benchmarks/continual.py [--quick] [--only permuted split-mnist split-fashion-mnist]
-        [--methods plain ewc kronecker …] [--development 0 1 2] [--seeds 1000 1001 …] [--device cuda] [--jobs 8] [--out
-        out/bench]
+    BAYESADAM_DATA=... python -m benchmarks.merging.continual [--quick] [--only permuted split-mnist …]
+        [--methods plain ewc kronecker …] [--development 0 1 2] [--seeds 1000 1001 …] [--device cuda] [--jobs 8]
 
 - permuted: ten tasks of MNIST, each with its pixels in an order of its own; one head of ten classes.
 - split-mnist, split-fashion-mnist: five tasks of two classes; the task is known, and each has a head of its own.
@@ -21,8 +20,6 @@ Strengths λ are in units of Bayes' rule, N F for the Fisher F of one image. Riv
 accuracy (5,000 images that train nothing) over the development seeds; "ours" has λ = 1 and nothing chosen. diagonal and
 root are shown at their best λ too. Each cell is a file of its own under `--out`/continual: stopped, the benchmark
 resumes, and several processes may share the work by --only, --methods or --seeds.
-
-The cost is that of a step in a training loop over the plain one, interleaved in one process.
 """
 
 from __future__ import annotations
@@ -37,26 +34,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import bayesadam as ba
-from bayesadam.data import load_split
-from doubt_data import NoData, load
-from harness import (
+from benchmarks.common.harness import (
     Cell,
     Target,
     arguments,
     at_least,
-    at_most,
-    interleaved,
     mean_and_error,
     parallel,
-    ratio,
     read_cell,
     setting,
     write_cell,
     write_results,
 )
+from benchmarks.common.inputs import NoData, load
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.data import load_split
 
 PROBLEMS = {"permuted": "mnist", "split-mnist": "mnist", "split-fashion-mnist": "fashion-mnist"}
 GRID = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -353,39 +347,6 @@ def best_strength(problem: str, method: str, seeds: Sequence[int], size: Size, f
     return max(means, key=lambda strength: means[strength])
 
 
-# --- cost -----------------------------------------------------------------------------------------------------------
-
-
-def costs(size: Size, device: str, rounds: int) -> dict[str, float]:
-    """Seconds of a training step over those of a plain one, with a pull or a penalty of every kind."""
-    task = tasks_of("permuted", Size(1, size.images, size.epochs, size.width, size.data), 0, device)[0]
-    calls = {}
-    for method in ("plain", "ewc", *OURS):
-        torch.manual_seed(0)
-        model = network([task], size)
-        optimizer = adam(model)
-        train(model, task, optimizer, 1)
-        correct = None
-        if method == "ewc":
-            penalty = Quadratic(model, 1.0, online=False)
-            penalty.add(task)
-            correct = partial(penalty.correct, len(task.x))
-        elif method != "plain":
-            ba.anchor(optimizer, posterior_of(method, model, optimizer, task), n_data=len(task.x))
-        calls[method] = partial(_steps, model, task, optimizer, correct)
-    seconds = interleaved(calls, rounds=rounds)
-    return {method: ratio(seconds, method, "plain") for method in calls}
-
-
-def _steps(model: Net, task: Task, optimizer: torch.optim.Optimizer, correct: Correct | None) -> None:
-    """As many steps as there are between two pulls, several times over."""
-    rows = torch.arange(BATCH, device=task.x.device) % len(task.x)
-    for _ in range(50):
-        step(model, task, rows, optimizer, correct)
-    if task.x.is_cuda:
-        torch.cuda.synchronize()
-
-
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +373,6 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="for each task; all by default")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--width", type=int, default=100)
-    parser.add_argument("--no-cost", action="store_true", help="leave out the cost of a step")
     options = parser.parse_args()
     size = Size(options.tasks, options.images, options.epochs, options.width)
     only, seeds, development = options.only, options.seeds, options.development
@@ -452,10 +412,6 @@ def main() -> None:
         if ours and theirs:
             targets += at_least(f"{problem}: Kronecker at λ = 1 less EWC at its best", 0, ours["mean"] - theirs["mean"])
     results = {"size": asdict(size), "development": development, "seeds": seeds, **setting(), "problems": found}
-    if not options.no_cost:
-        results["costs"] = costs(size, options.device, 3 if options.quick else 30)
-        for method in OURS:
-            targets += at_most(f"a step with {method} over a plain one", 2, results["costs"][method])
     results["targets"] = [asdict(target) for target in targets]
     write_results(options.out, "continual", results)
     for target in targets:
