@@ -138,21 +138,6 @@ def test_regression_agrees_with_the_hat_matrix():
     assert_close(found.change[:, 0], (-hat * residual).float(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_unseen_examples_suspicion_is_the_textbooks_studentised_residual():
-    x, y, noise = linear_model()
-    whole = torch.linalg.qr(x).Q
-    hat = (whole @ whole.T).diagonal()
-    residual = (y - whole @ (whole.T @ y))[:, 0]
-    for i in (0, 7):
-        keep = torch.arange(len(x)) != i
-        # Coordinates in which the other examples are orthogonal, and their exact posterior diagonal.
-        _, r = torch.linalg.qr(x[keep])
-        turned = x @ torch.linalg.inv(r)
-        posterior = exact_posterior(turned[keep], y[keep], noise)
-        found = audit(posterior, (turned[i : i + 1], y[i : i + 1]), likelihood="regression")
-        assert float(found.suspicion) == approx(float(residual[i].abs() / (noise * (1 - hat[i])).sqrt()), rel=1e-5)
-
-
 def test_several_outputs_are_a_mahalanobis_distance():
     model, optimizer = trained(3, 5, 2, dtype=torch.float64)
     posterior = ba.Posterior.from_optimizer(

@@ -271,11 +271,3 @@ def test_a_file_keeps_it(adapted, tmp_path):
     again = ba.Posterior.load(tmp_path / "adapter.safetensors", adapted)
     assert again.settings.covariant
     assert_same_predictions(again, posterior)
-
-
-def test_it_goes_where_the_posterior_goes_and_leaves_with_another_prior(adapted):
-    posterior = read(adapted)
-    assert posterior.to(dtype=torch.float32).replace(scale=2.0).settings.covariant
-    assert not posterior.replace(prior_precision=1.0).settings.covariant
-    assert not posterior.replace(prior_precision=dict(posterior.prior_precision)).settings.covariant
-    assert posterior.replace(prior_precision=1.0).replace(prior_precision=ba.LoraPrior()).settings.covariant

@@ -171,7 +171,8 @@ def _information(posterior: Posterior | Mixture, inputs: Any, name: str, forward
     mean, covariance = _moments(posterior, inputs, forward, joint=False)
     root = _hessian(posterior, mean, name).sqrt()
     inner = torch.eye(mean.shape[1]).to(mean) + root[:, :, None] * covariance * root[:, None, :]
-    return torch.linalg.slogdet(inner).logabsdet / 2
+    information: Tensor = torch.linalg.slogdet(inner).logabsdet / 2
+    return information
 
 
 def _most_information(covariance: Tensor, hessian: Tensor, k: int) -> Tensor:

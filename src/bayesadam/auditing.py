@@ -159,11 +159,12 @@ _NLL: dict[str, Any] = {
     "binary": lambda f, y, _: F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(dim=1),
     "regression": lambda f, y, noise: ((y - f) ** 2 / noise + (2 * math.pi * noise).log()).sum(dim=1) / 2,
     "poisson": lambda f, y, _: (f.exp() - y * f + torch.lgamma(y + 1)).sum(dim=1),
-    "heteroscedastic": lambda f, y, _: _heteroscedastic(*f.chunk(2, dim=1), y),
+    "heteroscedastic": lambda f, y, _: _heteroscedastic(f, y),
 }
 
 
-def _heteroscedastic(mean: Tensor, log_variance: Tensor, y: Tensor) -> Tensor:
+def _heteroscedastic(f: Tensor, y: Tensor) -> Tensor:
+    mean, log_variance = f.chunk(2, dim=1)
     terms = (y - mean).square() * (-log_variance).exp() + log_variance + math.log(2 * math.pi)
     return terms.sum(dim=1) / 2
 

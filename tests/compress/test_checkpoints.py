@@ -68,18 +68,6 @@ def test_an_opened_file_has_the_masks_of_the_posterior(saved, ranking):
         assert all(torch.equal(found[name], mask) for name, mask in expected.items())
 
 
-def test_the_original_is_left_alone_and_bad_settings_write_nothing(saved, tmp_path):
-    _, _, path = saved
-    before = path.read_bytes()
-    out = tmp_path / "pruned.pt"
-    for change in ({"ranking": "luck"}, {"exclude": ("nothing*",)}, {"scope": "row"}, {"fraction": 1.5}):
-        with pytest.raises(ba.BayesAdamError):
-            ba.compress.prune_checkpoint(path, out, **{"fraction": 0.5, **change})
-    assert not out.exists()
-    ba.compress.prune_checkpoint(path, out, 0.5)
-    assert path.read_bytes() == before
-
-
 def test_the_command_prunes_reports_and_ends_with_its_paths(saved, tmp_path):
     _, _, path = saved
     out = tmp_path / "small" / "pruned.safetensors"
