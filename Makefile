@@ -133,14 +133,14 @@ mergekit-test: $(MERGEKIT)/.ready
 
 # botorch's releases may ask for another torch: it is installed without its own dependencies.
 BOTORCH := .venv-botorch
-$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/surrogate/botorch.txt
+$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/botorch.txt
 	$(PYTHON) -m venv $(BOTORCH)
 	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sklearn]' pytest
-	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/surrogate/botorch.txt
+	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/botorch.txt
 	@touch $@
 
 botorch-test: $(BOTORCH)/.ready
-	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/surrogate
+	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/test_botorch.py
 
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild
