@@ -17,7 +17,6 @@ from bayesadam._linearised import linearised
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as record_of
-from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict.call import (
     Call,
     Forward,
@@ -29,6 +28,8 @@ from bayesadam.predict.call import (
     is_loader,
 )
 from bayesadam.predict.moments import parameters_at_mean
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 __all__ = ["acquire"]
 

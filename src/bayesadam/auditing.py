@@ -16,10 +16,10 @@ from bayesadam._linearised import Moments, linearised
 from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict.call import Forward, batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.posterior import Posterior
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
 

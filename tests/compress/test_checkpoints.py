@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
-from bayesadam.gaussian.weights import GaussianWeights
+from bayesadam.weights.gaussian import GaussianWeights
 from compress.cases_compress import normalised
 
 # Of the bias before the batch norm, which the last test is about.

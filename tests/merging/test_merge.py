@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.merging import merge, merge_checkpoints
 from bayesadam.merging import merged as merging
+from bayesadam.weights.gaussian import GaussianWeights
 from cases import soap
 from floats import approx, assert_close, close
 

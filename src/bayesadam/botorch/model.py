@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict.moments import white_rows
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bayesadam import _storage as storage
 from bayesadam._alone import listed_optimizers, unwrap
 from bayesadam.errors import FileError, MatchError
-from bayesadam.gaussian.structure import AnyPath, Named
+from bayesadam.weights.named import AnyPath, Named
 
 
 class Owner(NamedTuple):

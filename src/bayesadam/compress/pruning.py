@@ -16,14 +16,13 @@ from bayesadam._tables import aligned
 from bayesadam.compress.masking import apply_masks
 from bayesadam.compress.ranking import Exclude, Ranking, Scope, eligible, masks, removals, weight_scores
 from bayesadam.errors import MatchError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.structure import AnyPath, Named, outlined
-from bayesadam.gaussian.weights import GaussianWeights
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
-from bayesadam.posterior.posterior import copy_into
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.gaussian import GaussianWeights
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.named import AnyPath, Named, outlined
+from bayesadam.weights.posterior import Posterior, copy_into
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

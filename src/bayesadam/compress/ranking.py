@@ -15,13 +15,13 @@ from bayesadam._checks import is_number
 from bayesadam._warnings import warn
 from bayesadam.compress.masking import Owner, owners
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.settings import PrecisionRule
-from bayesadam.gaussian.structure import Named, outlined
-from bayesadam.gaussian.weights import GaussianWeights
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
-from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.weights.gaussian import GaussianWeights
+from bayesadam.weights.mixture import require_one_network
+from bayesadam.weights.named import Named, outlined
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.running import biases_before_norms, norm_widths
+from bayesadam.weights.settings import PrecisionRule
 
 Ranking = str | Callable[[Tensor, Tensor], Tensor] | Named
 Scope = Literal["global", "layer"]

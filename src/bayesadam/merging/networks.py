@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
-from bayesadam.gaussian.structure import AnyPath, outlined
-from bayesadam.gaussian.weights import GaussianWeights, of_match
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
+from bayesadam.weights.gaussian import GaussianWeights, of_match
+from bayesadam.weights.mixture import require_one_network
+from bayesadam.weights.named import AnyPath, outlined
+from bayesadam.weights.posterior import Posterior
 
 Source = GaussianWeights | AnyPath | tuple[AnyPath, AnyPath]
 BaseSource = Source | nn.Module | Mapping[str, Tensor]
