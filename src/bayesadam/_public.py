@@ -1,10 +1,16 @@
 """The public names, each from the module that has it; `bayesadam` imports this one with the first of them."""
 
-from bayesadam import bandits, errors, likelihoods, optim, readers, scores, sklearn
+from bayesadam import bandits, compress, errors, likelihoods, optim, readers, scores, sklearn, trainers
 from bayesadam._version import __version__
+from bayesadam.acquiring import acquire
+from bayesadam.anchoring import anchor
+from bayesadam.auditing import audit
 from bayesadam.calibrated import Answer, Calibrated, calibrate, load
+from bayesadam.compress import prune
+from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
 from bayesadam.lora import LoraPrior
+from bayesadam.merging import merge
 from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
 from bayesadam.readers import Recorder, track
@@ -24,14 +30,22 @@ __all__ = [
     "Posterior",
     "Recorder",
     "__version__",
+    "acquire",
+    "anchor",
+    "audit",
     "bandits",
     "calibrate",
+    "compress",
+    "doctor",
     "errors",
     "likelihoods",
     "load",
+    "merge",
     "optim",
+    "prune",
     "readers",
     "scores",
     "sklearn",
     "track",
+    "trainers",
 ]

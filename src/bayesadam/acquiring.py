@@ -13,21 +13,12 @@ from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
 from bayesadam._checks import count, require_kind
-from bayesadam._linearised import linearised
+from bayesadam.predict import linearised
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as record_of
-from bayesadam.predict.call import (
-    Call,
-    Forward,
-    batch_size,
-    chosen_examples,
-    examples,
-    for_model,
-    inputs_of,
-    is_loader,
-)
-from bayesadam.predict.moments import parameters_at_mean
+from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
+from bayesadam.predict.network import Call, Forward, means
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
@@ -115,7 +106,7 @@ def _gradients(posterior: Posterior, inputs: Any, name: str, forward: Forward | 
     handles = [layer.register_forward_pre_hook(lambda _, given: features.append(given[0])) for layer in layers]
     try:
         with in_eval_mode(posterior.model):
-            outputs = Call(posterior.model, forward)(parameters_at_mean(posterior), inputs)
+            outputs = Call(posterior.model, forward)(means(posterior), inputs)
     finally:
         for handle in handles:
             handle.remove()

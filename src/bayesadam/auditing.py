@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
-from bayesadam._linearised import Moments, linearised
+from bayesadam.likelihoods.moments import Moments
+from bayesadam.predict import linearised
 from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict.call import Forward, batch_size, batches_of, to_device
+from bayesadam.predict.batches import batch_size, batches_of, to_device
+from bayesadam.predict.network import Forward
 from bayesadam.readers import warn_of_few
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.posterior import Posterior
@@ -27,6 +29,8 @@ Column = Literal["suspicion", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 # A normal variable is within this many standard deviations half of the time.
 _QUARTILE = 0.6744897501960817
+# Where nothing says how many examples were behind one gradient.
+_USUAL_BATCH = 100
 # The class index that torch and transformers leave out of a loss.
 _IGNORED = -100
 _SHOWN = 20
@@ -137,7 +141,7 @@ def audit(
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
         own = linearised(posterior, inputs, forward=forward, covariance=True)
         of_classes = name in ("classification", "binary")
-        data = linearised(posterior.for_novelty, inputs, forward=forward, covariance=True) if of_classes else None
+        data = linearised(_by_data_alone(posterior), inputs, forward=forward, covariance=True) if of_classes else None
         parts.append((own, data, _targets(name, y, own.mean)))
         if name != "regression":
             columns.append(_measured(name, *parts.pop()))
@@ -151,6 +155,21 @@ def audit(
     joined = {key: column.float() if column.is_floating_point() else column for key, column in joined.items()}
     influence = torch.linalg.vector_norm(joined["change"], dim=1)
     return Audit(name, influence=influence, noise_variance=None if noise is None else noise.cpu(), **joined)
+
+
+def _by_data_alone(posterior: Posterior) -> Posterior:
+    """The same at p = s = 1, w = N B and δ = ε mean(w c), or ε mean(w c/R) R with a prior of shape R.
+
+    Neither tuning nor the units of the loss change it. A wrong B scales all variances alike.
+    """
+    size = posterior.batch_size or _USUAL_BATCH
+    base = replace(posterior.settings, power=1.0, scale=1.0, batch_size=size, form="map")
+    total = sum(float(c.sum()) for c in posterior.structure.curvatures(1.0, base.prior_shape))
+    # Along its own axes a curvature has more very small eigenvalues, which a large δ would hide.
+    share = 1e-3 if posterior.structure.independent else 1e-4
+    prior = base.prior_at(share * base.weight * total / posterior.n_weights or 1.0)
+    named = prior if isinstance(prior, dict) else dict.fromkeys(posterior.prior_precision, prior)
+    return replace(posterior, settings=replace(base, prior_precision=named))
 
 
 # −log p(y | f) of each example, by f, (n, c), y, and a regression's σ².

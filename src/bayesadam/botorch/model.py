@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict.moments import white_rows
+from bayesadam.predict import white_rows
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
