@@ -19,6 +19,8 @@ _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iteration
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
 _N_DATA_KEYS = ("n_data", "num_train_examples", "n_train")
 _CLASS_KEYS = ("optimizer_class", "optimizer_name", "optimizer_type")
+# What fastai calls the entries of a state.
+_FASTAI = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
 # Levels of dictionaries that are searched.
 _DEEPEST = 3
 
@@ -132,8 +134,9 @@ def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
 
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Dictionaries down to the third level, lists of states opened."""
-    yield path, tree
-    if is_weights(tree) or is_optimizer(tree):
+    state = torch_layout(tree)
+    yield path, state
+    if is_weights(tree) or is_optimizer(state):
         return
     for key, value in tree.items():
         if not isinstance(key, str | int):
@@ -172,3 +175,30 @@ def keeps_order(weights: Mapping[str, Any]) -> bool:
     number = {module: number for number, module in enumerate(noted if isinstance(noted, Mapping) else ())}
     numbers = [number[module] for name in names if (module := name.rpartition(".")[0]) in number]
     return numbers == sorted(numbers) if numbers else len(names) < 2 or names != sorted(names)
+
+
+def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A state of fastai's own Adam in torch's layout; all else as it is.
+
+    It has one dictionary a parameter, `state`, and one a group, `hypers`; as nothing says where a group ends, groups
+    must agree. `sqr_mom` is β₂; `do_wd` says of a parameter whether it decays.
+    """
+    if value.keys() != {"state", "hypers"}:
+        return value
+    states, hypers = (
+        list(part.state.get("items", ()) if isinstance(part, StandIn) else part)
+        for part in (value["state"], value["hypers"])
+    )
+    settings = {tuple(group.get(key) for key in ("mom", "sqr_mom", "wd")) for group in hypers}
+    trained = {n: state for n, state in enumerate(states) if any(isinstance(t, Tensor) for t in state.values())}
+    if len(settings) != 1 or not all(_FASTAI.keys() <= state.keys() for state in trained.values()):
+        return value
+    ((momentum, beta, decay),) = settings
+    groups = itertools.groupby(range(len(states)), lambda number: bool(states[number].get("do_wd", True)))
+    return {
+        "state": {n: {_FASTAI[k]: held for k, held in s.items() if k in _FASTAI} for n, s in trained.items()},
+        "param_groups": [
+            {"betas": (momentum, beta), "weight_decay": float(decay or 0) * decays, "params": list(numbers)}
+            for decays, numbers in groups
+        ],
+    }
