@@ -23,7 +23,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
-from bayesadam.inspect import inspect_checkpoint
+from bayesadam.inspecting import inspect
 from harness import arguments, resident, setting, write_results
 
 N = 60_000
@@ -82,7 +82,7 @@ def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
 
 
 TASKS: dict[str, Callable[[str], Any]] = {
-    "inspect": lambda path: inspect_checkpoint(path, n_data=N),
+    "inspect": lambda path: inspect(path, n_data=N),
     "prune": lambda path: ba.pruning.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
     "sample": lambda path: ba.GaussianWeights.open(path, N).write_sample(f"{path}.draw.safetensors"),
 }

@@ -147,7 +147,7 @@ MEASURED = """
 import sys, threading, time
 import torch
 import bayesadam as ba
-from bayesadam.inspect import inspect_checkpoint
+from bayesadam.inspecting import inspect
 
 def anonymous():
     for line in open("/proc/self/status"):
@@ -157,7 +157,7 @@ def anonymous():
 torch.set_num_threads(1)
 path, small, task = sys.argv[1:4]
 run = {
-    "inspect": lambda p: inspect_checkpoint(p, n_data=1000),
+    "inspect": lambda p: inspect(p, n_data=1000),
     "prune": lambda p: ba.pruning.prune_checkpoint(p, p + ".pruned.safetensors", 0.5),
     "sample": lambda p: ba.GaussianWeights.open(p, 1000, prior_precision=1.0).write_sample(p + ".draw.safetensors"),
 }[task]

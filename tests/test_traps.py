@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import bayesadam as ba
 from bayesadam.calibration.leaked import balance
 from bayesadam.errors import BayesAdamWarning, HeldOutWarning, InputRangeWarning, MatchError, SettingError
-from bayesadam.inspect import diagnose_checkpoint
+from bayesadam.inspecting import diagnose_checkpoint
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.posterior.inputs import InputRange, departure, inside, ranges_of
 from bayesadam.trainers.keeper import PosteriorKeeper

@@ -22,7 +22,7 @@ from bayesadam.calibration import calibrate, log_marginal_likelihood
 from bayesadam.deploying import deploy
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
-from bayesadam.inspect import inspect_checkpoint
+from bayesadam.inspecting import inspect
 from bayesadam.likelihoods import Predictive
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import merge
@@ -55,7 +55,7 @@ __all__ = [
     "deploy",
     "doctor",
     "errors",
-    "inspect_checkpoint",
+    "inspect",
     "likelihoods",
     "log_marginal_likelihood",
     "merge",

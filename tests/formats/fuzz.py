@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bayesadam.inspect import inspect_checkpoint
 from safetensors.torch import save
 from torch import nn
 
 from bayesadam.errors import BayesAdamError
-from bayesadam.inspect import inspect_checkpoint
 from bayesadam.posterior import Posterior
 
 SECONDS, MEGABYTES = 5.0, 1024

@@ -14,17 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, MatchError, SettingError, StateError
+from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.readers import (
-    StateReader,
     identify_reader,
     match_checkpoint,
     read_checkpoint,
     read_curvature,
     read_optimizer,
-    register,
 )
-from bayesadam.readers import registry as registry_module
 from cases import mlp, train
 from floats import assert_close
 
@@ -152,18 +149,6 @@ def test_from_checkpoint_is_from_optimizer(model: str, tmp_path: Path) -> None:
     assert torch.equal(fresh.eval()(x), net.eval()(x))
 
 
-def test_two_groups_are_told_by_shapes_that_occur_once(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = mlp(3, 5, 4, 1)
-    decayed = [p for p in net.parameters() if p.dim() > 1]
-    others = [p for p in net.parameters() if p.dim() == 1]
-    live = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
-    train(net, live)
-    read = read_checkpoint(save(tmp_path / "c.pt", net, live))
-    same(read_curvature(read), net, live)
-    same(read_curvature(read, net), net, live)
-
-
 def test_names_in_the_groups_are_used(tmp_path: Path) -> None:
     # Every shape is the same and the groups are shuffled: names alone can tell.
     net, draw = made("encoder")
@@ -172,20 +157,6 @@ def test_names_in_the_groups_are_used(tmp_path: Path) -> None:
     run(net, live, draw)
     weights = OrderedDict((f"module.{name}", tensor) for name, tensor in net.state_dict().items())
     same(read_curvature(read_checkpoint(save(tmp_path / "c.pt", weights, live))), net, live)
-
-
-def test_names_as_keys_are_used(tmp_path: Path) -> None:
-    net, draw = made("encoder")
-    live = torch.optim.Adam(net.parameters())
-    run(net, live, draw)
-    state = live.state_dict()
-    names = [name for name, _ in net.named_parameters()]
-    named = {
-        "state": {f"_orig_mod.{names[key]}": value for key, value in reversed(state["state"].items())},
-        "param_groups": [{**state["param_groups"][0], "params": [f"_orig_mod.{n}" for n in names[::-1]]}],
-    }
-    torch.save({"model": net.state_dict(), "optimizer": named}, tmp_path / "c.pt")
-    same(read_curvature(read_checkpoint(tmp_path / "c.pt")), net, live)
 
 
 def test_tied_weights_count_once_among_others_of_their_shape(tmp_path: Path) -> None:
@@ -200,15 +171,6 @@ def test_tied_weights_count_once_among_others_of_their_shape(tmp_path: Path) -> 
     assert not found.omitted
 
 
-def test_parameters_made_from_one_tensor_but_not_tied(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = mlp(3, 3, 3)
-    net[2].weight.data = net[0].weight.data
-    live = torch.optim.Adam(net.parameters())
-    train(net, live)
-    same(read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live))), net, live)
-
-
 def test_views_of_one_flat_buffer_are_not_tied(tmp_path: Path) -> None:
     net = mlp(3, 3, 3)
     flat = torch.randn(sum(p.numel() for p in net.parameters()))
@@ -219,15 +181,6 @@ def test_views_of_one_flat_buffer_are_not_tied(tmp_path: Path) -> None:
     live = torch.optim.Adam(net.parameters())
     train(net, live)
     same(read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live))), net, live)
-
-
-def test_the_weights_of_a_model_with_a_part_called_module(tmp_path: Path) -> None:
-    net = nn.Sequential(OrderedDict(module=mlp(3, 4, 1)))
-    live = torch.optim.Adam(net.parameters())
-    run(net, live, INPUTS["mlp"][1])
-    fresh = nn.Sequential(OrderedDict(module=mlp(3, 4, 1)))
-    posterior = ba.Posterior.from_checkpoint(save(tmp_path / "c.pt", net, live), fresh, n_data=10)
-    assert torch.equal(posterior.mean["module.0.weight"], net.module[0].weight)
 
 
 # --- several groups -------------------------------------------------------------------------------------------------
@@ -339,15 +292,6 @@ def test_unused_parameters_do_not_shift_the_others(optimizer: str, tmp_path: Pat
     assert found.omitted == {"second.weight": "never received a gradient", "second.bias": "never received a gradient"}
 
 
-def test_unused_and_frozen_at_once_is_refused(tmp_path: Path) -> None:
-    net = Unused()
-    net.third.requires_grad_(False)
-    live = torch.optim.Adam(p for p in net.parameters() if p.requires_grad)
-    run(net, live, INPUTS["mlp"][1])
-    with pytest.raises(MatchError, match="may belong to"):
-        read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live)))
-
-
 class Buffered(nn.Module):
     """A buffer before, or behind, parameters of its own shape."""
 
@@ -390,27 +334,6 @@ def test_sorted_weights_are_not_taken_for_the_models_order(tmp_path: Path) -> No
     with pytest.raises(MatchError, match="keeps no order"):
         read_curvature(read)
     same(read_curvature(read, net), net, live)
-
-
-def test_weights_in_another_order_than_torch_noted(tmp_path: Path) -> None:
-    net = mlp(3, 3, 3)
-    live = torch.optim.Adam(net.parameters())
-    train(net, live)
-    weights = net.state_dict()
-    weights.move_to_end("0.weight")
-    read = read_checkpoint(save(tmp_path / "c.pt", weights, live))
-    assert not read.ordered
-    with pytest.raises(MatchError, match="keeps no order"):
-        read_curvature(read)
-
-
-def test_a_plain_copy_of_a_state_dict_keeps_its_order(tmp_path: Path) -> None:
-    net, draw = made("encoder")
-    live = torch.optim.Adam(net.parameters())
-    run(net, live, draw)
-    read = read_checkpoint(save(tmp_path / "c.pt", {n: t.clone() for n, t in net.state_dict().items()}, live))
-    assert read.ordered
-    same(read_curvature(read), net, live)
 
 
 def test_safetensors_of_equal_shapes_are_refused_without_the_model(tmp_path: Path) -> None:
@@ -480,42 +403,6 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
         read_curvature(read_checkpoint(save(tmp_path / "c.pt", net, live)))
 
 
-def test_a_model_of_another_width_is_refused_by_its_shapes(tmp_path: Path) -> None:
-    net = mlp(3, 5, 4)
-    live = torch.optim.Adam(net.parameters())
-    train(net, live)
-    file = save(tmp_path / "c.pt", net, live)
-    with pytest.raises(
-        MatchError, match=r"^build the model as it was trained: .* shape \(4, 5\) in .* and \(2, 5\) in"
-    ):
-        ba.Posterior.from_checkpoint(file, mlp(3, 5, 2), n_data=10)
-
-
-def test_a_list_in_another_order_is_refused(tmp_path: Path) -> None:
-    net = mlp(3, 5, 1)
-    live = torch.optim.Adam(list(net.parameters())[::-1])
-    train(net, live)
-    read = read_checkpoint(save(tmp_path / "c.pt", net, live))
-    with pytest.raises(MatchError, match=r"not in the order of the weights: key 0 has shape \(1,\)"):
-        read_curvature(read)
-    same(read_curvature(read, param_names=[n for n, _ in net.named_parameters()][::-1]), net, live)
-
-
-def test_names_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
-    net = mlp(3, 5, 1)
-    live = torch.optim.Adam(net.parameters())
-    train(net, live)
-    read = read_checkpoint(save(tmp_path / "c.pt", net, live))
-    with pytest.raises(MatchError, match=r"'body.weight'"):
-        read_curvature(read, param_names=["body.weight", "0.bias", "2.weight", "2.bias"])
-    with pytest.raises(MatchError, match="3 names for the 4"):
-        read_curvature(read, param_names=["0.weight", "0.bias", "2.weight"])
-    with pytest.raises(MatchError, match=r"0.weight' has shape \(5,\), the parameter \(5, 3\)"):
-        read_curvature(read, param_names=["0.bias", "0.weight", "2.weight", "2.bias"])
-    with pytest.raises(MatchError, match="or twice"):
-        read_curvature(read, param_names=["0.weight", "0.weight", "2.weight", "2.bias"])
-
-
 def test_a_model_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     live = torch.optim.Adam(net.parameters())
@@ -531,48 +418,7 @@ def test_a_model_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> N
         ba.Posterior.from_checkpoint(path, mlp(3, 5, 1), n_data=0)
 
 
-def test_states_in_no_group_are_refused(tmp_path: Path) -> None:
-    net = mlp(3, 5, 1)
-    live = torch.optim.Adam(net.parameters())
-    train(net, live)
-    state = live.state_dict()
-    state["param_groups"][0]["params"] = [0, 1, 2]
-    torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "c.pt")
-    with pytest.raises(BayesAdamError):
-        read_curvature(read_checkpoint(tmp_path / "c.pt"))
-
-
 # --- which optimiser ------------------------------------------------------------------------------------------------
-
-
-def state_of(make: Callable[[Iterable[Any]], Optimizer]) -> dict[str, Any]:
-    net = mlp(3, 4, 1)
-    live = make(net.parameters())
-    train(net, live, steps=2)
-    return live.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [
-        ("adam", "adam"),
-        ("adamw", "adamw"),
-        ("amsgrad", "adam"),
-        ("rmsprop", "rmsprop"),
-        ("adagrad", "adagrad"),
-        ("adadelta", "adadelta"),
-        ("adamax", "adamax"),
-        ("adafactor", "adafactor"),
-    ],
-)
-def test_the_keys_tell_the_optimiser(optimizer: str, expected: str) -> None:
-    assert identify_reader(state_of(OPTIMIZERS[optimizer])).name == expected
-
-
-def test_a_recorded_class_decides_among_those_that_fit() -> None:
-    state = state_of(torch.optim.NAdam)
-    assert identify_reader(state, "torch.optim.NAdam").name == "nadam"
-    assert identify_reader(state, "SGD").name == "nadam"
 
 
 @pytest.mark.parametrize(
@@ -592,24 +438,6 @@ def test_optimisers_of_other_houses_are_told_by_their_keys(group: Any, entries: 
     assert identify_reader({"state": {0: state}, "param_groups": [{**group, "params": [0]}]}).name == expected
 
 
-def test_one_number_a_layer_is_not_taken_for_adam() -> None:
-    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.tensor(1.0)}
-    with pytest.raises(StateError, match="no reader finds a second moment"):
-        identify_reader({"state": {0: state}, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]})
-
-
-def test_readers_that_differ_and_both_fit_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
-    register(StateReader("mine", ("my.Adagrad",), key="sum", statistic="average"))
-    net = mlp(3, 4, 1)
-    live = torch.optim.Adagrad(net.parameters())
-    train(net, live)
-    read = read_checkpoint(save(tmp_path / "c.pt", net, live))
-    with pytest.raises(StateError, match="adagrad or mine, which are read differently: say which with optimizer="):
-        read_curvature(read)
-    same(read_curvature(read, optimizer="adagrad"), net, live)
-
-
 def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     for momentum, message in (
@@ -624,28 +452,6 @@ def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
         found = read_curvature(read, optimizer="ogd").second_moment
         assert list(found) == [name for name, _ in net.named_parameters()]
         assert all(bool((v == 1).all()) for v in found.values())
-
-
-def test_the_wrong_optimiser_by_name_is_refused(tmp_path: Path) -> None:
-    net = mlp(3, 5, 1)
-    live = torch.optim.RMSprop(net.parameters())
-    train(net, live)
-    read = read_checkpoint(save(tmp_path / "c.pt", net, live))
-    with pytest.raises(StateError, match="finds no 'exp_avg_sq'"):
-        read_curvature(read, optimizer="adam")
-    with pytest.raises(SettingError, match="no reader is named"):
-        read_curvature(read, optimizer="nonsense")
-
-
-def test_eight_bit_states_are_dequantised(tmp_path: Path) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    net = mlp(64, 64, 64, 1)
-    live = bitsandbytes.optim.AdamW8bit(net.parameters())
-    train(net, live)
-    read = read_checkpoint(save(tmp_path / "c.pt", net, live))
-    assert identify_reader(read.optimizer).name in ("adam8bit", "adamw8bit")
-    same(read_curvature(read), net, live)
 
 
 # --- against every permutation --------------------------------------------------------------------------------------

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam._options import in_options
-from bayesadam.cli import app
-from bayesadam.errors import FileError, MatchError
+from bayesadam.errors import FileError
 from bayesadam.readers import explain, read_checkpoint, read_curvature
 from cases import mlp
 from floats import assert_close
@@ -97,30 +95,11 @@ def test_ml_agents_saves_vectors_that_are_not_trained(tmp_path: Path) -> None:
     check(read, named, live)
 
 
-def test_a_group_a_network_three_levels_down(tmp_path: Path) -> None:
-    encoder, generator = mlp(3, 5, 5), mlp(5, 5, 3)
-    live = stepped(Adam([{"params": encoder.parameters()}, {"params": generator.parameters(), "weight_decay": 0.1}]))
-    inner = {"encoder": encoder.state_dict(), "generator": generator.state_dict()}
-    tree = {"run": {"nets": inner, "opt": {"main": live.state_dict()}}}
-    read = read_checkpoint(saved(tmp_path / "c.pt", tree))
-    check(read, {f"run.nets.{n}": p for n, p in under(encoder=encoder, generator=generator).items()}, live)
-    assert read_curvature(read).weight_decay["run.nets.generator.0.bias"] == 0.1
-
-
 def test_a_usual_key_does_not_win_against_the_shapes(tmp_path: Path) -> None:
     model, value = mlp(4, 8, 2), mlp(4, 8, 1)
     live = stepped(Adam(parameters(model, value)))
     tree = {"model": model.state_dict(), "value": value.state_dict(), "optimizer": live.state_dict()}
     check(read_checkpoint(saved(tmp_path / "c.pt", tree)), under(model=model, value=value), live)
-
-
-def test_buffers_and_statistics_between_networks(tmp_path: Path) -> None:
-    actor, critic = mlp(4, 8, 2), mlp(4, 8, 1)
-    actor.register_buffer("seen", torch.ones(4))
-    live = stepped(Adam(parameters(actor, critic)))
-    tree = {"actor": actor.state_dict(), "critic": critic.state_dict(), "optimizer": live.state_dict()}
-    tree["norm"] = {"mean": torch.zeros(4), "std": torch.ones(4)}
-    check(read_checkpoint(saved(tmp_path / "c.pt", tree)), under(actor=actor, critic=critic), live)
 
 
 def test_twins_are_read_in_the_order_that_is_given(tmp_path: Path) -> None:
@@ -147,28 +126,6 @@ def test_an_order_that_is_not_the_files_is_shown_and_not_taken(tmp_path: Path) -
         read_checkpoint(path, weights_key="actor,actor")
     with pytest.raises(FileError, match="nothing of the kind under weights_key='nobody'"):
         read_checkpoint(path, weights_key="actor,nobody")
-
-
-def test_an_optimiser_in_a_file_of_its_own(tmp_path: Path) -> None:
-    actor, critic = mlp(4, 8, 2), mlp(4, 8, 1)
-    live = stepped(Adam(parameters(actor, critic)))
-    path = saved(tmp_path / "w.pt", {"actor": actor.state_dict(), "critic": critic.state_dict()})
-    state = saved(tmp_path / "o.pt", live.state_dict())
-    check(read_checkpoint(path, optimizer_path=state), under(actor=actor, critic=critic), live)
-    other = saved(tmp_path / "o.pt", stepped(Adam(mlp(9, 9).parameters())).state_dict())
-    with pytest.raises(FileError, match="no shapes fit"):
-        read_checkpoint(path, optimizer_path=other)
-
-
-def test_the_command_line_repeats_the_key(tmp_path: Path) -> None:
-    one, two = mlp(4, 8, 1), mlp(4, 8, 1)
-    live = stepped(Adam(parameters(two, one)))
-    path = saved(tmp_path / "c.pt", {"a": one.state_dict(), "b": two.state_dict(), "o": live.state_dict()})
-    out = tmp_path / "draw.safetensors"
-    command = ["sample", str(path), "-o", str(out), "--n-data", "10", "--prior-precision", "1"]
-    done = CliRunner().invoke(app, [*command, "--weights-key", "b", "--weights-key", "a"])
-    assert done.exit_code == 0, done.output
-    assert out.exists()
 
 
 # --- several of both ------------------------------------------------------------------------------------------------
@@ -206,13 +163,6 @@ def test_a_gan_of_equal_networks_is_not_guessed_by_its_keys(tmp_path: Path) -> N
             read_checkpoint(path, **given)
     read = read_checkpoint(path, weights_key="D", optimizer_key="optD")
     check(read, dict(models["D"].named_parameters()), live["optD"])
-
-
-def test_the_only_optimiser_whose_shapes_fit(tmp_path: Path) -> None:
-    models, live, tree = gan(G=(2, 8, 4), D=(4, 8, 1))
-    del tree["D"]
-    read = read_checkpoint(saved(tmp_path / "c.pt", tree))
-    check(read, dict(models["G"].named_parameters()), live["optG"])
 
 
 def test_sac(tmp_path: Path) -> None:
@@ -274,45 +224,4 @@ def test_the_same_tensors_twice_are_one_network(tmp_path: Path) -> None:
     check(read_checkpoint(saved(tmp_path / "c.pt", tree)), dict(policy.named_parameters()), live)
 
 
-def test_alike_without_such_a_word_is_no_copy(tmp_path: Path) -> None:
-    one, two = mlp(3, 5, 1), mlp(3, 5, 1)
-    live = stepped(Adam(one.parameters()))
-    tree = {"one": one.state_dict(), "two": two.state_dict(), "adam": live.state_dict()}
-    with pytest.raises(FileError, match=r"(?s)weights_key='one'.*weights_key='two'"):
-        read_checkpoint(saved(tmp_path / "c.pt", tree))
-
-
 # --- what is left out -----------------------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
-    """Parameters of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        self.last = nn.Linear(3, 3)
-        self.register_buffer("offset", torch.ones(3))
-
-
-def test_scalars_are_read_and_complex_numbers_left_out(tmp_path: Path) -> None:
-    model = Mixed()
-    live = stepped(Adam(model.parameters()))
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": live.state_dict()})
-    with pytest.raises(MatchError, match="'phase' is complex"):
-        read_curvature(read_checkpoint(path), Mixed())
-    # The buffer has the shape of a bias.
-    with pytest.raises(MatchError, match="may belong to") as caught:
-        read_curvature(read_checkpoint(path))
-    assert "another model" not in str(caught.value)
-    del model.offset
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": live.state_dict()})
-    found = read_curvature(read_checkpoint(path))
-    real = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
-    assert found.second_moment.keys() == real.keys()
-    for name, parameter in real.items():
-        state = live.state[parameter]
-        assert_close(found.second_moment[name], state["exp_avg_sq"] / (1 - 0.999**2))
-    assert list(found.omitted) == ["phase"]

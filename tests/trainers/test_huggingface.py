@@ -79,16 +79,6 @@ def trained(folder: Path, callback_options: dict[str, Any] | None = None, **opti
     return run, callback
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would show of the one run in a folder."""
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (logs,) = (folder / "runs").iterdir()
-    assert len(list(logs.iterdir())) == 1, "one run is one file of events"
-    events = accumulators.EventAccumulator(str(logs))
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def equal(a: ba.Posterior, b: ba.Posterior) -> bool:
     return list(a.mode) == list(b.mode) and all(
         torch.equal(a.mode[name], b.mode[name]) and torch.equal(a.variance[name], b.variance[name]) for name in a.mode
@@ -112,20 +102,6 @@ def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
         assert shown[f"train/posterior/{tag}"] == [(10, approx(float(value), rel=1e-5))]
     (logged,) = [line for line in run.state.log_history if "posterior/snr_median" in line]
     assert logged["posterior/snr_median"] == approx(float(every.median()))
-
-
-def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path):
-    run, callback = trained(
-        tmp_path, {"calibrate": True, "likelihood": "classification", "path": tmp_path / "here.safetensors"}
-    )
-    raw = ba.Posterior.from_optimizer(run.model, run.optimizer, N)
-    expected = ba.calibrate(raw, run.get_eval_dataloader(), likelihood="classification")
-    for found in (callback.posterior, ba.Posterior.load(tmp_path / "here.safetensors", run.model)):
-        assert equal(found, expected)
-        assert (found.temperature, found.averaged) == (expected.temperature, expected.averaged)
-    (logged,) = [line for line in run.state.log_history if "posterior/nll" in line]
-    assert logged["posterior/nll"] == approx(min(expected.calibration.nll.values()), rel=1e-4)
-    assert logged["posterior/network_nll"] == approx(run.evaluate()["eval_loss"], rel=1e-4)
 
 
 def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):
@@ -202,34 +178,6 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path):
         )
 
 
-@pytest.mark.parametrize("moved", [True, False])
-def test_a_language_model_is_scored_as_its_own_loss_scores_it(tmp_path, moved):
-    """Next tokens of GPT-2, with padding; the hidden words of a masked BERT."""
-    torch.manual_seed(0)
-    if moved:
-        model = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=2, n_positions=LENGTH)
-        )
-    else:
-        model = transformers.BertForMaskedLM(classifier().config)
-    rows = examples(N, 0)
-    for number, row in enumerate(rows):
-        row["labels"] = row["input_ids"].clone()
-        row["labels"][2 + number % 3 :] = -100
-    run = trainer(tmp_path, train=rows, model=model)
-    run.eval_dataset = rows[:30]
-    held_out = None if moved else [run.data_collator(rows[:20]), run.data_collator(rows[20:30])]
-    callback = PosteriorCallback(100, calibrate=True, likelihood="classification", held_out=held_out)
-    run.add_callback(callback)
-    run.train()
-    logged = {key: value for entry in run.state.log_history for key, value in entry.items()}
-    with torch.no_grad():
-        own = float(model.eval()(**run.data_collator(rows[:30])).loss)
-    assert logged["posterior/network_nll"] == approx(own, rel=1e-4)
-    assert logged["posterior/nll"] <= own + 1e-3
-    assert callback.posterior.n_data == 100
-
-
 def test_a_failure_at_the_end_leaves_the_run_whole(tmp_path):
     with pytest.warns(NoPosteriorWarning, match="keeps no second moment"):
         run, callback = trained(tmp_path, optim="sgd")
@@ -238,17 +186,6 @@ def test_a_failure_at_the_end_leaves_the_run_whole(tmp_path):
         _ = callback.posterior
     run.save_model(str(tmp_path / "kept"))
     assert (tmp_path / "kept" / "model.safetensors").is_file()
-
-
-def test_an_adapter_alone(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        classifier(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
-    )
-    _, callback = trained(tmp_path, {"calibrate": True, "likelihood": "classification"}, model=model)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert set(callback.posterior.mode) == trainable
-    assert set(ba.Posterior.load(tmp_path / "posterior.safetensors", model).mode) == trainable
 
 
 @pytest.mark.slow

@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 pl = pytest.importorskip("lightning.pytorch")
 
 import bayesadam as ba  # noqa: E402
-from bayesadam.errors import BayesAdamError, FileError, NoPosteriorWarning, SettingError, StateError  # noqa: E402
-from bayesadam.readers import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
+from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
+from bayesadam.readers import read_checkpoint, read_curvature  # noqa: E402
 from bayesadam.trainers.keeper import count_examples  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
 from floats import approx  # noqa: E402
-from processes import run_python  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
@@ -142,41 +141,11 @@ def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
         assert shown[f"posterior/{tag}"] == [(last, approx(float(value), rel=1e-5))]
 
 
-def test_calibration_is_on_the_validation_data_and_shows_in_the_logger(tmp_path):
-    callback = PosteriorCallback(
-        calibrate=True, likelihood="classification", path=tmp_path / "deep" / "here.safetensors"
-    )
-    run, module = fitted(tmp_path, callback)
-    raw, (_, held_out) = ba.Posterior.from_optimizer(module, run.optimizers, N), loaders()
-    expected = ba.calibrate(raw, held_out, likelihood="classification")
-    for found in (callback.posterior, ba.Posterior.load(tmp_path / "deep" / "here.safetensors", module)):
-        assert equal(found, expected)
-        assert (found.temperature, found.averaged) == (expected.temperature, expected.averaged)
-    shown = {tag: values[-1][1] for tag, values in scalars(run.log_dir).items()}
-    x, y = held_out.dataset.tensors
-    with torch.no_grad():
-        logits = module(x)
-    for tag, value in {
-        "nll": expected.calibration.nll["calibrated"],
-        "network_nll": float(nn.functional.cross_entropy(logits, y)),
-        "scale": expected.settings.scale,
-    }.items():
-        assert shown[f"posterior/{tag}"] == approx(value, rel=1e-4), tag
-
-
 def test_several_optimisers(tmp_path):
     callback = PosteriorCallback()
     run, module = fitted(tmp_path, callback, module=TwoOptimizers())
     assert set(callback.posterior.mode) == {name for name, _ in module.named_parameters()}
     assert equal(callback.posterior, ba.Posterior.from_optimizer(module, run.optimizers, N))
-
-
-def test_options_reach_the_posterior(tmp_path):
-    callback = PosteriorCallback(n_data=1000, prior_precision=3.0, form="likelihood")
-    run, module = fitted(tmp_path, callback, max_epochs=1)
-    expected = ba.Posterior.from_optimizer(module, run.optimizers, 1000, prior_precision=3.0, form="likelihood")
-    assert equal(callback.posterior, expected)
-    assert callback.posterior.settings.form == "likelihood"
 
 
 def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):
@@ -199,12 +168,6 @@ def test_a_dry_run_writes_nothing(tmp_path):
     assert not list(tmp_path.glob("**/*.safetensors"))
 
 
-def test_without_a_logger(tmp_path):
-    callback = PosteriorCallback()
-    fitted(tmp_path, callback, logger=False, max_epochs=1)
-    assert (tmp_path / "posterior.safetensors").is_file()
-
-
 def test_the_older_package_serves_too(tmp_path):
     older = pytest.importorskip("pytorch_lightning")
     callback = PosteriorCallback()
@@ -223,29 +186,6 @@ def test_the_older_package_serves_too(tmp_path):
     module, run = Older(), trainer(tmp_path, callback, library=older, max_epochs=1)
     run.fit(module, loaders()[0])
     assert equal(callback.posterior, ba.Posterior.from_optimizer(module, run.optimizers, N))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hidden", "rest"),
-    [
-        (
-            "'lightning'",
-            "import pytorch_lightning as p; assert issubclass(m.PosteriorCallback, p.Callback); print('ok')",
-        ),
-        ("'lightning', 'pytorch_lightning'", ""),
-    ],
-)
-def test_where_a_package_is_missing(hidden, rest):
-    source = (
-        f"import sys\nfor name in ({hidden},): sys.modules[name] = None\nimport bayesadam.trainers\n"
-        f"import bayesadam.trainers.lightning as m\n{rest}"
-    )
-    done = run_python(source)
-    if rest:
-        assert done.stdout == "ok\n", done.stderr
-    else:
-        assert "pip install 'bayesadam[lightning]'" in done.stderr
 
 
 class Told(pl.Callback):
@@ -333,19 +273,6 @@ def test_a_failure_at_the_end_leaves_the_run_whole(tmp_path):
     assert equal(ba.Posterior.load(Path(run.log_dir) / "posterior.safetensors", module), raw)
 
 
-def test_an_optimiser_without_a_second_moment_is_told_of(tmp_path):
-    class Plain(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    callback = PosteriorCallback()
-    with pytest.warns(NoPosteriorWarning, match="keeps no second moment"):
-        run, _ = fitted(tmp_path, callback, module=Plain(), max_epochs=1)
-    assert run.state.finished
-    with pytest.raises(StateError, match="keeps no second moment"):
-        _ = callback.posterior
-
-
 def test_counting_examples():
     dataset = data(10, 0)
     loader = DataLoader(dataset, batch_size=4, drop_last=True)
@@ -390,72 +317,3 @@ def test_the_posterior_of_a_checkpoint_is_that_of_the_live_optimiser(run):
     # Without the model, too.
     curvature = read_curvature(read_checkpoint(path))
     assert all(torch.equal(curvature.second_moment[name], v) for name, v in live.structure.second_moment.items())
-
-
-def test_the_network_inside_the_module_serves_as_the_model(run):
-    done, module, path = run
-    live = ba.Posterior.from_optimizer(module.net, done.optimizers, N)
-    network = mlp(2, 8, 3)
-    assert equal(ba.Posterior.from_checkpoint(path, network, N), live)
-    assert torch.equal(network[0].weight, module.net[0].weight)
-
-
-def test_another_network_is_refused(run):
-    *_, path = run
-    for stranger in (Classifier(width=9), mlp(2, 9, 3), nn.Linear(2, 3)):
-        before = {name: tensor.clone() for name, tensor in stranger.state_dict().items()}
-        with pytest.raises(BayesAdamError):
-            ba.Posterior.from_checkpoint(path, stranger, N)
-        assert all(torch.equal(before[name], tensor) for name, tensor in stranger.state_dict().items())
-
-
-def test_a_checkpoint_of_two_optimisers_asks_which(tmp_path):
-    run, module = fitted(tmp_path, module=TwoOptimizers(), max_epochs=1)
-    path = run.checkpoint_callback.best_model_path
-    with pytest.raises(FileError, match=r"optimizer_key='optimizer_states\.0'"):
-        read_checkpoint(path)
-    second = read_checkpoint(path, optimizer_key="optimizer_states.1")
-    match = match_checkpoint(second, optimizer="rmsprop", param_names=["net.2.weight", "net.2.bias"])
-    assert [entry.name for entry in match.entries] == ["net.2.weight", "net.2.bias"]
-    assert torch.equal(
-        match.entries[0].state["square_avg"], run.optimizers[1].state[module.net[2].weight]["square_avg"]
-    )
-
-
-class Recipe:
-    """Stands for any class that a user puts among the hyperparameters; counts how often it is unpickled."""
-
-    made = 0
-
-    def __reduce__(self) -> Any:
-        return Recipe._unpickled, ()
-
-    @staticmethod
-    def _unpickled() -> Recipe:
-        Recipe.made += 1
-        return Recipe()
-
-
-def test_hyperparameters_that_would_run_code_do_not_run(tmp_path):
-    class Configured(Classifier):
-        def __init__(self, recipe: Any) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    run, module = fitted(tmp_path, module=Configured(Recipe()), max_epochs=1, logger=False)
-    path, model, made = run.checkpoint_callback.best_model_path, Classifier(), Recipe.made
-    ba.Posterior.from_checkpoint(path, model, N)
-    found = ba.readers.read_curvature(read_checkpoint(path)).second_moment
-    assert Recipe.made == made
-    live = ba.readers.read_optimizer(module, run.optimizers[0]).second_moment
-    assert found.keys() == live.keys()
-    assert all(torch.equal(found[name], v) for name, v in live.items())
-    torch.load(path, weights_only=False)
-    assert Recipe.made == made + 1, "the file does hold the class, and unpickling it would have shown"
-
-
-def test_weights_alone_can_be_loaded(run):
-    _, module, path = run
-    fresh = Classifier()
-    load_weights(read_checkpoint(path), fresh)
-    assert torch.equal(fresh.net[2].weight, module.net[2].weight)

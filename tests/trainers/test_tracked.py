@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -19,7 +17,6 @@ import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.readers.tracking import COUNT, TENSORS
 from cases import quick_of
-from processes import run_python
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers", "ignore:The number of training batches"
@@ -280,13 +277,3 @@ whole = run(3)
 run(1)
 assert_same(run(2, resumed=True), whole, 9)
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "way", "stage"), [("momentum", "8", 0), ("muon", "factored", 0), ("adamw", "32", 1), ("momentum", "8", 2)]
-)
-def test_deepspeed(name, way, stage, tmp_path):
-    pytest.importorskip("deepspeed")
-    done = run_python(DEEPSPEED, tmp_path, name, way, stage, env={"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert done.returncode == 0, done.stderr[-4000:]

@@ -17,7 +17,7 @@ from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, Track, generator
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.diagnosis import Diagnosis
-from bayesadam.inspect import quantiles
+from bayesadam.inspecting import quantiles
 from bayesadam.pruning import Ranking
 
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)

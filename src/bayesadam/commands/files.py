@@ -19,7 +19,7 @@ from bayesadam.commands.running import Run, Table, as_json, target
 from bayesadam.deploying import deploy
 from bayesadam.errors import BayesAdamWarning, SettingError
 from bayesadam.gaussian.weights import GaussianWeights
-from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
+from bayesadam.inspecting import diagnose_checkpoint, inspect
 from bayesadam.merging import merge_checkpoints
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import prune_checkpoint
@@ -167,7 +167,7 @@ def run_inspect(
     why: bool,
     **settings: Any,
 ) -> None:
-    """Print an inspection; the settings are those of `inspect_checkpoint`.
+    """Print an inspection; the settings are those of `ba.inspect`.
 
     To `out` it writes the picture and `metrics.json`; with `plot` and no `out` the picture alone, as `NAME-snr.png` in
     the current folder. With `json` the inspection is one JSON object, alone on standard output.
@@ -181,7 +181,7 @@ def run_inspect(
         raise SettingError(f"--out {file}: the picture is a PNG, name a file that ends in .png, or a folder")
     run = Run("inspect", 0, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
     with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
-        inspection = inspect_checkpoint(checkpoint, **settings, **vars(options))
+        inspection = inspect(checkpoint, **settings, **vars(options))
     heading, *rows = inspection.rows()
     what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
     reasons = ["\n".join(inspection.why)] if why else []

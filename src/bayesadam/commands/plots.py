@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from bayesadam._plots import FAINT as FAINT
 from bayesadam._plots import INK as INK
 from bayesadam._plots import MUTED as MUTED
-from bayesadam.inspect import Inspection
+from bayesadam.inspecting import Inspection
 
 # Okabe and Ito's palette, safe for the colour-blind; one colour per method, the same in every picture.
 COLOURS: Mapping[str, str] = {

@@ -185,15 +185,14 @@ def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """
     if value.keys() != {"state", "hypers"}:
         return value
-    states, hypers = (
-        list(part.state.get("items", ()) if isinstance(part, StandIn) else part)
-        for part in (value["state"], value["hypers"])
-    )
-    settings = {tuple(group.get(key) for key in ("mom", "sqr_mom", "wd")) for group in hypers}
+    states, hypers = _items(value["state"]), _items(value["hypers"])
+    settings = [[group.get(key) for key in ("mom", "sqr_mom", "wd")] for group in hypers]
     trained = {n: state for n, state in enumerate(states) if any(isinstance(t, Tensor) for t in state.values())}
-    if len(settings) != 1 or not all(_FASTAI.keys() <= state.keys() for state in trained.values()):
+    if not settings or any(group != settings[0] for group in settings) or not isinstance(settings[0][1], float):
         return value
-    ((momentum, beta, decay),) = settings
+    if not all(_FASTAI.keys() <= state.keys() for state in trained.values()):
+        return value
+    momentum, beta, decay = settings[0]
     groups = itertools.groupby(range(len(states)), lambda number: bool(states[number].get("do_wd", True)))
     return {
         "state": {n: {_FASTAI[k]: held for k, held in s.items() if k in _FASTAI} for n, s in trained.items()},
@@ -202,3 +201,10 @@ def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
             for decays, numbers in groups
         ],
     }
+
+
+def _items(part: Any) -> list[Mapping[str, Any]]:
+    """The dictionaries of a list, or of fastcore's `L`; none where something else is among them."""
+    inside = part.state.get("items") if isinstance(part, StandIn) and isinstance(part.state, Mapping) else part
+    is_list = isinstance(inside, list | tuple) and all(isinstance(item, Mapping) for item in inside)
+    return list(inside) if is_list else []
