@@ -20,7 +20,7 @@ from bayesadam import _storage as storage
 from bayesadam.cli import app
 from bayesadam.errors import FileError, MatchError, SettingError, StateError
 from bayesadam.readers import format_of, read_checkpoint, read_curvature
-from bayesadam.readers.compression import BLOCK, decode, encode, outline, probe, widened
+from bayesadam.readers.compression import decode, encode, outline, probe, widened
 from bayesadam.readers.formats.lazy import Lazy
 from cases import soap
 from floats import approx, assert_close, close
@@ -29,37 +29,6 @@ COMPRESSIONS = (None, "8bit", "factored")
 
 
 # --- the codes ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (BLOCK,), (7, 300), (3, 0), (4, 5, 6, 7)])
-@pytest.mark.parametrize("decades", [0.0, 2.0, 8.0])
-def test_eight_bits_keep_the_bound_and_the_zeros(dtype, shape, decades):
-    generator = torch.Generator().manual_seed(0)
-    v = 10 ** (decades * torch.rand(shape, generator=generator, dtype=dtype) - 10)
-    v = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, v)
-    found = decode(encode(v, "8bit"), "v")
-    assert (found.shape, found.dtype) == (v.shape, v.dtype)
-    assert torch.equal(found == 0, v == 0)
-    # Block by block in float64: the bound of the docstring.
-    for held, given in zip(found.flatten().split(BLOCK), v.flatten().split(BLOCK), strict=True):
-        positive = given[given > 0].double()
-        if len(positive):
-            bound = (positive.max() / positive.min()) ** (1 / 508) - 1 + 1e-5
-            assert bool(((held[given > 0].double() / positive - 1).abs() <= bound).all())
-
-
-def test_eight_bits_at_the_ends_of_float32():
-    v = torch.tensor([0.0, 1.4e-45, 1e-40, torch.finfo(torch.float32).max])
-    found = decode(encode(v, "8bit"), "v")
-    assert bool(torch.isfinite(found).all())
-    assert (found > 0).tolist() == (v > 0).tolist()
-    assert encode(torch.zeros(1000), "8bit")["_range"].tolist() == [[0.0, 0.0]] * 2
-
-
-def test_the_bytes_of_eight_bits():
-    parts = encode(torch.rand(1000, 512), "8bit")
-    assert sum(part.numel() * part.itemsize for part in parts.values()) / (4 * 512_000) == approx(0.25, rel=0.02)
 
 
 def test_factored_is_the_product_of_the_margins():

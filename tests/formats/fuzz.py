@@ -16,7 +16,6 @@ import random
 import resource
 import signal
 import sys
-import tarfile
 import tempfile
 import time
 import zipfile
@@ -28,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bayesadam.inspect import inspect_checkpoint
 from safetensors.torch import save
 from torch import nn
 
 from bayesadam.errors import BayesAdamError
+from bayesadam.inspecting import inspect
 from bayesadam.posterior import Posterior
 
 SECONDS, MEGABYTES = 5.0, 1024
@@ -65,16 +64,9 @@ def corpus() -> dict[str, bytes]:
     }
     found["sb3.zip"] = _zipped(members, zipfile.ZIP_STORED)
     found["packed.zip"] = _zipped(members, zipfile.ZIP_DEFLATED)
-    for name, mode in (("c.tar", "w"), ("c.tar.gz", "w:gz")):
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
-            info = tarfile.TarInfo("c.pt")
-            info.size = len(found["zip-2.pt"])
-            archive.addfile(info, io.BytesIO(found["zip-2.pt"]))
-        found[name] = buffer.getvalue()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
-        Posterior.from_optimizer(model, optimizer, 10).save(path, compress="8bit")
+        Posterior.from_optimizer(model, optimizer, 10).save(path, compress="factored")
         found["posterior.safetensors"] = path.read_bytes()
     return found
 
@@ -214,7 +206,7 @@ def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
     what, detail = "read", ""
     try:
         with _alarm():
-            inspect_checkpoint(path)
+            inspect(path)
     except BayesAdamError:
         what = "refused"
     except TimeoutError as error:

@@ -71,9 +71,6 @@ def test_archives_that_hold_nothing_of_torch(tmp_path: Path) -> None:
     write_zip(tmp_path / "a.zip", {"a.txt": b"1", "b.csv": b"2"})
     with pytest.raises(FileError, match=r"without a file of torch; it has \['a.txt', 'b.csv'\]"):
         read_checkpoint(tmp_path / "a.zip")
-    (tmp_path / "t.tar.gz").write_bytes(b"\x1f\x8b" + bytes(100))
-    with pytest.raises(FileError, match="truncated, damaged"):
-        read_checkpoint(tmp_path / "t.tar.gz")
 
 
 def test_weights_and_state_beside_each_other(pair: Any, tmp_path: Path) -> None:

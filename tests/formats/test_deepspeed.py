@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, FileError, SettingError
+from bayesadam.errors import BayesAdamError, FileError
 from bayesadam.readers import format_of, read_checkpoint
 from bayesadam.readers.formats import registry
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
@@ -174,12 +174,11 @@ def test_the_ranks_are_put_together(options: dict[str, bool], ranks: int, classe
 
 
 def test_nothing_is_put_together_until_it_is_looked_at(classes: Any, tmp_path: Path) -> None:
-    contents = DEEPSPEED.read(write(tmp_path / "c", *trained(), classes), None, None)
-    assert isinstance(contents.weights, Lazy)
-    assert contents.optimizer is not None
-    state = contents.optimizer["state"]["2.weight"]
+    read = read_checkpoint(write(tmp_path / "c", *trained(), classes))
+    assert isinstance(read.weights, Lazy)
+    state = read.optimizer["state"]["2.weight"]
     assert state.outline["exp_avg_sq"].is_meta
-    assert state.outline["exp_avg_sq"].shape == contents.weights.outline["2.weight"].shape == (5, 5)
+    assert state.outline["exp_avg_sq"].shape == read.weights.outline["2.weight"].shape == (5, 5)
 
 
 def test_without_zero(tmp_path: Path) -> None:
@@ -230,11 +229,9 @@ def test_damaged_and_incomplete_folders(classes: Any, tmp_path: Path) -> None:
     parallel = folder("parallel")
     (parallel / "mp_rank_01_model_states.pt").touch()
     refused(parallel, "model-parallel ranks")
-    with pytest.raises(SettingError, match="weights_key='module' makes no sense"):
-        read_checkpoint(folder("keys"), weights_key="module")
 
 
-@pytest.mark.parametrize("tag", ["../outside", "/", "", "..", "nowhere"])
+@pytest.mark.parametrize("tag", ["../outside", "/", "", "nowhere"])
 def test_a_tag_that_leads_elsewhere(tag: str, classes: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "c", *trained(), classes)
     write(tmp_path / "other", *trained(), classes)

@@ -127,7 +127,9 @@ def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
     shapes, memory, words = {}, {}, {}
     for network in networks:
         tensors = {name: t for name, t in outline_of(network.tensors).items() if isinstance(t, Tensor)}
-        shapes[network] = {name: tensors[key].shape for name, key in clean_names(tensors).items() if tensors[key].dim()}
+        sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
+        sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
+        shapes[network] = {name: tensors[key].shape for name, key in sized.items()}
         memory[network] = [memory_of(tensor) for tensor in tensors.values()]
         # `criticTarget` is two words.
         words[network] = set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r" \1", dotted(network.path)).lower()))
