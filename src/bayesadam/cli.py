@@ -294,7 +294,7 @@ def merge(
     """
 
 
-_Compress = _named("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
+_Compress = _named("bayesadam.readers.compression:Compression", "bfloat16 is half of the bytes, factored far less.")
 _Structure = _named("bayesadam.gaussian.bases:STRUCTURES", "kronecker is for the state of a SOAP.")
 
 

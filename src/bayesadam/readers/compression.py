@@ -34,7 +34,7 @@ def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     `None` keeps it as it is, `"bfloat16"` to one part in 256. `"factored"` keeps of two or more dimensions the sums r
     of the rows and c of the columns, over the matrix (first dimension, all others):
     :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not fill a row or a column
-    are lost: a weight that no gradient reached then has some curvature. Vectors become bfloat16.
+    are lost: a weight that no gradient reached then has some curvature. Vectors stay.
     """
     check_compression(compress)
     if compress is None:
@@ -43,7 +43,7 @@ def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise StateError("second moments that are negative, NaN or infinite cannot be compressed: training has failed")
     if compress == "bfloat16" or values.dim() < 2:
-        return {"": values.bfloat16()}
+        return {"": values.bfloat16() if compress == "bfloat16" else values}
     matrix = values.flatten(1)
     rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
     share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
@@ -54,7 +54,7 @@ def outline(shape: torch.Size, dtype: torch.dtype, compress: str | None) -> dict
     """The parts that `encode` gives, without values."""
     if compress == "factored" and len(shape) > 1:
         return {_ROWS: meta(shape[:1], dtype), _COLUMNS: meta(shape[1:], dtype)}
-    return {"": meta(shape, torch.bfloat16 if compress else dtype)}
+    return {"": meta(shape, torch.bfloat16 if compress == "bfloat16" else dtype)}
 
 
 def decode(parts: Named, source: str) -> Tensor:
