@@ -174,7 +174,7 @@ FLOORS = (
     {"leverage"},
     {"posterior"},
     {"diagnosis", "merging", "optim", "pruning"},
-    {"anchoring", "deploying", "inspect", "monitoring", "scores"},
+    {"anchoring", "deploying", "inspecting", "monitoring", "scores"},
     {"acquiring", "auditing", "calibration"},
     {"bandits", "sklearn", "trainers"},
     {"botorch"},

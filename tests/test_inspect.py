@@ -16,6 +16,7 @@ import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.__main__ import main
 from bayesadam.errors import FileError, SettingError
+from bayesadam.inspecting import diagnose_checkpoint
 from bayesadam.readers import explain, read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
@@ -220,7 +221,7 @@ def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     live = ba.doctor(model, optimizer)
     assert "batch-norm" in live.codes()
-    assert inspect.diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
+    assert diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
     assert inspect(tmp_path / "c.pt").diagnosis.findings == live.findings
 
 
@@ -228,7 +229,7 @@ def test_the_prior_of_a_saved_posterior_is_its_own(trained_pair: Any, tmp_path: 
     for delta, severity in ((0.0, "warning"), (2.0, "note")):
         posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=delta)
         posterior.save(tmp_path / "p.safetensors")
-        found = {each.code: each for each in inspect.diagnose_checkpoint(tmp_path / "p.safetensors").findings}
+        found = {each.code: each for each in diagnose_checkpoint(tmp_path / "p.safetensors").findings}
         assert found["zero-curvature"].severity == severity
 
 
