@@ -51,7 +51,7 @@ class PosteriorKeeper:
         self.n_data = self._given_n_data = n_data
         self.path = None if path is None else Path(path)
         self.options = options
-        self.track: dict[str, Any] | None = {"what": track} if isinstance(track, str) else track and dict(track)
+        self.track: Mapping[str, Any] | None = {"what": track} if isinstance(track, str) else track
         if self.track is not None:
             try:
                 attach_tracker(torch.optim.SGD([torch.zeros(1)]), **self.track)

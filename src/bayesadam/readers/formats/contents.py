@@ -205,6 +205,6 @@ def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 def _items(part: Any) -> list[Mapping[str, Any]]:
     """The dictionaries of a list, or of fastcore's `L`; none where something else is among them."""
-    inside = part.state.get("items") if isinstance(part, StandIn) and isinstance(part.state, Mapping) else part
+    inside: Any = part.state.get("items") if isinstance(part, StandIn) and isinstance(part.state, Mapping) else part
     is_list = isinstance(inside, list | tuple) and all(isinstance(item, Mapping) for item in inside)
     return list(inside) if is_list else []
