@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import multiprocessing
 import pickle
 import random
 import resource
@@ -225,13 +224,6 @@ def _place(error: BaseException) -> str:
     return "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
 
 
-def _worker(folder: str, seed: int, numbers: range, out: Any) -> None:
-    torch.set_num_threads(1)
-    for found in inspected(Path(folder), seed, numbers):
-        out.put(found)
-    out.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10_000)
@@ -239,37 +231,16 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=None, help="a folder for the files that fail")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
-    longest, largest = 0.0, 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        out: Any = multiprocessing.Queue()
-        for first in range(0, options.files, 1000):
-            numbers = range(first, min(first + 1000, options.files))
-            process = multiprocessing.Process(target=_worker, args=(str(folder), options.seed, numbers, out))
-            process.start()
-            left = len(numbers) + 1
-            while left and (process.is_alive() or not out.empty()):
-                try:
-                    found = out.get(timeout=1)
-                except Exception:
-                    continue
-                left -= 1
-                if isinstance(found, int):
-                    largest = max(largest, found)
-                    continue
-                counts[found.what] += 1
-                longest = max(longest, found.seconds)
-                if found.what not in ("read", "refused"):
-                    print(f"{found.number} {found.name}: {found.what} {found.detail}", flush=True)
-            process.join()
-            if process.exitcode:
-                counts["DIED"] += 1
-                print(f"the process of files {numbers} died with {process.exitcode}", flush=True)
-    told = ", ".join(f"{count} {what}" for what, count in counts.most_common())
-    print(f"{options.files} files, seed {options.seed}: {told}; the slowest {longest:.2f} s, at most {largest} MB")
-    bad = sum(count for what, count in counts.items() if what not in ("read", "refused"))
-    return int(bool(bad) or longest > SECONDS or largest > MEGABYTES)
+        for outcome in inspected(folder, options.seed, range(options.files)):
+            counts[outcome.what] += 1
+            if outcome.what not in ("read", "refused"):
+                print(f"{outcome.number} {outcome.name}: {outcome.what} {outcome.detail}", flush=True)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(f"{options.files} files, seed {options.seed}: {dict(counts)}; at most {largest} MB")
+    return int(set(counts) > {"read", "refused"} or largest > MEGABYTES)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError, MatchError
 from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats import distributed as distributed_module
-from bayesadam.readers.formats.distributed import DISTRIBUTED, covers
+from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.lazy import Lazy, renamed
 from bayesadam.readers.match import names_in
 from processes import run_ranks
@@ -305,12 +305,6 @@ def test_a_missing_file(folder: Path) -> None:
     refused(folder, r"has no __0_0\.distcp.*copy those of all machines")
 
 
-def test_a_damaged_piece(folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    file.write_bytes(bytes(file.stat().st_size))
-    refused(folder, "truncated, damaged")
-
-
 @pytest.mark.slow
 def test_a_hole(two_ranks: Path, tmp_path: Path) -> None:
     for number, change in enumerate(
@@ -327,29 +321,11 @@ def test_a_hole(two_ranks: Path, tmp_path: Path) -> None:
         refused(copy, r"the whole of 'model\.0\.weight'")
 
 
-def test_the_files_of_another_save(folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        one, other = place(metadata, "model.0.weight"), place(metadata, "model.3.weight")
-        one.offset, one.length = other.offset, other.length
-
-    edited(folder, change)
-    refused(folder, r"does not hold 'model\.0\.weight'")
-
-
 @pytest.mark.parametrize("name", ["../secret.distcp", "/etc/passwd", "a/../../secret", "c:secret", "..\\secret"])
 def test_a_name_that_leads_out_of_the_folder(name: str, folder: Path) -> None:
     shutil.copy(next(folder.glob("*.distcp")), folder.parent / "secret.distcp")
     edited(folder, lambda metadata: setattr(place(metadata, "model.0.weight"), "relative_path", name))
     refused(folder, "outside of the folder")
-
-
-def test_a_save_that_did_not_finish(folder: Path) -> None:
-    whole = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").unlink()
-    refused(folder, "written last: the save did not finish")
-    for damaged in (b"", whole[: len(whole) // 2], b"\x80\x04garbage", pickle.dumps(3), pickle.dumps({"a": 1})):
-        (folder / ".metadata").write_bytes(damaged)
-        refused(folder, "truncated, damaged")
 
 
 @pytest.mark.parametrize(
@@ -373,26 +349,6 @@ def test_nonsense_in_the_list_of_contents(change: Callable[[Metadata], Any], fol
     edited(folder, change)
     with pytest.raises(BayesAdamError):
         ba.Posterior.from_checkpoint(folder, network(), n_data=100)
-
-
-def test_boxes_that_fill_a_tensor_or_do_not() -> None:
-    random = torch.Generator().manual_seed(0)
-
-    def draw(limit: int) -> int:
-        return int(torch.randint(limit, (), generator=random))
-
-    for _ in range(100):
-        shape = (2 + draw(4), 1 + draw(3))
-        cut, other = 1 + draw(shape[0] - 1), draw(shape[1] + 1)
-        # Rows above a cut, and below it two parts side by side; the last is empty now and then.
-        boxes = [((0, 0), (cut, shape[1])), ((cut, 0), (shape[0] - cut, other))]
-        boxes.append(((cut, other), (shape[0] - cut, shape[1] - other)))
-        assert covers(shape, boxes)
-        filled = [box for box in boxes if box[1][0] * box[1][1]]
-        lost = draw(len(filled))
-        assert not covers(shape, filled[:lost] + filled[lost + 1 :])
-        assert not covers(shape, [((shape[0], 0), boxes[0][1]), *boxes[1:]])
-        assert not covers(shape, [((-1, 0), boxes[0][1]), *boxes[1:]])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers import read_checkpoint, read_curvature
+from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats.huggingface import decay_orders
 from cases import three_steps
 
@@ -145,12 +145,6 @@ def wrote(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
     return get
 
 
-@pytest.fixture
-def gpt2_copy(wrote: Any, tmp_path: Path) -> Path:
-    """A folder to be broken."""
-    return Path(shutil.copytree(wrote("gpt2").folder, tmp_path / "checkpoint-3"))
-
-
 def by_accelerate(folder: Path, build: Callable[[], Any] = gpt2, safe: bool = True) -> Trained:
     model = seeded(build)
     runner = accelerate.Accelerator(cpu=True)
@@ -271,26 +265,6 @@ def test_the_rules_of_all_releases_are_among_the_answers(types: Any, patterns: A
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_read_into_what_peft_loads(wrote: Any) -> None:
-    """Loaded for inference, nothing of it is trainable: the order must not depend on that."""
-    trained = wrote("lora")
-    base = seeded(bert)
-    base.load_state_dict(
-        {
-            name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", ""): tensor
-            for name, tensor in trained.model.state_dict().items()
-            if "lora_" not in name and "modules_to_save" not in name
-        }
-    )
-    for trainable in (True, False):
-        loaded = peft.PeftModel.from_pretrained(base, trained.folder, is_trainable=trainable)
-        orders = read_checkpoint(trained.folder).rules.orders
-        assert orders is not None
-        assert trained.order in orders(loaded)
-        loaded.unload()
-        base = seeded(bert)
-
-
 def test_adapters_that_are_refused(wrote: Any, tmp_path: Path) -> None:
     trained = wrote("lora")
     read = read_checkpoint(trained.folder)
@@ -362,13 +336,3 @@ def test_accelerate_saves_the_live_state(safe: bool, tmp_path: Path) -> None:
 
 
 # --- refused --------------------------------------------------------------------------------------------------------
-
-
-def test_another_models_state(gpt2_copy: Path, wrote: Any) -> None:
-    shutil.copy(wrote("llama").folder / "optimizer.pt", gpt2_copy)
-    with pytest.raises(MatchError):
-        ba.Posterior.from_checkpoint(gpt2_copy, gpt2(), n_data=N)
-    with pytest.raises(MatchError):
-        read_curvature(read_checkpoint(gpt2_copy))
-    with pytest.raises(MatchError):
-        ba.Posterior.from_checkpoint(wrote("llama").folder, gpt2(), n_data=N)

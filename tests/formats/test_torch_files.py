@@ -125,15 +125,6 @@ def test_a_zip_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     assert sys.byteorder == "little"
 
 
-def test_a_pruned_file_can_be_mapped_and_is_aligned(pair: Any, tmp_path: Path) -> None:
-    torch.save(tree(pair), tmp_path / "c.pt")
-    pruned(tmp_path / "c.pt", tmp_path / "out.pt")
-    assert torch.load(tmp_path / "out.pt", mmap=True, weights_only=True)["epoch"] == 3
-    assert all(w.data_ptr() % 64 == 0 for w in load_torch(mapped(tmp_path / "out.pt"))["model"].values())
-    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
-        assert archive.testzip() is None
-
-
 def zipped_again(path: Path, pair: Any, changes: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> Path:
     """A file of torch's, zipped by another hand; members whose names end in a key have other bytes."""
     torch.save(tree(pair), path.with_suffix(".first"))
@@ -181,20 +172,3 @@ def test_a_whole_optimiser_knows_its_parameters_by_their_memory(zipped: bool, tm
     expected = ba.readers.read_optimizer(model, live).second_moment
     found = ba.readers.read_curvature(read_checkpoint(tmp_path / "c.pt")).second_moment
     assert all(torch.equal(found[name], v) for name, v in expected.items())
-
-
-def test_several_networks_are_pruned_where_they_are(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    actor, critic = nn.Linear(3, 4), nn.Linear(4, 5)
-    live = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
-    critic(actor(torch.ones(1, 3))).sum().backward()
-    live.step()
-    saved = {"actor": actor.state_dict(), "critic": critic.state_dict(), "optimizer": live.state_dict(), "epoch": 3}
-    torch.save(saved, tmp_path / "c.pt")
-    ba.pruning.prune_checkpoint(tmp_path / "c.pt", tmp_path / "out.pt", 0.5)
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    check_rest(found, saved)
-    weights = torch.cat([found[part]["weight"].flatten() for part in ("actor", "critic")])
-    assert 0.3 < (weights == 0).double().mean() < 0.7
-    kept = torch.cat([saved[part]["weight"].flatten() for part in ("actor", "critic")])
-    assert torch.equal(weights[weights != 0], kept[weights != 0])

@@ -102,16 +102,6 @@ def test_of_three_betas_the_mark_says_which_is_the_second_moments() -> None:
     assert [(reader.name, reader.beta(group)) for reader in (adan, ademamix)] == [("adan", 0.9999), ("ademamix", 0.99)]
 
 
-def test_two_averages_of_two_biases_are_no_basis() -> None:
-    state = grouped({"betas": (0.9, 0.99, 0.9999), "t_alpha": None, "t_beta3": None}, entries=("state2",))
-    state["state"][0]["state1"] = torch.ones(2, 2)
-    reader = identify_reader(state)
-    assert (reader.name, reader.beta(state["param_groups"][0])) == ("ademamix8bit", 0.99)
-    # Adam's groups have the same entries, and two betas.
-    group = {"betas": (0.9, 0.99), "t_alpha": None, "t_beta3": None}
-    assert identify_reader(grouped(group, entries=("state1", "state2"))).name == "adam8bit"
-
-
 @pytest.mark.parametrize(
     ("group", "expected"),
     [
@@ -171,13 +161,6 @@ def test_a_recorded_class_wins_over_the_order() -> None:
     assert identify_reader(state, "AdamW").name == "adamw"
     assert identify_reader(grouped(old_group("amsgrad")), "torch.optim.adam.Adam").name == "adam"
     assert identify_reader(state_of(torch.optim.AdamW), "Adam").name == "adam"
-
-
-def test_either_is_read_as_both_are_and_says_what_follows() -> None:
-    either = identify_reader(grouped(old_group("amsgrad", weight_decay=0.01)))
-    assert "before they are squared" in either.note
-    assert "the same" in either.note
-    assert not either.couples_decay({"weight_decay": 0.01})
 
 
 def test_either_gives_the_numbers_of_both(tmp_path: Path) -> None:

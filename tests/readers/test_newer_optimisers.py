@@ -18,7 +18,7 @@ from bayesadam.readers import identify_reader, read_checkpoint, read_curvature, 
 from bayesadam.readers.match import slots_of
 from cases import mlp
 from floats import assert_close
-from readers.references import average, squares, weighted_mean
+from readers.references import squares, weighted_mean
 
 Classes = Callable[[str], type]
 SIZES, STEPS = (6, 16, 3), 12
@@ -276,34 +276,6 @@ def test_adam_mini_is_read_block_by_block(optimizer_class: Classes) -> None:
 
 
 # --- layouts of packages that are not installed anywhere ------------------------------------------------------------
-
-
-def layout(entries: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A state as a package lays it out, and v̂; "v" stands for the average."""
-    generator = torch.Generator().manual_seed(0)
-    state, expected = {}, {}
-    for key, (name, p) in enumerate(fresh().named_parameters()):
-        gradients = squares([torch.randn(p.shape, generator=generator, dtype=torch.float64) for _ in range(7)])
-        expected[name] = weighted_mean(gradients, 0.95)
-        made = {entry: average(gradients, 0.95).float() if value == "v" else value for entry, value in entries.items()}
-        state[key] = {entry: torch.zeros(p.shape) if value == "m" else value for entry, value in made.items()}
-    return {"state": state, "param_groups": [{"lr": 1e-3, **group, "params": list(state)}]}, expected
-
-
-@pytest.mark.parametrize(
-    ("reader", "entries", "group"),
-    [
-        # Of apex.
-        ("fusedadam", {"exp_avg": "m", "exp_avg_sq": "v"}, {"betas": (0.9, 0.95), "bias_correction": 1, "step": 7}),
-        ("lamb", {"exp_avg": "m", "exp_avg_sq": "v"}, {"betas": (0.9, 0.95), "grad_averaging": 1, "step": 7}),
-    ],
-)
-def test_layouts_of_packages_that_are_rarely_installed(reader: str, entries: Any, group: Any) -> None:
-    state, expected = layout(entries, group)
-    assert identify_reader(state).name == reader
-    found = read_state_dict(fresh(), state, optimizer=reader).second_moment
-    for name, v in expected.items():
-        assert_close(found[name].double(), v, rtol=1e-6)
 
 
 # --- none is misread ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -259,52 +258,3 @@ def test_from_batches_leaves_the_model_as_it_was(raises, grad):
         assert (parameter.grad is None) == (grads[name] is None)
         assert grads[name] is None or torch.equal(parameter.grad, grads[name])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_from_batches_leaves_out_a_smaller_last_batch():
-    model, data = normed(), pairs(3)
-    recorder = ba.Recorder.from_batches(model, [*data, *pairs(1, size=5)], nn.functional.cross_entropy)
-    assert recorder.recorded == 3
-    assert recorder.batch_size == 8
-    plain = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
-    assert torch.equal(recorder.gradients(model)["head.bias"], plain.gradients(model)["head.bias"])
-
-
-def test_from_batches_hands_a_mapping_to_the_model_and_the_loss():
-    class Labelled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = normed()
-
-        def forward(self, x, labels=None):
-            return {"logits": self.net(x), "loss": nn.functional.cross_entropy(self.net(x), labels)}
-
-    model, data = Labelled(), pairs(4)
-    mappings = [{"x": x, "labels": y} for x, y in data]
-    by_name = ba.Recorder.from_batches(
-        model, mappings, lambda out, batch: nn.functional.cross_entropy(out["logits"], batch["labels"])
-    )
-    by_model = ba.Recorder.from_batches(model, mappings, lambda out, batch: out["loss"])
-    expected = by_hand(model.net, data)
-    for recorder in (by_name, by_model):
-        assert recorder.batch_size == 8
-        found = recorder.gradients(model)["net.first.weight"]
-        assert_close(found, torch.stack([g["first.weight"] for g in expected]), rtol=1e-6, atol=1e-8)
-
-
-def test_few_recorded_gradients_are_warned_of():
-    model = normed()
-    for count, few in ((5, True), (20, False)):
-        recorder = ba.Recorder.from_batches(model, pairs(count), nn.functional.cross_entropy)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            found = ba.Posterior.from_recorder(model, recorder, 8 * count)
-        assert [str(each.message) for each in told] == (
-            ["the posterior has 5 gradients behind it, too few to know the curvature by: record 100 or more, keep=100"]
-            * few
-        )
-        assert found.origin.steps == (count, count)
-    with pytest.raises(MatchError, match="recorder must be a Recorder, got Normed"):
-        ba.Posterior.from_recorder(recorder, model, 8)
-    with pytest.raises(MatchError, match="model must be a Module, got list"):
-        ba.Recorder.from_batches(pairs(3), model, nn.functional.cross_entropy)

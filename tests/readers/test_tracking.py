@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -223,21 +222,6 @@ def test_foreach_and_fused_and_compiled_steps_keep_the_same_bits(way):
         assert all(torch.equal(a, b) for a, b in zip(kept[0], other, strict=True))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_gradient_that_is_no_number_is_not_forgotten(way):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ba.track(optimizer, every=1, **WAYS[way])
-    train(model, [optimizer], range(2))
-    weights = copy.deepcopy(model.state_dict())
-    model[3].weight.grad[1, 1] = torch.nan
-    optimizer.step()
-    model.load_state_dict(weights)
-    train(model, [optimizer], range(2))
-    with pytest.raises(StateError, match=r"3\.weight"):
-        read_optimizer(model, optimizer)
-
-
 def test_another_what_begins_anew():
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
@@ -298,53 +282,6 @@ def test_it_says_what_stands_behind_it(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}, path)
     assert ba.Posterior.from_checkpoint(path, model, 100).batch_size == 16
     assert ba.GaussianWeights.open(path, 100).batch_size == 16
-
-
-def test_the_gradients_of_a_closure():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ba.track(optimizer, every=1)
-    x, y = batch(0)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    found = read_optimizer(model, optimizer).second_moment["3.weight"]
-    assert_close(found, model[3].weight.grad.square(), rtol=1e-6)
-
-
-def test_groups_of_muon_and_adam_in_one_optimiser():
-    class MuonWithAuxAdam(torch.optim.AdamW):
-        """Its groups have a flag, and those of Muon a momentum alone."""
-
-        def step(self, closure: Any = None) -> None:
-            kept = self.param_groups
-            self.param_groups = [group for group in kept if not group["use_muon"]]
-            super().step()
-            self.param_groups = kept
-            for group in kept:
-                for p in group["params"] if group["use_muon"] else ():
-                    self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)).lerp_(p.grad, 0.05)
-
-    MuonWithAuxAdam.__module__, MuonWithAuxAdam.__qualname__ = "muon", "MuonWithAuxAdam"
-    model = network()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    groups = [{"params": matrices, "use_muon": True}]
-    groups.append({"params": [p for p in model.parameters() if p.dim() == 1], "use_muon": False})
-    optimizer = MuonWithAuxAdam(groups)
-    train(model, [optimizer], range(3))
-    found = read_optimizer(model, optimizer)
-    assert set(found.second_moment) == {"0.bias", "3.bias", "5.bias"}
-    assert "keeps no second moment" in found.omitted["3.weight"]
-    ba.track(optimizer, every=1)
-    train(model, [optimizer], range(3, 5))
-    found = read_optimizer(model, optimizer)
-    assert not found.omitted
-    assert found.reader["3.weight"] == "tracked"
 
 
 def test_what_is_wrong_is_said():
