@@ -115,7 +115,7 @@ peers-test: $(PEERS)/.ready
 	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/bandits/test_bandits.py
 
 # A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lenet, leverage, lora, merging, off_policy, outputs, picture, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
-BENCHES := step sample recorder predict structures
+BENCHES := step sample predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done
 
@@ -144,14 +144,14 @@ botorch-test: $(BOTORCH)/.ready
 
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild
-$(WILD)%/.ready: benchmarks/wild.txt benchmarks/wild-lightning1.txt constraints.txt
+$(WILD)%/.ready: benchmarks/checkpoints/wild.txt benchmarks/checkpoints/wild-lightning1.txt constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(if $(filter 1,$*),benchmarks/wild-lightning1.txt,benchmarks/wild.txt)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(if $(filter 1,$*),benchmarks/checkpoints/wild-lightning1.txt,benchmarks/checkpoints/wild.txt)
 	@touch $@
 
 wild: $(WILD)2/.ready $(WILD)1/.ready
-	$(WILD)2/bin/python benchmarks/wild.py --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
+	$(WILD)2/bin/python -m benchmarks.checkpoints.wild --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(BOTORCH) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

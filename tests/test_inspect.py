@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,19 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam import inspect
-from bayesadam.errors import FileError, SettingError
-from bayesadam.inspect import inspect_checkpoint
-from bayesadam.readers import read_checkpoint
+from bayesadam.__main__ import main
+from bayesadam.errors import FileError
+from bayesadam.inspecting import diagnose_checkpoint
+from bayesadam.readers import explain, read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
+
+
+def run(*arguments: object) -> int:
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def path(trained_pair: Any, tmp_path: Path) -> Path:
 
 def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Path) -> None:
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=0.0)
-    found = inspect_checkpoint(path, n_data=500)
+    found = inspect(path, n_data=500)
     assert [row.name for row in found.parameters] == list(posterior.mode)
     for row in found.parameters:
         snr = posterior.snr()[row.name]
@@ -65,7 +74,7 @@ def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Pa
 
 
 def test_without_n_only_the_order_is_told(path: Path) -> None:
-    plain, scaled = inspect_checkpoint(path), inspect_checkpoint(path, n_data=400)
+    plain, scaled = inspect(path), inspect(path, n_data=400)
     assert (plain.n_data, plain.below) == (None, None)
     assert "only the order" in str(plain)
     assert scaled.n_data == 400
@@ -78,51 +87,22 @@ def test_n_is_taken_from_the_file_where_the_trainer_wrote_it_down(trained_pair: 
     model, optimizer = trained_pair
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 160}
     torch.save(tree, tmp_path / "c.pt")
-    assert inspect_checkpoint(tmp_path / "c.pt").n_data == 160
-    assert inspect_checkpoint(tmp_path / "c.pt", n_data=5).n_data == 5
-
-
-def test_quantiles_of_large_tensors_come_from_a_sample(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = inspect_checkpoint(path, n_data=1)
-    monkeypatch.setattr(inspect, "_SAMPLE", 200)
-    sampled = inspect_checkpoint(path, n_data=1)
-    assert sampled == inspect_checkpoint(path, n_data=1)
-    for one, other in zip(exact.parameters, sampled.parameters, strict=True):
-        assert (one.weights, one.dead, one.below) == (
-            other.weights,
-            other.dead,
-            other.below,
-        )
-        assert (one.quantiles[1] == other.quantiles[1]) == (one.weights <= 200)
-        assert other.quantiles[1] == approx(one.quantiles[1], rel=0.3)
+    assert inspect(tmp_path / "c.pt").n_data == 160
+    assert inspect(tmp_path / "c.pt", n_data=5).n_data == 5
 
 
 def test_the_doctor_is_asked(path: Path) -> None:
-    found = inspect_checkpoint(path, n_data=500)
+    found = inspect(path, n_data=500)
     assert {"few-steps", "zero-curvature", "implied-prior"} <= set(found.diagnosis.codes())
     assert found.diagnosis.summary == "c.pt trained by adamw: 541 weights in 6 parameters have a second moment"
 
 
-def test_damaged_values_are_reported_and_do_not_stop_it(trained_pair: Any, tmp_path: Path) -> None:
-    model, optimizer = trained_pair
-    optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = torch.nan
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    found = inspect_checkpoint(tmp_path / "c.pt", n_data=10)
-    assert found.diagnosis.codes()[0] == "bad-values"
-    assert found.parameters[2].quantiles[1] != found.parameters[2].quantiles[1]
-
-
-def test_settings_are_checked(path: Path) -> None:
-    with pytest.raises(SettingError, match="n_data"):
-        inspect_checkpoint(path, n_data=-1)
-
-
 def test_a_read_checkpoint_will_do(path: Path) -> None:
-    assert inspect_checkpoint(read_checkpoint(path)) == inspect_checkpoint(path)
+    assert inspect(read_checkpoint(path)) == inspect(path)
 
 
 def test_it_prints_as_a_table(path: Path) -> None:
-    lines = str(inspect_checkpoint(path, n_data=500)).splitlines()
+    lines = str(inspect(path, n_data=500)).splitlines()
     (heading,) = [line for line in lines if line.startswith("parameter")]
     assert heading.split()[-2:] == ["<", "1"]
     (row,) = [line for line in lines if line.startswith("0.weight")]
@@ -130,15 +110,6 @@ def test_it_prints_as_a_table(path: Path) -> None:
     (total,) = [line for line in lines if line.startswith("total")]
     assert total.split()[1] == "541"
     assert len({len(line) for line in (heading, row, total)}) == 1
-
-
-def test_the_columns_are_explained(path: Path) -> None:
-    known, unknown = inspect_checkpoint(path, n_data=500), inspect_checkpoint(path)
-    for found in (known, unknown):
-        for heading in ("v = 0:", "5 %, median, 95 %:"):
-            assert heading in str(found)
-    assert "\n< 1: the share of weights with |μ|/σ below that" in str(known)
-    assert "\n<" not in str(unknown)
 
 
 # --- saved posteriors -----------------------------------------------------------------------------------------------
@@ -167,18 +138,18 @@ def agrees(found: inspect.Inspection, expected: Mapping[str, torch.Tensor]) -> N
 def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_path: Path, changes: Any) -> None:
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500).replace(**changes)
     posterior.save(tmp_path / "p.safetensors")
-    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    found = inspect(tmp_path / "p.safetensors")
     assert (found.n_data, found.has_weights, found.optimizer) == (500, True, "AdamW")
     agrees(found, posterior.snr())
     assert found.dead == 20
-    assert found == inspect_checkpoint(read_checkpoint(tmp_path / "p.safetensors"))
+    assert found == inspect(read_checkpoint(tmp_path / "p.safetensors"))
     assert {"few-steps", "zero-curvature"} <= set(found.diagnosis.codes())
     # The live one is inspected by the same function.
-    live = inspect_checkpoint(posterior)
+    live = inspect(posterior)
     agrees(live, posterior.snr())
     assert (live.source, live.format, live.dead, live.rule) == ("Sequential", "posterior", 20, found.rule)
     # Another N than the file's.
-    agrees(inspect_checkpoint(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
+    agrees(inspect(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
 
 
 def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, tmp_path: Path) -> None:
@@ -188,7 +159,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         warnings.simplefilter("ignore")
         ba.GaussianWeights.open(path, 500).export(tmp_path / "e.safetensors")
     for file in ("p.safetensors", "e.safetensors"):
-        found = inspect_checkpoint(tmp_path / file)
+        found = inspect(tmp_path / file)
         assert (found.has_weights, found.quantity, found.below) == (False, "σ", None)
         agrees(found, posterior.stddev)
         assert found.dead == 20
@@ -209,7 +180,7 @@ def test_of_richer_structures_the_marginals_are_told(structure: str, weights: bo
     given: Any = {"n_data": 200, "structure": structure, "prior_precision": 2.0, "recorder": recorder}
     posterior = ba.Posterior.from_optimizer(model, optimizer, **given)
     posterior.save(tmp_path / "p.safetensors", weights=weights)
-    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr() if weights else posterior.stddev)
     assert structure in found.rule
 
@@ -218,11 +189,14 @@ def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500)
     posterior = posterior.replace(prior_precision={n: 1 + t.abs() for n, t in posterior.mode.items()})
     posterior.save(tmp_path / "p.safetensors")
-    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr())
     ba.Mixture([posterior, posterior]).save(tmp_path / "m.safetensors")
     with pytest.raises(FileError, match="a mixture of posteriors"):
-        inspect_checkpoint(tmp_path / "m.safetensors")
+        inspect(tmp_path / "m.safetensors")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
@@ -233,13 +207,49 @@ def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     live = ba.doctor(model, optimizer)
     assert "batch-norm" in live.codes()
-    assert inspect.diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
-    assert inspect_checkpoint(tmp_path / "c.pt").diagnosis.findings == live.findings
+    assert diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
+    assert inspect(tmp_path / "c.pt").diagnosis.findings == live.findings
 
 
 def test_the_prior_of_a_saved_posterior_is_its_own(trained_pair: Any, tmp_path: Path) -> None:
     for delta, severity in ((0.0, "warning"), (2.0, "note")):
         posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=delta)
         posterior.save(tmp_path / "p.safetensors")
-        found = {each.code: each for each in inspect.diagnose_checkpoint(tmp_path / "p.safetensors").findings}
+        found = {each.code: each for each in diagnose_checkpoint(tmp_path / "p.safetensors").findings}
         assert found["zero-curvature"].severity == severity
+
+
+def test_the_doctor_ends_with_code_1_where_no_posterior_can_be_read(
+    trained_pair: Any, tmp_path: Path, capsys: Any
+) -> None:
+    torch.save(trained_pair[0].state_dict(), tmp_path / "w.pt")
+    assert run("doctor", tmp_path / "w.pt") == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "✗ unreadable" in told
+    assert "--optimizer-file" in told
+    assert run("doctor", tmp_path / "nowhere.pt") == 2
+    assert capsys.readouterr().err.startswith("bayesadam: no file at")
+
+
+def test_json_is_one_object_and_nothing_else(path: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert run("inspect", path, "--n-data", 500, "--out", out, "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found == json.loads((out / "metrics.json").read_text())["results"]
+    assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(path), "adamw", 500, 20)
+    assert list(found["parameters"]) == [row.name for row in inspect(path).parameters]
+    assert captured.err.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
+
+
+def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any) -> None:
+    why = inspect(path).why
+    assert why == explain(read_checkpoint(path))
+    assert why
+    assert run("inspect", path, "--out", tmp_path / "out", "--why") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith(" ".join(" ".join(why).split()))
+    assert "zero-curvature" in printed
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["why"] == list(why)
+    assert run("inspect", path, "--out", tmp_path / "out") == 0
+    assert why[0] not in " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ from bayesadam.calibrated import Answer, Calibrated, calibrate, load
 from bayesadam.compress import prune
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
+from bayesadam.inspecting import inspect
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import merge
 from bayesadam.monitoring import Monitor
@@ -38,6 +39,7 @@ __all__ = [
     "compress",
     "doctor",
     "errors",
+    "inspect",
     "likelihoods",
     "load",
     "merge",

@@ -80,10 +80,10 @@ def network_of(
     try:
         return _opened(Path(path), state, label, options, bases)
     except FileError:
-        contents = None if trained else format_of(Path(path)).read(Path(path), None, None)
-        if contents is None or contents.weights is None:
+        networks = [] if trained else format_of(Path(path)).read(Path(path)).networks
+        if len(networks) != 1:
             raise
-        tensors = renamed(contents.weights, clean_names(contents.weights))
+        tensors = renamed(networks[0].tensors, clean_names(networks[0].tensors))
         return Network(label, tensors, identities(tensors))
 
 

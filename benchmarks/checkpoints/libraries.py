@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.checkpoints.kinds import Kind, Net, Written, by_decay, second_moment, told, trained
 from torch import Tensor, nn
-
-from wild_kinds import Kind, Net, Written, by_decay, second_moment, told, trained
 
 # --- reinforcement learning -----------------------------------------------------------------------------------------
 
@@ -351,7 +350,10 @@ def hugging_face(folder: Path) -> Written:
     trainer = transformers.Trainer(network, arguments, train_dataset=Rows())
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return told(folder / "checkpoint-4", network, optimizer)
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    # Whoever has the model passes it; without it only the names tell.
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return told(folder / "checkpoint-4", network, optimizer, options=({"param_names": order},))
 
 
 def ignite(folder: Path) -> Written:

@@ -1,6 +1,6 @@
 """A model of GPT-2's size: what its posterior costs, live and from disk.
 
-    python benchmarks/large.py [--quick] [--device cuda] [--out out/bench]
+    python -m benchmarks.checkpoints.large [--quick] [--device cuda] [--out out/bench]
 
 124 million random weights (transformers' own GPT-2, small) take three AdamW steps on random tokens. Then: seconds and
 memory beyond the model and its optimiser to build the posterior and to take a draw; and, from what `torch.save` wrote,
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.common.harness import arguments, resident, setting, write_results
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
-from bayesadam.inspect import inspect_checkpoint
-from harness import arguments, resident, setting, write_results
+from bayesadam.inspecting import inspect
 
 N = 60_000
 QUICK = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 20_000}
@@ -82,8 +82,8 @@ def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
 
 
 TASKS: dict[str, Callable[[str], Any]] = {
-    "inspect": lambda path: inspect_checkpoint(path, n_data=N),
-    "prune": lambda path: ba.compress.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
+    "inspect": lambda path: inspect(path, n_data=N),
+    "prune": lambda path: ba.pruning.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
     "sample": lambda path: ba.GaussianWeights.open(path, N).write_sample(f"{path}.draw.safetensors"),
 }
 

@@ -1,9 +1,9 @@
 """Checkpoints written by the libraries that people use, against what was live: read right, refused, misread or crashed.
 
-    python benchmarks/wild.py [--only NAME ...] [--keep FOLDER] [--also PYTHON ...] [--quick] [--out out/bench]
+    python -m benchmarks.checkpoints.wild [--only NAME ...] [--keep FOLDER] [--also PYTHON ...] [--out out/bench]
 
-Every kind is written by its own library where that is installed (`wild_libraries.py`), or by a script with torch alone
-(`wild_kinds.py`), in a process that has no bayesadam (`wild_write.py`), together with v̂ of the live optimiser,
+Every kind is written by its own library where that is installed (`libraries`), or by a script with torch alone
+(`kinds`), in a process that has no bayesadam (`write`), together with v̂ of the live optimiser,
 computed without bayesadam in double precision. `--also` names the Python of another environment, which writes what
 could not be imported in this one. What was written is then read here, where none of those libraries has been imported.
 
@@ -15,6 +15,7 @@ the same.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -29,8 +30,8 @@ from torch import Tensor
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.readers import read_checkpoint, read_curvature
-from harness import arguments, setting, write_results
 
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-6
 # Letters of a message in the table; the results have all of it.
 SHOWN = 200
@@ -125,7 +126,8 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="nothing: all of it takes seconds")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results")
     parser.add_argument("--only", nargs="+", default=[], help="kinds whose name holds one of these")
     parser.add_argument("--keep", type=Path, help="folder for what is written, which stays there")
     parser.add_argument("--also", nargs="+", default=[], help="Pythons of environments that write what this one cannot")
@@ -135,8 +137,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or Path(temporary)).resolve()
         for python in (sys.executable, *given.also):
-            command = [python, str(Path(__file__).with_name("wild_write.py")), str(folder), *given.only]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            command = [python, "-m", "benchmarks.checkpoints.write", str(folder), *given.only]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
             if done.returncode:
                 sys.exit(f"{python} could not write:\n{done.stderr[-4000:]}")
             (folder / f"log-{Path(python).parents[1].name}.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
@@ -147,7 +149,9 @@ def main() -> None:
     print("\n".join(map(shown, rows)))
     for one in left_out:
         print(f"| {one['kind']} | | left out: {one['left_out'][:SHOWN]} | |")
-    write_results(given.out, "wild", {**setting(), "rows": rows, "left_out": left_out})
+    given.out.mkdir(parents=True, exist_ok=True)
+    results = {"torch": torch.__version__, "rows": rows, "left_out": left_out}
+    (given.out / "wild.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), encoding="utf-8")
     print(summary(rows))
 
 

@@ -1,5 +1,5 @@
-"""Writes every kind of checkpoint that `wild.py` reads, without bayesadam: python benchmarks/wild_write.py FOLDER [NAME
-...].
+"""Writes every kind of checkpoint that `wild` reads, without bayesadam:
+python -m benchmarks.checkpoints.write FOLDER [NAME ...].
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.checkpoints import kinds, libraries
 from torch import Tensor
-
-import wild_kinds
-import wild_libraries
 
 EXPECTED, LEFT_OUT = "expected.pt", "left_out.json"
 DISTRIBUTIONS = {
@@ -31,7 +29,7 @@ DISTRIBUTIONS = {
 
 def write_all(folder: Path, only: Sequence[str]) -> None:
     """Write every kind that is not there yet; what cannot be imported leaves the reason."""
-    for number, kind in enumerate([*wild_libraries.kinds(), *wild_kinds.kinds()]):
+    for number, kind in enumerate([*libraries.kinds(), *kinds.kinds()]):
         own = folder / f"{number:03d}"
         if (only and not any(part in kind.name for part in only)) or (own / EXPECTED).is_file():
             continue

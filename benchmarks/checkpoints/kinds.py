@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
-import os
 import pickle
 import sys
-import tarfile
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -667,28 +664,6 @@ def saved_with(folder: Path, *, protocol: int, old: bool) -> Written:
     return told(path, network, optimizer)
 
 
-# --- archives -------------------------------------------------------------------------------------------------------
-
-
-def nemo(folder: Path, *, compression: str = "") -> Written:
-    """A .nemo archive holds weights alone; the optimiser is in Lightning's file of the same run."""
-    network, optimizer = net()
-    files = {"model_config.yaml": b"target: nemo.Model\noptim:\n  name: adamw\n"}
-    buffer = io.BytesIO()
-    torch.save(network.state_dict(), buffer)
-    files["model_weights.ckpt"] = buffer.getvalue()
-    with tarfile.open(folder / "model.nemo", f"w:{compression}") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(f"./{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    state = {"state_dict": network.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 3}
-    os.makedirs(folder / "checkpoints")
-    torch.save(state, folder / "checkpoints" / "last.ckpt")
-    options = ({"optimizer_path": folder / "checkpoints" / "last.ckpt"},)
-    return told(folder / "model.nemo", network, optimizer, options=options, unsaid="there is no optimiser")
-
-
 def kinds() -> Iterable[Kind]:
     """All that need nothing but torch."""
     as_of_a_script(Net, Detector, Block, GPT, Llama)
@@ -729,5 +704,3 @@ def kinds() -> Iterable[Kind]:
         yield Kind(f"torch before 1.6, protocol {protocol}", partial(saved_with, protocol=protocol, old=True))
     for protocol in range(6):
         yield Kind(f"pickle, protocol {protocol}", partial(plain_pickle, protocol=protocol))
-    yield Kind("NeMo archive", nemo, note="by hand")
-    yield Kind("NeMo archive, compressed", partial(nemo, compression="gz"), note="by hand")

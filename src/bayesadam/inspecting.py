@@ -124,7 +124,7 @@ class Inspection:
         return "\n".join([str(self.diagnosis), "", *aligned(self.rows()), "", self.legend])
 
 
-def inspect_checkpoint(
+def inspect(
     source: str | os.PathLike[str] | Checkpoint | GaussianWeights,
     *,
     n_data: float | None = None,
