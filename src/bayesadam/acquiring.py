@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
 from bayesadam._checks import count, require_kind
-from bayesadam.predict import linearised
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as record_of
+from bayesadam.predict import linearised
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
 from bayesadam.predict.network import Call, Forward, means
 from bayesadam.weights.mixture import Mixture

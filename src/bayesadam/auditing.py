@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
-from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict import linearised
 from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods.moments import Moments
+from bayesadam.predict import linearised
 from bayesadam.predict.batches import batch_size, batches_of, to_device
 from bayesadam.predict.network import Forward
 from bayesadam.readers import warn_of_few

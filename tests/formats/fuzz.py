@@ -31,7 +31,7 @@ from torch import nn
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspecting import inspect
-from bayesadam.posterior import Posterior
+from bayesadam.weights.posterior import Posterior
 
 SECONDS, MEGABYTES = 5.0, 1024
 _WATCHED = ("import", "compile", "exec", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.")

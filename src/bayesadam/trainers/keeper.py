@@ -12,10 +12,10 @@ from torch.utils.data import SubsetRandomSampler
 from bayesadam._shards import is_first_rank, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
-from bayesadam.gaussian.settings import Settings
-from bayesadam.posterior import Posterior
 from bayesadam.readers.tracking import Tracker, What
 from bayesadam.readers.tracking import track as attach_tracker
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.settings import Settings
 
 FILE_NAME = "posterior.safetensors"
 
