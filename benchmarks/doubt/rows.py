@@ -1,4 +1,4 @@
-"""The rows of `doubt.py`: every way of saying what a network does not know."""
+"""The rows of the scoreboard: every way of saying what a classifier does not know."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import bayesadam as ba
-from doubt_data import Pixels, Suite
-from doubt_networks import KEEP, Trained, train
-from harness import import_peer
+from benchmarks.common.harness import import_peer
+from benchmarks.common.inputs import Suite
+from benchmarks.common.training import KEEP, Trained, batches_of, logits_of, train
 
 DROPOUT = 0.1
 FEATURE_IMAGES = 10_000
 # The share of the last layer's weights that DICE leaves out, which has no default: OpenOOD's.
 DICE_SHARE = 0.9
+CLASSES: Any = {"likelihood": "classification"}
 TEMPERATURES = torch.logspace(-1.3, 1.3, 400).tolist()
 
 
@@ -82,15 +83,6 @@ def by_entropy(probs_of: Callable[[Tensor], Tensor]) -> Scorer:
     return score
 
 
-def logits_of(model: nn.Module, x: Tensor, *, chunk: int = 1000) -> Tensor:
-    with torch.no_grad():
-        return torch.cat([model(part) for part in x.split(chunk)])
-
-
-def batches_of(pixels: Pixels, batch: int) -> list[Pixels]:
-    return list(zip(*(part.split(batch) for part in pixels), strict=True))
-
-
 # --- the network itself, and several --------------------------------------------------------------------------------
 
 
@@ -137,57 +129,48 @@ def mc_dropout(case: Case) -> Scorer:
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
-def diagonal_of(case: Case, one: Trained) -> ba.Posterior:
-    return ba.Posterior.from_optimizer(one.model, one.optimizer, case.n_data, batch_size=case.batch)
+def diagonal(case: Case, one: Trained | None = None) -> ba.Posterior:
+    one = one or case.networks[0]
+    return ba.Posterior.from_optimizer(one.model, one.optimizer, case.n_data, batch_size=case.batch, **CLASSES)
 
 
-def ours(posterior_of: Callable[[Case], ba.Posterior | ba.Mixture]) -> Callable[[Case], Scorer]:
-    """Probabilities and novelty of the calibrated posterior: leverage by the held-out inputs, in one forward pass."""
+def recorded(case: Case) -> ba.Posterior:
+    """By the gradients of the training."""
+    recorder = case.networks[0].recorder
+    if recorder is None:
+        raise ValueError("a network that was loaded has no recorder")
+    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, batch_size=case.batch, **CLASSES)
 
-    def row(case: Case) -> Scorer:
-        held_out = batches_of(case.suite.held_out, 500)
-        posterior: Any = ba.calibrate(posterior_of(case), held_out, likelihood="classification")
 
-        kept = posterior.calibration.n_scored > 0
+def recorded_again(case: Case) -> ba.Posterior:
+    """By the gradients of training batches, after the training."""
+    batches = batches_of(case.suite.train, case.batch)[:KEEP]
+    recorder = ba.Recorder.from_batches(case.model, batches, F.cross_entropy, keep=KEEP)
+    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, **CLASSES)
 
-        def score(x: Tensor) -> Answer:
-            found = posterior.predict(x)
-            return Answer(found.probs, found.novelty, found.novelty_pvalue if kept else None)
 
-        return score
+def calibrated(case: Case) -> Scorer:
+    """Of one network its calibrated module, of several the mean over theirs."""
+    held_out = batches_of(case.suite.held_out, 500)
+    nets = [ba.calibrate(diagonal(case, one), held_out) for one in case.networks]
 
-    return row
+    def score(x: Tensor) -> Answer:
+        with torch.no_grad():
+            answers = [net(x) for net in nets]
+        probs, novelty = (torch.stack([getattr(p, key) for p in answers]).mean(dim=0) for key in ("probs", "novelty"))
+        return Answer(probs, novelty, answers[0].p_value if len(nets) == 1 else None)
+
+    return score
 
 
 def by_state(posterior_of: Callable[[Case], ba.Posterior]) -> Callable[[Case], Scorer]:
     """Novelty by the optimiser's state alone, ten held-out inputs without labels as reference."""
 
     def row(case: Case) -> Scorer:
-        posterior = posterior_of(case).relative_to([case.suite.held_out[0][:10]])
-        return lambda x: Answer(None, posterior.novelty(x, likelihood="classification"))
+        posterior, reference = posterior_of(case), case.suite.held_out[0][:10]
+        return lambda x: Answer(None, posterior.novelty(x, reference=reference))
 
     return row
-
-
-def diagonal(case: Case) -> ba.Posterior:
-    return diagonal_of(case, case.networks[0])
-
-
-def kronecker(case: Case) -> ba.Posterior:
-    recorder = case.networks[0].recorder
-    if recorder is None:
-        raise ValueError("a network that was loaded has no recorder")
-    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, batch_size=case.batch)
-
-
-def kronecker_from_batches(case: Case) -> ba.Posterior:
-    batches = batches_of(case.suite.train, case.batch)[:KEEP]
-    recorder = ba.Recorder.from_batches(case.model, batches, F.cross_entropy, keep=KEEP)
-    return ba.Posterior.from_recorder(case.model, recorder, case.n_data)
-
-
-def mixture(case: Case) -> ba.Mixture:
-    return ba.Mixture([diagonal_of(case, one) for one in case.networks])
 
 
 # --- laplace-torch --------------------------------------------------------------------------------------------------
@@ -332,11 +315,11 @@ FITTED, KEPT = "fitted to 10,000 training features", "10,000 training features"
 ROWS: Mapping[str, Row] = {
     "network alone": Row(alone, NOTHING),
     "temperature": Row(ensemble, HELD_OUT),
-    "ours, held-out inputs": Row(ours(diagonal), HELD_OUT),
+    "ours, held-out inputs": Row(calibrated, HELD_OUT),
     "ours, Adam's state": Row(by_state(diagonal), TEN),
-    "ours, recorded gradients": Row(by_state(kronecker), f"{TEN}; a recorder in training"),
-    "ours, gradients of 50 batches": Row(by_state(kronecker_from_batches), f"{TEN}; 50 training batches"),
-    "ours, mixture": Row(ours(mixture), "held-out inputs; several networks", joint=True),
+    "ours, recorded gradients": Row(by_state(recorded), f"{TEN}; a recorder in training"),
+    "ours, gradients of 50 batches": Row(by_state(recorded_again), f"{TEN}; 50 training batches"),
+    "ours, several": Row(calibrated, "held-out inputs; several networks", joint=True),
     "ensemble": Row(ensemble, "held-out inputs; several networks", joint=True),
     "MC dropout": Row(mc_dropout, "dropout in training", once=True),
     "laplace-torch, last layer": Row(laplace, "training data", peer="laplace-torch"),
