@@ -184,11 +184,14 @@ def one_core() -> None:
 
 
 def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
-    """What each call returns, in their order, out of `jobs` processes of one thread each."""
+    """What each call returns, in their order, out of `jobs` processes of one thread each; of one it is this one."""
     # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this
     # process.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if jobs == 1:
+        yield from (call() for call in calls)
+        return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap(_called, calls)
         pool.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.data.loaders import read_idx
 from benchmarks.common.shifts import shifted
 
 Pixels = tuple[Tensor, Tensor]
@@ -109,8 +109,15 @@ def load(name: str, split: str, *, made_up: bool = False) -> Pixels:
 def _idx(where: Path, split: str) -> Pixels:
     paths = [where / f"{IDX[split]}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
     _require(paths, FASHION_PACKAGE if where.name == "fashion-mnist" else "every mirror of MNIST")
-    x, y = (torch.tensor(read_idx(path)) for path in paths)
+    x, y = (_read_idx(path) for path in paths)
     return x[:, None].float() / 255, y.long()
+
+
+def _read_idx(path: Path) -> Tensor:
+    """The bytes of an IDX file: its fourth byte is the number of dimensions, their sizes follow."""
+    raw = gzip.decompress(path.read_bytes())
+    shape = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
+    return torch.frombuffer(bytearray(raw[4 + 4 * raw[3] :]), dtype=torch.uint8).view(shape)
 
 
 def _cifar(where: Path, split: str) -> Pixels:
@@ -215,11 +222,16 @@ def _others(name: str, *, made_up: bool) -> dict[str, Tensor]:
     return found | {"digits": _digits()}
 
 
-def _digits() -> Tensor:
+def digits() -> Pixels:
+    """scikit-learn's, (n, 1, 8, 8) in [0, 1], and their classes."""
     from sklearn.datasets import load_digits
 
-    small = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
-    return F.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False)
+    found = load_digits()
+    return torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
+
+
+def _digits() -> Tensor:
+    return F.interpolate(digits()[0], size=(28, 28), mode="bilinear", align_corners=False)
 
 
 def _in(y: Tensor, classes: tuple[int, ...]) -> Tensor:
