@@ -1,12 +1,13 @@
-"""Error bars away from the data: the optimiser's diagonal, its input side, Kronecker factors and a Gaussian process.
+"""Numbers: error bars away from the data, by the optimiser's diagonal, its input side, Kronecker factors and others.
 
-    BAYESADAM_DATA=... python benchmarks/error_bars.py [--quick] [--seeds 5] [--sets toy energy yacht wine-quality-red]
+    BAYESADAM_DATA=... python -m benchmarks.doubt.error_bars [--quick] [--seeds 5] [--sets toy energy ...]
         [--out out/bench]
 
 The toy problem of the paper, and of UCI tables the middle third of one feature left out, feature by feature. Networks
 have 2 × 50 ReLUs under AdamW; a fifth of the rows is held out, and `tune` fits noise, scale and prior on it by
 evidence. Numbers are the mean negative log-likelihood of y inside the data (held-out rows of the same range) and in the
-gap, in nats of standardised targets, and the standard deviation of the function in the gap over that inside.
+gap, in nats of standardised targets, and the standard deviation of the function in the gap over that inside. Beside
+them: the noise of the held-out residuals alone, `ba.calibrate`, five networks, and a Gaussian process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from harness import arguments, mean_and_error, setting, write_results
+from benchmarks.common.harness import arguments, mean_and_error, setting, write_results
+from benchmarks.common.networks import mlp
 
 SETS = ("toy", "energy", "yacht", "wine-quality-red")
 EPOCHS, BATCH = 400, 32
@@ -78,7 +80,7 @@ def gaps(name: str) -> list[Callable[[int], Split]]:
 def trained(split: Split, seed: int, epochs: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     x, y = split.train
-    model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1))
+    model = mlp((x.shape[1], 50, 50, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
     steps = epochs * max(1, len(x) // BATCH)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -101,17 +103,52 @@ def posteriors(split: Split, model: nn.Module, optimizer: Any) -> dict[str, ba.P
         found[f"inputs, p = {power:g}"] = q.with_inputs(split.train[0][:400])
     source = torch.Generator().manual_seed(0)
     rows = [torch.randint(n, (BATCH,), generator=source) for _ in range(100)]
-    batches = [tuple(part[each] for part in split.train) for each in rows]
+    batches = [tuple(part[some] for part in split.train) for some in rows]
     recorder = ba.Recorder.from_batches(model, batches, F.mse_loss, keep=100)
     found["kronecker"] = ba.Posterior.from_recorder(model, recorder, n, likelihood="regression")
-    return {name: tuned(q, split.held_out) for name, q in found.items()}
+    return {name: q.tune(split.held_out, method="evidence") for name, q in found.items()}
 
 
-def tuned(q: ba.Posterior, held_out: tuple[Tensor, Tensor]) -> ba.Posterior:
-    return ba.calibrate(q, held_out, method="evidence")
+# Means (n, 1), and variances of f and of y.
+Predict = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def process(split: Split) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def of_posterior(q: ba.Posterior) -> Predict:
+    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            p = q.predict(x)
+        return p.mean, p.f_variance, p.variance
+
+    return predict
+
+
+def of_calibrated(net: nn.Module) -> Predict:
+    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            p = net(x)
+        return p.mean, torch.zeros_like(p.mean), p.stddev.square()
+
+    return predict
+
+
+def of_networks(models: list[nn.Module], held_out: tuple[Tensor, Tensor]) -> Predict:
+    """Their spread, and the noise of the held-out residuals of their mean."""
+
+    @torch.no_grad()
+    def outputs(x: Tensor) -> Tensor:
+        return torch.stack([model(x) for model in models])
+
+    noise = (held_out[1] - outputs(held_out[0]).mean(dim=0)).square().mean()
+
+    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = outputs(x)
+        spread = found.var(dim=0, correction=0)
+        return found.mean(dim=0), spread, spread + noise
+
+    return predict
+
+
+def process(split: Split) -> Predict:
     """A Gaussian process by scikit-learn, one lengthscale a feature; mean and variance of f, and its noise."""
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
@@ -121,44 +158,33 @@ def process(split: Split) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     found = GaussianProcessRegressor(kernel, random_state=0).fit(x, y[:, 0])
     noise = found.kernel_.k2.noise_level
 
-    def predict(at: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, std = found.predict(at.double().numpy(), return_std=True)
         variance = torch.tensor(std**2).float()[:, None]
-        return torch.tensor(mean).float()[:, None], torch.stack([(variance - noise).clamp(min=1e-9), variance])
+        return torch.tensor(mean).float()[:, None], (variance - noise).clamp(min=1e-9), variance
 
     return predict
 
 
-def scored(split: Split, predict: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """NLL inside and in the gap, and the growth of the deviation of f."""
+def scored(split: Split, predict: Predict) -> dict[str, float]:
+    """NLL inside and in the gap, and the deviation of f."""
     found = {}
     for where, (x, y) in (("in", split.inside), ("out", split.outside)):
-        mean, (of_f, of_y) = predict(x)
+        mean, of_f, of_y = predict(x)
         found[f"nll {where}"] = float(F.gaussian_nll_loss(mean, y, of_y, full=True))
         found[f"std {where}"] = float(of_f.sqrt().mean())
     return found
 
 
-def of_posterior(q: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        p = q.predict(x, shift=False)
-        return p.mean, torch.stack([p.variance, p.total_variance])
-
-
 def measured(split: Split, seed: int, epochs: int) -> dict[str, dict[str, float]]:
     model, optimizer = trained(split, seed, epochs)
-    every = posteriors(split, model, optimizer)
-    noise = every["diagonal, p = 0.5"].noise_variance
-    square = (split.held_out[1] - model(split.held_out[0]).detach()).square().mean(0)
-
-    def alone(x: Tensor) -> tuple[Tensor, Tensor]:
-        mean = model(x).detach()
-        return mean, torch.stack([torch.zeros_like(mean), square.expand(mean.shape)])
-
-    assert noise is not None
-    found = {"noise alone": scored(split, alone)}
-    found |= {name: scored(split, partial(of_posterior, q)) for name, q in every.items()}
-    return found | {"Gaussian process": scored(split, process(split))}
+    others = [trained(split, 1000 + 10 * seed + i, epochs)[0] for i in range(4)]
+    tuned = posteriors(split, model, optimizer)
+    rows = {"noise alone": of_networks([model], split.held_out)}
+    rows |= {name: of_posterior(q) for name, q in tuned.items()}
+    rows["calibrated, inputs"] = of_calibrated(ba.calibrate(tuned["inputs, p = 0.5"], split.held_out))
+    rows |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
+    return {name: scored(split, predict) for name, predict in rows.items()}
 
 
 def told(results: Mapping[str, list[Mapping[str, float]]]) -> list[str]:
