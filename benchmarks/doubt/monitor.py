@@ -7,7 +7,7 @@ stream is drawn from it at random and without replacement, so that its order is 
 are drawn likewise, and calibrate the network.
 
 - no drift: 1,000 streams of 10,000 images, for each a reference of 2,000 scores of other images of the pool: they are
-  exchangeable, and the bound is a theorem. "As used" is `ba.Monitor(net)` of 20 calibrated networks, on 50 streams each.
+  exchangeable, and the bound is a theorem. "As used" is `ba.Monitor(net)` of 20 calibrated networks, on 50 streams.
 - delay: 750 to 1,250 images of the pool, then others: 4,000 shifted ones (six kinds at four strengths), 8,000 of which
   1, 5 or 20 % are of the two classes left out, or noise that grows from 0 to .3. Fifty streams each; the median wait
   where at least half had an alarm.
