@@ -42,7 +42,7 @@ reproduce: $(READY)
 	$(BIN)/bayesadam paper report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 goldens: $(READY)
-	$(BIN)/python benchmarks/goldens.py
+	$(BIN)/python -m benchmarks.goldens
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
@@ -106,12 +106,12 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 peers: $(PEERS)/.ready
 
 peers-test: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/test_rivals.py benchmarks/test_strangers.py
+	$(PEERS)/bin/python -m pytest benchmarks
 
-# A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lenet, leverage, lora, merging, off_policy, outputs, picture, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
-BENCHES := step sample recorder predict structures
+# A benchmark whose peer cannot be imported fails. The others run by name: benchmarks/README.md.
+BENCHES := doubt.error_bars speed.run speed.training speed.peers
 bench: $(PEERS)/.ready
-	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done
+	set -e; for name in $(BENCHES); do $(PEERS)/bin/python -m benchmarks.$$name --out $(OUT)/bench $(if $(QUICK),--quick); done
 
 # mergekit declares datasets and evaluation packages that merging does not import: it is installed without them.
 MERGEKIT := .venv-mergekit

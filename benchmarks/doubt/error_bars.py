@@ -31,6 +31,7 @@ from benchmarks.common.networks import mlp
 
 SETS = ("toy", "energy", "yacht", "wine-quality-red")
 EPOCHS, BATCH = 400, 32
+DIAGONAL, INPUTS = "diagonal, p = 0.5", "inputs, p = 0.5"
 
 
 class Split:
@@ -182,7 +183,7 @@ def measured(split: Split, seed: int, epochs: int) -> dict[str, dict[str, float]
     tuned = posteriors(split, model, optimizer)
     rows = {"noise alone": of_networks([model], split.held_out)}
     rows |= {name: of_posterior(q) for name, q in tuned.items()}
-    rows["calibrated, inputs"] = of_calibrated(ba.calibrate(tuned["inputs, p = 0.5"], split.held_out))
+    rows["calibrated, inputs"] = of_calibrated(ba.calibrate(tuned[INPUTS], split.held_out))
     rows |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
     return {name: scored(split, predict) for name, predict in rows.items()}
 
@@ -216,6 +217,9 @@ def main() -> None:
         results[name] = each
         print(f"{name}: NLL inside, in the gap, growth of the deviation of f", *told(each), sep="\n", flush=True)
     write_results(options.out, "error_bars", {**setting(), "seeds": options.seeds, "results": results})
+    for name, rows in results.items():
+        gain = [a["nll out"] - b["nll out"] for a, b in zip(rows[DIAGONAL], rows[INPUTS], strict=True)]
+        print(f"{name}: what the input side gains in the gap, {statistics.fmean(gain):.3f} nats")
 
 
 if __name__ == "__main__":

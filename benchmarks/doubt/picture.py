@@ -1,15 +1,15 @@
 """The picture of the README: probabilities, novelty and shift of one network, beside its own softmax.
 
-    BAYESADAM_DATA=... python benchmarks/picture.py [--quick] [--network mlp] [--seed 4000] [--out out/bench]
+    BAYESADAM_DATA=... python -m benchmarks.doubt.picture [--quick] [--network mlp] [--seed 4000] [--out out/bench]
 
-One network of `doubt.py`, trained on eight classes of MNIST by its recipe there, plain Adam, and calibrated on 5,000
-held-out images. Its softmax and the calibrated posterior answer the same images:
+One network of the scoreboard, trained on eight classes of MNIST by its recipe there, plain Adam, and calibrated on
+5,000 held-out images. Its softmax and the calibrated network answer the same images:
 
 - probabilities: how often answers are right by how confident they are, test images, bins of a tenth that hold 20 images
   or more, and the negative log-likelihood;
 - novelty: scores of test images, of the two digits left out of training, and of Fashion-MNIST; by the softmax
   1 − max p. AUROC is of test images against the others;
-- shift: accuracy and mean confidence on 24 shifted copies of test images (`doubt_shifts.py`), means over the six kinds
+- shift: accuracy and mean confidence on 24 shifted copies of test images, means over the six kinds
   by strength.
 
 The seed chose nothing, and is the only one that was run.
@@ -32,36 +32,34 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam._plots import FAINT, INK, MUTED, in_bins
-from bayesadam.commands import plots
-from doubt_data import NEAR, NoData, Sizes, Suite, suite
-from doubt_networks import RECIPES, train
-from doubt_rows import batches_of, logits_of
-from harness import arguments, class_scores, replaced, setting, write_results
+from benchmarks.common.harness import arguments, class_scores, replaced, setting, write_results
+from benchmarks.common.inputs import NEAR, NoData, Sizes, Suite, suite
+from benchmarks.common.training import RECIPES, batches_of, logits_of, train
 
+INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
 SIZES, QUICK = Sizes(test=6000, shifted=2000), Sizes(320, 100, 40, 20, 20)
 NETWORKS = ("mlp", "lenet", "resnet")
 FAR, LEAST = "fashion-mnist", 20
 # Who answers: probabilities, and a score that is larger for what is less familiar.
 Answers = dict[str, tuple[Tensor, Tensor]]
 SOFTMAX, OURS = "softmax", "bayesadam"
-COLOURS = {SOFTMAX: plots.COLOURS["magnitude"], OURS: plots.COLOURS["badam"]}
+COLOURS = {SOFTMAX: "#D55E00", OURS: "#0072B2"}
 
 
 def measured(network: str, held: Suite, seed: int, *, epochs: int) -> dict[str, Any]:
     """All that the picture shows."""
     recipe = RECIPES[network]
     one = train(network, held, seed=seed, epochs=epochs, batch=recipe.batch)
-    n_data = len(held.train[0])
-    own: Any = {"batch_size": recipe.batch, "likelihood": "classification"}
-    posterior = ba.Posterior.from_optimizer(one.model, one.optimizer, n_data, **own)
-    posterior = ba.calibrate(posterior, batches_of(held.held_out, 500))
-    print(posterior.calibration, flush=True)
+    about: Any = {"batch_size": recipe.batch, "likelihood": "classification"}
+    posterior = ba.Posterior.from_optimizer(one.model, one.optimizer, len(held.train[0]), **about)
+    net = ba.calibrate(posterior, batches_of(held.held_out, 500))
+    print(net.report, flush=True)
 
+    @torch.no_grad()
     def answers(x: Tensor) -> Answers:
         plain = logits_of(one.model, x).softmax(dim=1)
-        found: Any = [posterior.predict(part) for part in x.split(500)]
-        probs, novelty = (torch.cat([getattr(part, key) for part in found]) for key in ("probs", "novelty"))
+        parts: Any = [net(part) for part in x.split(500)]
+        probs, novelty = (torch.cat([getattr(part, key) for part in parts]) for key in ("probs", "novelty"))
         return {SOFTMAX: (plain, 1 - plain.double().amax(dim=1)), OURS: (probs, novelty)}
 
     y, known = held.test[1], answers(held.test[0])
@@ -101,9 +99,9 @@ def mean(values: Any) -> float:
 def reliability(probs: Tensor, y: Tensor) -> list[list[float]]:
     """Mean confidence and share of right answers of each bin that holds enough."""
     confidence, answer = probs.max(dim=1)
-    counts, sure, right = in_bins(confidence, answer == y, 10)
-    enough = counts >= LEAST
-    return torch.stack([sure / counts, right / counts])[:, enough].tolist()
+    bins = (10 * confidence).long().clamp(max=9)
+    rows = [bins == place for place in range(10) if int((bins == place).sum()) >= LEAST]
+    return [[float(values[row].double().mean()) for row in rows] for values in (confidence, answer == y)]
 
 
 # --- the picture: read at a width of 390 pixels ---------------------------------------------------------------------
@@ -115,15 +113,19 @@ LARGE: Any = {
     "axes.linewidth": 1.2,
     "lines.linewidth": 5,
     "lines.markersize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
     **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
 }
-SETS = {"known": ("digits", MUTED), NEAR: ("new digits", plots.COLOURS["ensemble"]), FAR: ("clothes", INK)}
+SETS = {"known": ("digits", MUTED), NEAR: ("new digits", "#9A7D0A"), FAR: ("clothes", INK)}
 
 
 def picture(results: Mapping[str, Any]) -> Figure:
     """Three panels in a row, few words in large type, on white."""
-    with plots.house_style():
-        matplotlib.rcParams.update(LARGE)
+    with matplotlib.rc_context(LARGE):
         layout = ConstrainedLayoutEngine(wspace=0.06, w_pad=0.15, h_pad=0.15)
         figure = Figure(figsize=(12, 5.2), layout=layout)
         grid = figure.add_gridspec(2, 3)
@@ -186,11 +188,12 @@ def main() -> None:
         held = suite("mnist", 0, QUICK if options.quick else SIZES, made_up=options.quick)
     except NoData as error:
         sys.exit(f"no source delivered it: {error}")
-    warnings.simplefilter("ignore", ba.errors.InputRangeWarning)  # shifted images have other ranges on purpose
+    warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)  # shifted images have other ranges on purpose
     epochs = 1 if options.quick else RECIPES[options.network].epochs
     results = measured(options.network, held, options.seed, epochs=epochs)
     path = options.out / "picture.png"
-    replaced(path, plots.png(picture(results)))
+    figure = picture(results)
+    replaced(path, lambda unfinished: figure.savefig(unfinished, format="png", dpi=150))
     told = {key: found for key, found in results.items() if key != "scores"}
     about = {**setting(), "quick": options.quick, "network": options.network, "seed": options.seed, "epochs": epochs}
     write_results(options.out, "picture", {**about, **told})
