@@ -106,7 +106,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 peers: $(PEERS)/.ready
 
 peers-test: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest benchmarks
+	$(PEERS)/bin/python -m pytest $(shell find benchmarks -name "test_*.py")
 
 # A benchmark whose peer cannot be imported fails. The others run by name: benchmarks/README.md.
 BENCHES := doubt.error_bars speed.run speed.training speed.peers
