@@ -127,7 +127,7 @@ def of_calibrated(net: nn.Module) -> Predict:
     def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
             p = net(x)
-        return p.mean, torch.zeros_like(p.mean), p.stddev.square()
+        return p.mean, p.f_variance, p.stddev.square()
 
     return predict
 
