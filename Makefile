@@ -48,7 +48,7 @@ reproduce: $(READY)
 	$(BIN)/python -m experiments report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 goldens: $(READY)
-	$(BIN)/python benchmarks/goldens.py
+	$(BIN)/python -m benchmarks.goldens
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
@@ -112,12 +112,12 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 peers: $(PEERS)/.ready
 
 peers-test: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/bandits/test_bandits.py
+	$(PEERS)/bin/python -m pytest $(shell find benchmarks -name "test_*.py")
 
-# A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lenet, leverage, lora, merging, off_policy, outputs, picture, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
-BENCHES := step sample predict structures
+# A benchmark whose peer cannot be imported fails. The others run by name: benchmarks/README.md.
+BENCHES := doubt.error_bars speed.run speed.training speed.peers
 bench: $(PEERS)/.ready
-	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done
+	set -e; for name in $(BENCHES); do $(PEERS)/bin/python -m benchmarks.$$name --out $(OUT)/bench $(if $(QUICK),--quick); done
 
 # mergekit declares datasets and evaluation packages that merging does not import: it is installed without them.
 MERGEKIT := .venv-mergekit

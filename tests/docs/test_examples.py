@@ -135,11 +135,14 @@ def test_every_command_is_one(where, words):
     elif words[0] == "bayesadam":
         _parse(words[1:])
     elif words[0].endswith("python"):
-        # Options that all benchmarks share are the harness's.
-        text = "".join(
-            path.read_text(encoding="utf-8") for path in (ROOT / words[1], ROOT / "benchmarks" / "harness.py")
-        )
-        assert all(f'"{word}"' in text for word in words[2:] if word.startswith("--"))
+        # A file, a benchmark, whose harness has the options that all share, or a package.
+        path = ROOT / (words[2].replace(".", "/") if words[1] == "-m" else words[1])
+        shared = ROOT / "benchmarks" / "common" / "harness.py"
+        files = list(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py"), shared]
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        options = [word for word in words[2:] if word.startswith("--")]
+        # typer names an option by its parameter.
+        assert all(f'"{word}"' in text or f"{word[2:].replace('-', '_')}: " in text for word in options)
     elif words[0] == "pytest":
         assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-"))
     else:
