@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.common.training import *  # noqa: E402, F403
+from benchmarks.common.training import *  # noqa: F403

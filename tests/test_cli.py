@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bayesadam.inspect import inspect_checkpoint
 from torch import nn
 
 import bayesadam as ba
@@ -22,7 +23,6 @@ from bayesadam.__main__ import main
 from bayesadam._files import replacing
 from bayesadam.cli import demo
 from bayesadam.errors import FileError, SettingError
-from bayesadam.inspect import inspect_checkpoint
 from cases import mlp, train
 from processes import PATIENCE, SOURCE, eventually, run_python
 
@@ -94,8 +94,9 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
 
 
 def test_the_names_in_the_help_are_those_of_the_library(capsys):
-    from bayesadam.merging import METHODS
     from bayesadam.pruning import RANKINGS
+
+    from bayesadam.merging import METHODS
 
     for command, names in (("prune", RANKINGS), ("merge", METHODS)):
         assert run(command, "--help") == 0

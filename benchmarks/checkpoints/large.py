@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common.harness import arguments, resident, setting, write_results
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
 from bayesadam.inspecting import inspect
+from benchmarks.common.harness import arguments, resident, setting, write_results
 
 N = 60_000
 QUICK = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 20_000}

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.checkpoints.kinds import Kind, Net, Written, by_decay, second_moment, told, trained
 from torch import Tensor, nn
+
+from benchmarks.checkpoints.kinds import Kind, Net, Written, by_decay, second_moment, told, trained
 
 # --- reinforcement learning -----------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.checkpoints import kinds, libraries
 from torch import Tensor
+
+from benchmarks.checkpoints import kinds, libraries
 
 EXPECTED, LEFT_OUT = "expected.pt", "left_out.json"
 DISTRIBUTIONS = {

@@ -26,6 +26,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import average_precision_score
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam import scores
+from bayesadam.auditing import audit
 from benchmarks.common.harness import (
     Cell,
     Target,
@@ -39,12 +45,6 @@ from benchmarks.common.harness import (
 )
 from benchmarks.common.inputs import NoData, Pixels, folder, load
 from benchmarks.common.training import network_of
-from sklearn.metrics import average_precision_score
-from torch import Tensor, nn
-
-import bayesadam as ba
-from bayesadam import scores
-from bayesadam.auditing import audit
 
 EPOCHS = {"few": {"mlp": 4, "lenet": 4}, "long": {"mlp": 30, "lenet": 60}}
 BATCH, CHUNK, RATE, KEEP, FOLDS, FLIPPED = 128, 500, 1e-3, 50, 3, 0.1

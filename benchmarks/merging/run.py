@@ -30,6 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.merging import merge
 from benchmarks.common.harness import (
     Cell,
     Target,
@@ -45,10 +49,6 @@ from benchmarks.common.harness import (
 from benchmarks.merging import rivals
 from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
 from benchmarks.merging.text import text_cell
-from torch import Tensor, nn
-
-import bayesadam as ba
-from bayesadam.merging import merge
 
 FACTORS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3)
 DENSITIES = (0.1, 0.2, 0.4)

@@ -170,7 +170,9 @@ def test_it_needs_neither_torch_nor_bayesadam(adam, tmp_path):
 @pytest.fixture
 def published(adam, tmp_path):
     model, optimizer = adam
-    ba.Posterior.from_optimizer(model, optimizer, 64).save(tmp_path / "p.safetensors", weights=False, compress="factored")
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(
+        tmp_path / "p.safetensors", weights=False, compress="factored"
+    )
     return tmp_path / "p.safetensors", {name: t.clone() for name, t in model.state_dict().items()}
 
 

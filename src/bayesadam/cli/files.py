@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from bayesadam import inspecting
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.calibrated import load
+from bayesadam.compress.pruning import prune_checkpoint
 from bayesadam.errors import FileError, SettingError
-from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
+from bayesadam.inspecting import diagnose_checkpoint
 from bayesadam.merging import merge_checkpoints
-from bayesadam.pruning import prune_checkpoint
 from bayesadam.weights.gaussian import GaussianWeights
 
 # Endings of files that are written again as they are; of any other the weights alone are written.
@@ -27,8 +28,8 @@ Reading = Mapping[str, Any]
 
 
 def inspect(*, checkpoint: Path, n_data: float | None, json: bool, why: bool, reading: Reading) -> None:
-    """Print what `inspect_checkpoint` finds; with `why` first how the file was read."""
-    inspection = inspect_checkpoint(checkpoint, n_data=n_data, **reading)
+    """Print what `bayesadam.inspect` finds; with `why` first how the file was read."""
+    inspection = inspecting.inspect(checkpoint, n_data=n_data, **reading)
     reasons = [*inspection.why, ""] if why else []
     print(as_json(inspection.to_dict()) if json else in_options("\n".join([*reasons, str(inspection)])))
 
