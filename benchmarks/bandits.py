@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bayesadam.bandits.problems import Numbers
 
 from bandit_rivals import RIVALS, Diverged, Entrant, Setting
 from bayesadam.bandits import (
@@ -48,7 +49,6 @@ from bayesadam.bandits import (
     problem,
     simulate,
 )
-from bayesadam.bandits.problems import Numbers
 from bayesadam.weights.draws import stream_seed
 from harness import against, arguments, number, one_core, read_cell, replaced, setting, write_cell, write_results
 

@@ -39,12 +39,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bayesadam.bandits.problems import Numbers
+from bayesadam.bandits.simulation import Playing
 
 import bandit_rivals
 from bandits import play
 from bayesadam.bandits import BanditProblem, Rounds, agent_settings
-from bayesadam.bandits.problems import Numbers
-from bayesadam.bandits.simulation import Playing
 from bayesadam.weights.draws import stream_seed
 from harness import Cell, arguments, one_core, parallel, read_cell, replaced, setting, write_cell, write_results
 from strangers_problems import HALVES, PROBLEMS, Absent, half, reward_range, stranger

@@ -1,6 +1,6 @@
 """The public names, each from the module that has it; `bayesadam` imports this one with the first of them."""
 
-from bayesadam import errors, likelihoods, optim, readers, scores, sklearn
+from bayesadam import bandits, errors, likelihoods, optim, readers, scores, sklearn
 from bayesadam._version import __version__
 from bayesadam.calibrated import Answer, Calibrated, calibrate, load
 from bayesadam.errors import BayesAdamError
@@ -24,6 +24,7 @@ __all__ = [
     "Posterior",
     "Recorder",
     "__version__",
+    "bandits",
     "calibrate",
     "errors",
     "likelihoods",

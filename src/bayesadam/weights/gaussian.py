@@ -16,7 +16,6 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
-from bayesadam._extras import require
 from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
@@ -61,13 +60,6 @@ class Marginals(ABC):
         """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
         stddev = self.stddev
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
-
-    def plot(self, *, ax: Any = None) -> Any:
-        """The signal-to-noise ratios of the weights above 0, layer by layer, with matplotlib; returns the axes."""
-        require("matplotlib")
-        from bayesadam import _plots as plots
-
-        return plots.ratios(ax, {name: whole(values).detach() for name, values in self.snr().items()})
 
 
 @dataclass(frozen=True, eq=False)
