@@ -16,7 +16,7 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
-from bayesadam._shards import box, is_sharded, own_part, whole
+from bayesadam._shards import box, is_sharded, own_part
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
