@@ -112,7 +112,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 peers: $(PEERS)/.ready
 
 peers-test: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/test_rivals.py benchmarks/test_strangers.py
+	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_lenet.py benchmarks/bandits/test_bandits.py
 
 # A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lenet, leverage, lora, merging, off_policy, outputs, picture, prune, publish, strangers, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
 BENCHES := step sample recorder predict structures
@@ -133,14 +133,14 @@ mergekit-test: $(MERGEKIT)/.ready
 
 # botorch's releases may ask for another torch: it is installed without its own dependencies.
 BOTORCH := .venv-botorch
-$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/surrogate/botorch.txt
+$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/botorch.txt
 	$(PYTHON) -m venv $(BOTORCH)
 	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sklearn]' pytest
-	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/surrogate/botorch.txt
+	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/botorch.txt
 	@touch $@
 
 botorch-test: $(BOTORCH)/.ready
-	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/surrogate
+	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/test_botorch.py
 
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild

@@ -207,9 +207,8 @@ def pruning() -> dict[str, Number]:
     for seed in range(5):
         q = digits_posterior(seed)
         for ranking, values in found.items():
-            masks = ba.pruning_masks(q, 0.9, ranking=ranking)
-            kept = {n: mu * masks[n] if n in masks else mu for n, mu in q.mean.items()}
-            values.append(float((functional_call(q.model, kept, (x[1300:],)).argmax(1) == y[1300:]).double().mean()))
+            small = ba.prune(q, 0.9, ranking=ranking).model
+            values.append(float((small(x[1300:]).argmax(1) == y[1300:]).double().mean()))
     return {name: Number(statistics.fmean(values), 0.01, -1) for name, values in found.items()}
 
 

@@ -83,7 +83,7 @@ def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
 
 TASKS: dict[str, Callable[[str], Any]] = {
     "inspect": lambda path: inspect_checkpoint(path, n_data=N),
-    "prune": lambda path: ba.pruning.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
+    "prune": lambda path: ba.compress.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
     "sample": lambda path: ba.GaussianWeights.open(path, N).write_sample(f"{path}.draw.safetensors"),
 }
 

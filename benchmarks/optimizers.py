@@ -125,7 +125,7 @@ def chosen_rate(task: Task, name: str) -> float:
 def pruned(posterior: ba.Posterior, fraction: float, task: Task, *, magnitude: bool = False) -> float:
     model = copy.deepcopy(posterior.model)
     ranking = {k: v.abs() for k, v in posterior.mean.items()} if magnitude else posterior.snr()
-    ba.prune(model, ba.pruning_masks(posterior, fraction, ranking=ranking))
+    ba.compress.apply_masks(model, ba.compress.masks(posterior, fraction, ranking=ranking))
     return accuracy(model, task.test)
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import doubt_data
 import language
-from merging_text import Language
+from benchmarks.merging.text import Language
 from networks import ResNet18, lenet, mlp, small_resnet
 from publish import turned
 

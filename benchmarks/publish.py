@@ -112,7 +112,7 @@ def one_network(build: Callable[[], nn.Module], data: Data, seed: int, epochs: i
             row = rows[form] = {"bytes": float(size), "not pruned": accuracy(model, data.test_x, data.test_y)}
             for fraction in FRACTIONS:
                 pruned = copy.deepcopy(model)
-                ba.prune(pruned, ba.pruning_masks(found, fraction))
+                ba.compress.apply_masks(pruned, ba.compress.masks(found, fraction))
                 row[f"pruned {fraction:g}"] = accuracy(pruned, data.test_x, data.test_y)
             row["novelty"] = novelty(found, data)
             rotated, row["Kronecker bytes"] = reloaded(kronecker, Path(name), compress)

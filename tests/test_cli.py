@@ -291,6 +291,51 @@ def test_what_cannot_be_written_leaves_what_was_there(error, tmp_path, monkeypat
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+# --- deploy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def application(tmp_path, monkeypatch):
+    """A calibrated network in `net.safetensors`, and `app_of_ours.py`, whose functions give models and inputs."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model, x = mlp(4, 8, 3), torch.randn(80, 4)
+    net = ba.calibrate(model, (x, x[:, :3].argmax(dim=1)), likelihood="classification")
+    net.save("net.safetensors")
+    Path("app_of_ours.py").write_text(
+        "import torch\nfrom cases import mlp\n"
+        "def model():\n    return mlp(4, 8, 3)\n"
+        "def example():\n    return torch.zeros(2, 4)\n"
+        "def nothing():\n    return None\n",
+        encoding="utf-8",
+    )
+    yield net
+    sys.modules.pop("app_of_ours", None)
+
+
+@pytest.mark.slow
+def test_deploy_writes_what_torch_alone_runs(application, capsys):
+    assert run("deploy", "net.safetensors", "app_of_ours:model", "--example", "app_of_ours:example") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "out/deploy/served.pt2"
+    program, x = torch.export.load("out/deploy/served.pt2").module(), torch.randn(5, 4)
+    torch.testing.assert_close(program(x)["probs"], application(x).probs)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("app_of_ours", "must be module:function"),
+        ("app_of_ours:missing", "missing"),
+        ("no_such_app:model", "no_such_app"),
+        ("app_of_ours:nothing", "gave NoneType"),
+    ],
+)
+def test_deploy_says_what_is_wrong(application, model, message, capsys):
+    assert run("deploy", "net.safetensors", model, "-o", "served.pt2") == 2
+    assert message in capsys.readouterr().err
+    assert not Path("served.pt2").exists()
+
+
 # --- the demo -------------------------------------------------------------------------------------------------------
 
 

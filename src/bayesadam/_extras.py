@@ -14,6 +14,7 @@ EXTRA_OF: dict[str, str | None] = {
     **dict.fromkeys(("onnx", "onnxscript"), "onnx"),
     **dict.fromkeys(("starlette", "uvicorn"), "serve"),
     **{name: name for name in ("botorch", "lightning", "sklearn")},
+    "torch_pruning": "prune",
 }
 
 

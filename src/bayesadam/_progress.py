@@ -27,9 +27,10 @@ class Bar:
         if time.monotonic() >= self._due and Bar._drawing in (None, self) and sys.stderr.isatty():
             Bar._drawing = self
             self._due = time.monotonic() + _PAUSE
-            filled = _WIDTH * self.done // max(self.total or self.done, 1)
-            bar = f" {'━' * filled}{' ' * (_WIDTH - filled)} {self.done}/{self.total}" if self.total else f" {self.done}"
-            print(f"\r{self.description}{bar}", end="", file=sys.stderr, flush=True)
+            shown = f"\r{self.description} {self.done}"
+            if self.total:
+                shown += f"/{self.total} " + "━" * (_WIDTH * self.done // self.total)
+            print(shown, end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Bar":
         return self

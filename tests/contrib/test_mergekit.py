@@ -102,7 +102,7 @@ def test_fisher_is_that_of_bayesadam(tmp_path, trained, compress, weights):
     found = merged(tmp_path, configured(tmp_path, "bayesadam_fisher", weights))
     counts = None if weights[0] is None else weights
     sources = [a / "model.safetensors", b / "model.safetensors"]
-    ba.merging.merge_checkpoints(sources, tmp_path / "ours.safetensors", "fisher", weights=counts)
+    ba.merging.merge_checkpoints(sources, tmp_path / "ours.safetensors", method="fisher", weights=counts)
     same(found, load_file(tmp_path / "ours.safetensors"))
     # It is no average, and not one of the two.
     plain = [load_file(path) for path in sources]

@@ -74,7 +74,7 @@ def test_stable_baselines_zip(compression: int, pair: Any, tmp_path: Path) -> No
     path = write_zip(tmp_path / "ppo.zip", stable_baselines(pair), compression=compression)
     check(path, pair, "zip archive")
     with pytest.raises(FileError, match=r"choose a path that ends in \.safetensors"):
-        ba.pruning.prune_checkpoint(path, tmp_path / "out.zip", 0.5)
+        ba.compress.prune_checkpoint(path, tmp_path / "out.zip", 0.5)
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])

@@ -298,7 +298,7 @@ def test_layers_of_one_shape_are_drawn_and_pruned_each_by_its_own_state(tmp_path
     folder = save(tmp_path / "folder", {"model": weights, "optimizer": state})
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     for number, source in enumerate((folder, tmp_path / "c.pt")):
-        ba.pruning.prune_checkpoint(source, tmp_path / f"pruned{number}.safetensors", fraction=0.5)
+        ba.compress.prune_checkpoint(source, tmp_path / f"pruned{number}.safetensors", fraction=0.5)
         opened = ba.GaussianWeights.open(source, n_data=100, prior_precision=1.0)
         opened.write_sample(tmp_path / f"drawn{number}.safetensors", seed=3)
     for what in ("pruned", "drawn"):

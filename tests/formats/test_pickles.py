@@ -121,7 +121,7 @@ def same(one: Any, other: Any) -> bool:
 def test_it_is_read_and_a_pruned_file_has_it_again(key: str, pair: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", pair, extra=BESIDE[key])
     check(path, pair)
-    ba.pruning.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+    ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
     # Our own file of a moment ago: read as its author would.
     again = torch.load(tmp_path / "out.pt", weights_only=False)["extra"]
     assert type(again) is type(BESIDE[key])
@@ -302,7 +302,7 @@ def test_classes_beside_the_tensors_do_not_matter_and_stay_in_a_pruned_file(
 ) -> None:
     path = saved(tmp_path / "c.pt", pair, config=UNKNOWN[key])
     check(path, pair)
-    ba.pruning.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+    ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
     with zipfile.ZipFile(path) as one, zipfile.ZipFile(tmp_path / "out.pt") as other:
         pickled = [
             archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))) for archive in (one, other)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from bayesadam import GaussianWeights, Posterior
 from bayesadam.cli import app
 from bayesadam.inspect import inspect_checkpoint
-from bayesadam.pruning import prune_checkpoint
+from bayesadam.compress import prune_checkpoint
 from bayesadam.readers import CheckpointKeywords, CheckpointOptions, read_checkpoint
 
 OPTIONS = {field.name: field.default for field in fields(CheckpointOptions)}

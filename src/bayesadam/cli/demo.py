@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from bayesadam import Posterior, calibrate
+from bayesadam import Posterior
 from bayesadam._files import replacing
 from bayesadam.cli.files import folder_for
 
@@ -43,14 +43,13 @@ def bands(seed: int = 0, steps: int = 2000) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, optimizer = train(*rest, generator, steps)
-    posterior = Posterior.from_optimizer(model, optimizer, n_data=len(rest[0]))
+    posterior = Posterior.from_optimizer(model, optimizer, n_data=len(rest[0]), likelihood="regression")
     grid, drawn = torch.linspace(*_RANGE, 241)[:, None], {}
     for title, gaussian in (
         ("AdamW's state alone", posterior),
         ("the same with the input side: posterior.with_inputs(x)", posterior.with_inputs(rest[0])),
     ):
-        tuned = calibrate(gaussian, held_out, likelihood="regression", method="evidence")
-        p = tuned.predict(grid, likelihood="regression")
+        p = gaussian.tune(held_out, method="evidence").predict(grid)
         drawn[title] = p.mean.flatten().numpy(), p.stddev.flatten().numpy()
     return {"x": rest[0], "y": rest[1], "grid": grid, "drawn": drawn}
 

@@ -3,7 +3,6 @@
 import json as json_
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,15 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from bayesadam import deploying
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
-from bayesadam.errors import BayesAdamWarning, FileError, SettingError
+from bayesadam.calibrated import load
+from bayesadam.errors import FileError, SettingError
 from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.weights.gaussian import GaussianWeights
-from bayesadam.weights.posterior import Posterior
 
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
@@ -78,16 +76,9 @@ def deploy(*, posterior: Path, model: str, example: str | None, level: float, ou
         network = _called(model)
         if not isinstance(network, nn.Module):
             raise SettingError(f"{model} gave {type(network).__name__}: it must give the model, with its weights")
-        with warnings.catch_warnings():
-            # What is shipped must not begin with a doubt about what it is.
-            warnings.simplefilter("error", BayesAdamWarning)
-            try:
-                calibrated = Posterior.load(posterior, network)
-            except BayesAdamWarning as warning:
-                raise SettingError(str(warning)) from None
-        served = deploying.deploy(calibrated, level=level)
-        served.save(file, None if example is None else _called(example))
-        return "\n".join(f"{name}: {value}" for name, value in served.about.items())
+        net = load(posterior, network)
+        net.save(file, None if example is None else _called(example), level=level)
+        return str(net.report)
 
     _write(work, _target(out, "served.pt2"), [posterior], quiet)
 

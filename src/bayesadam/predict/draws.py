@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -118,5 +119,5 @@ def _by_rows(call: Call, params: dict[str, Tensor], parts: Sequence[Any], thetas
     for part in parts:
         for i in range(batch_size(part)):
             gradients = one_jacobian(call, params, tuple(params), examples(part, i, i + 1))
-            rows.append(sum(steps[name] @ g.reshape(len(g), -1).T for name, g in gradients.items()))
+            rows.append(reduce(torch.add, [steps[name] @ g.reshape(len(g), -1).T for name, g in gradients.items()]))
     return torch.cat(rows, dim=1)

@@ -179,16 +179,20 @@ class _Shared:
 
 
 @contextmanager
-def _attention_by_layers() -> Iterator[None]:
-    fast = torch.backends.mha.get_fastpath_enabled()
+def _changed(get: Callable[[], bool], change: Callable[[bool], Any], value: bool) -> Iterator[None]:
+    before = get()
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
+        change(value)
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        change(before)
 
 
-_by_layers = _Shared(_attention_by_layers)
+_mha, _onednn = torch.backends.mha, torch.backends.mkldnn
+_by_layers = _Shared(lambda: _changed(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled, False))
+_without_onednn = _Shared(
+    lambda: _changed(lambda: bool(_onednn.enabled), lambda value: setattr(_onednn, "enabled", value), False)
+)
 _in_plain_mathematics = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
 _uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 
@@ -198,11 +202,13 @@ def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[Non
     """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
 
     Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
-    would be compiled anew for every hook, and other threads that use the same model wait.
+    would be compiled anew for every hook, and other threads that use the same model wait. Recurrent layers do without
+    oneDNN, whose LSTM in evaluation mode gives gradients that are memory never written to.
     """
     with in_eval_mode(model) as modules:
         compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
         eager = _uncompiled() if compiled else nullcontext()
         plainly = _in_plain_mathematics() if differentiable else nullcontext()
-        with _by_layers(), plainly, eager, torch.inference_mode(False):
+        recurrent = _without_onednn() if any(isinstance(m, nn.RNNBase) for m in modules) else nullcontext()
+        with _by_layers(), plainly, eager, recurrent, torch.inference_mode(False):
             yield

@@ -112,7 +112,10 @@ def batched_grad(
 def _grad(flat: Tensor, tensors: Any, rows: Tensor, **options: Any) -> Sequence[Tensor | None]:
     if not tensors:
         return []
-    return torch.autograd.grad(flat, tensors, rows, retain_graph=True, allow_unused=True, **options)
+    grads: Sequence[Tensor | None] = torch.autograd.grad(
+        flat, tensors, rows, retain_graph=True, allow_unused=True, **options
+    )
+    return grads
 
 
 def _explained(

@@ -81,7 +81,8 @@ def _for_each(tensor: Tensor, size: int, features: int) -> Tensor:
 
 def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     """The uses of the parameters of one layer with input a and output z."""
-    free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
+    free: dict[str, Any] = {"layouts": _FREE}
+    first: dict[str, Any] = {"layouts": _FIRST, "channel": True}
     if isinstance(m, nn.Embedding):
         return [] if m.max_norm else [(Lookup, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
     if isinstance(m, _CONVOLUTIONS):
@@ -90,7 +91,7 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
         return uses if a.dim() == len(m.kernel_size) + 2 else []
     if isinstance(m, _LINEAR) or is_transposed_linear(m):
         product = {**free, "input": a, "inputs_first": not isinstance(m, _LINEAR)}
-        return [(Product, m.weight, z, product), (Addend, m.bias, z, free)]
+        return [(Product, m.weight, z, product), (Addend, getattr(m, "bias", None), z, free)]
     x = a.detach()
     if isinstance(m, nn.LayerNorm):
         scale = partial(F.layer_norm, x, m.normalized_shape, eps=m.eps)

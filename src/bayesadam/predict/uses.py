@@ -181,13 +181,14 @@ class Addend(Use):
             grads = grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
         else:
             grads = grads.reshape(len(d), size, -1, *shape).sum(dim=2)
-        if not isinstance(self.rotation, Rotation):
-            return grads
-        return self.rotation.to(None, grads.dtype).into(grads, len(shape))
+        if isinstance(self.rotation, Rotation):
+            grads = self.rotation.to(None, grads.dtype).into(grads, len(shape))
+        return grads
 
     def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
         """Σ_b s_b D x̂."""
-        return torch.tensordot(s, self.gradients(d[None], layout, len(s), shape)[0], dims=1)
+        summed: Tensor = torch.tensordot(s, self.gradients(d[None], layout, len(s), shape)[0], dims=1)
+        return summed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
