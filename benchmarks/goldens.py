@@ -1,6 +1,6 @@
 """The numbers that a change of the code must not lose, beside those that were frozen before it.
 
-    python benchmarks/goldens.py [--freeze] [NAME ...]
+    python -m benchmarks.goldens [--freeze] [NAME ...]
 
 Every golden is a function that returns numbers by name, each with the direction that is worse. Those that a computer
 of another kind would give alike are compared with `goldens.json`, within their tolerance; speeds are ratios measured in
@@ -98,22 +98,22 @@ def classes() -> dict[str, Number]:
     x, y = digits()
     found: dict[str, list[float]] = {}
     for seed in range(5):
-        q = ba.calibrate(digits_posterior(seed), (x[900:1300], y[900:1300]))
-        p, turned, noise = (
-            q.predict(x[1300:]),
-            q.predict(x[1300:].mT),
-            q.predict(torch.rand(497, 8, 8, generator=torch.Generator().manual_seed(seed))),
-        )
-        network = q.model(x[1300:]).detach()
-        each = {
-            "nll over the network's": float(-p.log_prob(y[1300:]).mean() / F.cross_entropy(network, y[1300:])),
-            "nll of turned digits": float(-turned.log_prob(y[1300:]).mean()),
+        posterior, labels = digits_posterior(seed), y[1300:, None]
+        net = ba.calibrate(posterior, (x[900:1300], y[900:1300]))
+        white = torch.rand(497, 8, 8, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            p, turned, noise = net(x[1300:]), net(x[1300:].mT), net(white)
+            network = posterior.model(x[1300:])
+        nll, far = (-each.probs.gather(1, labels).log().mean() for each in (p, turned))
+        values = {
+            "nll over the network's": float(nll / F.cross_entropy(network, y[1300:])),
+            "nll of turned digits": float(far),
             "auroc of turned digits": scores.auroc(p.novelty, turned.novelty),
             "auroc of noise": scores.auroc(p.novelty, noise.novelty),
-            "false alarms at .05": float((p.novelty_pvalue <= 0.05).double().mean()),
-            "sets at .9": float(p.prediction_set(0.9).gather(1, y[1300:, None]).double().mean()),
+            "false alarms at .05": float((p.p_value <= 0.05).double().mean()),
+            "sets at .9": float(p.set(0.9).gather(1, labels).double().mean()),
         }
-        for name, value in each.items():
+        for name, value in values.items():
             found.setdefault(name, []).append(value)
     slack = {"false alarms at .05": (0.02, 0), "sets at .9": (0.02, 0)}
     slack |= {"auroc of turned digits": (0.005, -1), "auroc of noise": (0.005, -1)}
@@ -141,7 +141,7 @@ def tables() -> dict[str, Number]:
 
 
 def gap() -> dict[str, Number]:
-    """The toy regression: the band outside over that inside, of Adam's diagonal and of SOAP's bases by evidence."""
+    """The toy regression: the band outside over that inside, of Adam's diagonal and of its input side by evidence."""
     x = torch.linspace(0, 0.5, 200)[:, None]
     angle = 2 * torch.pi * (x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3)))
     y = x + 0.3 * angle.sin() + 0.3 * (2 * angle).sin()
@@ -150,9 +150,12 @@ def gap() -> dict[str, Number]:
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
     model, optimizer = trained(model, x, y, steps=4000, lr=2e-3)
     q = ba.Posterior.from_optimizer(model, optimizer, n_data=200, batch_size=32, likelihood="regression")
-    q = ba.calibrate(q, held_out, method="evidence")
-    inside, outside = (q.predict(at, shift=False).variance.sqrt().mean() for at in (x, away))
-    return {"diagonal, growth": Number(float(outside / inside), 0.05, -1)}
+    found = {}
+    for name, read in {"diagonal, growth": q, "inputs, growth": q.with_inputs(x)}.items():
+        tuned = read.tune(held_out, method="evidence")
+        inside, outside = (tuned.predict(at).f_variance.sqrt().mean() for at in (x, away))
+        found[name] = Number(float(outside / inside), 0.05, -1)
+    return found
 
 
 def exact() -> dict[str, Number]:
@@ -192,7 +195,7 @@ def exact() -> dict[str, Number]:
         q = ba.Posterior.from_moments(model, mean, variance, 10, likelihood="regression")
         rows = jacrev(lambda p, x=x, model=model: functional_call(model, p, (x,)))(mean)
         truth = sum((rows[n].square() * v).flatten(2).sum(dim=2) for n, v in variance.items())
-        error = float(((q.predict(x).variance - truth).abs() / truth).max())
+        error = float(((q.predict(x).f_variance - truth).abs() / truth).max())
         found[name] = Number(error, 1e-9)
     return found
 
@@ -201,15 +204,17 @@ def exact() -> dict[str, Number]:
 
 
 def pruning() -> dict[str, Number]:
-    """Digits: accuracy at nine tenths of the weights pruned, by the ratio and by magnitude, over five networks."""
+    """Digits: accuracy at nine tenths of the weights pruned, by the ratio, by magnitude, conditioned on the zeros."""
     x, y = digits()
-    found: dict[str, list[float]] = {"snr": [], "magnitude": []}
+    found: dict[str, list[float]] = {"snr": [], "magnitude": [], "conditioned": []}
     for seed in range(5):
         q = digits_posterior(seed)
-        for ranking, values in found.items():
-            masks = ba.pruning_masks(q, 0.9, ranking=ranking)
-            kept = {n: mu * masks[n] if n in masks else mu for n, mu in q.mean.items()}
-            values.append(float((functional_call(q.model, kept, (x[1300:],)).argmax(1) == y[1300:]).double().mean()))
+        for ranking in ("snr", "magnitude"):
+            values = found[ranking]
+            small = ba.prune(q, 0.9, ranking=ranking).model
+            values.append(float((small(x[1300:]).argmax(1) == y[1300:]).double().mean()))
+        small = ba.prune(q, 0.9, inputs=x[:900]).model
+        found["conditioned"].append(float((small(x[1300:]).argmax(1) == y[1300:]).double().mean()))
     return {name: Number(statistics.fmean(values), 0.01, -1) for name, values in found.items()}
 
 
@@ -254,12 +259,16 @@ def auditing() -> dict[str, Number]:
 
 def bandits() -> dict[str, Number]:
     """Digits and a wheel as bandits, 400 rounds, three runs: reward over the optimum's."""
+    from experiments import classification_problem, simulate
+
     x, y = digits()
-    own = ba.bandits.classification_problem(x.flatten(1).numpy(), y.numpy())
     found = {}
-    for name, problem in {"digits": own, "wheel": "wheel:0.5"}.items():
+    for name, problem in {
+        "digits": classification_problem(x.flatten(1).numpy(), y.numpy()),
+        "wheel": "wheel:0.5",
+    }.items():
         for agent in ("hybrid", "linear"):
-            ratio = ba.bandits.simulate(problem, agent, runs=3, rounds=400, seed=3, device="cpu").reward_ratio
+            ratio = simulate(problem, agent, runs=3, rounds=400, seed=3).reward_ratio
             found[f"{name}, {agent}"] = Number(float(ratio.mean()), 0.02, -1)
     return found
 
@@ -267,16 +276,17 @@ def bandits() -> dict[str, Number]:
 def monitoring() -> dict[str, Number]:
     """False alarms over forty streams like the held-out data, and the delay after every input is turned."""
     x, y = digits()
-    q = ba.calibrate(digits_posterior(), (x[900:1300], y[900:1300]))
-    calm, turned = q.predict(x[1300:]), q.predict(x[1300:].mT)
+    net = ba.calibrate(digits_posterior(), (x[900:1300], y[900:1300]))
+    with torch.no_grad():
+        calm, turned = net(x[1300:]), net(x[1300:].mT)
     alarms, delays = 0, []
     for seed in range(40):
         source = torch.Generator().manual_seed(seed)
-        monitor = ba.Monitor(q, alarm=0.05)
+        monitor = ba.Monitor(net, alarm=0.05)
         alarms += any(
             monitor.update(calm.novelty[i : i + 1]) for i in torch.randperm(497, generator=source)[:200].tolist()
         )
-        monitor = ba.Monitor(q, alarm=0.05)
+        monitor = ba.Monitor(net, alarm=0.05)
         order = torch.randperm(497, generator=source)[:200].tolist()
         delays.append(next((n for n, i in enumerate(order) if monitor.update(turned.novelty[i : i + 1])), 200))
     return {"false alarms": Number(alarms / 40, 0.05), "delay": Number(statistics.fmean(delays), 3)}
@@ -318,7 +328,7 @@ def speeds() -> dict[str, Number]:
     """Over a forward pass of the same batch: predict calibrated and linearised, calibrate; a decision in µs."""
     x, y = digits()
     q = digits_posterior()
-    calibrated = ba.calibrate(q, (x[900:1300], y[900:1300]))
+    net = torch.no_grad()(ba.calibrate(q, (x[900:1300], y[900:1300])))
     with torch.no_grad():
         one, many, held_out = (seconds(lambda n=n: q.model(x[:n])) for n in (1, 64, 400))
     agent = ba.bandits.make_agent(n_features=64, n_arms=10)
@@ -327,8 +337,8 @@ def speeds() -> dict[str, Number]:
         agent.reward(decision.id, float(decision.arm == label))
     at = x[70].flatten().numpy()
     return {
-        "calibrated, batch 1": speed(seconds(lambda: calibrated.predict(x[:1])) / one),
-        "calibrated, batch 64": speed(seconds(lambda: calibrated.predict(x[:64])) / many),
+        "calibrated, batch 1": speed(seconds(lambda: net(x[:1])) / one),
+        "calibrated, batch 64": speed(seconds(lambda: net(x[:64])) / many),
         "linearised, batch 64": speed(seconds(lambda: q.predict(x[:64], covariance=True)) / many),
         "calibrate, 400": speed(seconds(lambda: ba.calibrate(q, (x[900:1300], y[900:1300]))) / held_out),
         "decide, µs": speed(1e6 * seconds(lambda: agent.decide(at))),

@@ -14,15 +14,15 @@ from bayesadam._progress import progress
 from bayesadam._warnings import warn
 from bayesadam.calibrated.leverage import Ratios, from_structure
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.likelihoods import Component, Prediction, agreed
 from bayesadam.predict import linearised, linearised_draws, sampled
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
 from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of, observed
+from bayesadam.weights.draws import fresh_seed, stream_seed
 
 if TYPE_CHECKING:
-    from bayesadam.posterior import Posterior
+    from bayesadam.weights.posterior import Posterior
 
 Covariance = bool | Literal["joint"]
 

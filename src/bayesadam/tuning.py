@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,14 +20,14 @@ from bayesadam.calibrated.fits import best_temperature, log_prior, mean_log_prob
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.classes import Classification
-from bayesadam.posterior.posterior import Posterior
 from bayesadam.predict import moments_under
 from bayesadam.predict.batches import batches_of
 from bayesadam.predict.network import Forward
+from bayesadam.weights.posterior import Posterior
 
 Method = Literal["evidence", "validation"]
-# A parameter's name → its variances.
-VarianceOf = Callable[[str], Tensor]
+# Variances of coordinates by parameter name.
+Variances = Mapping[str, Tensor]
 # Ratios δ/w that one pass over the data tries; temperatures, and shares of the residuals that are noise.
 _RATIOS = 13
 _TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
@@ -73,7 +73,7 @@ class _HeldOut:
     batches: Sequence[tuple[Any, Tensor]]
     forward: Forward | None
 
-    def moments(self, q: Posterior, variances: Sequence[VarianceOf], *, covariance: bool = False) -> Iterator[_Rows]:
+    def moments(self, q: Posterior, variances: Sequence[Variances], *, covariance: bool = False) -> Iterator[_Rows]:
         """Of the linearised network at the mean of q, batch by batch, under each of k variances of the weights."""
         for inputs, y in self.batches:
             mean, spread, blocks = moments_under(q, variances, inputs, forward=self.forward, covariance=covariance)
@@ -89,9 +89,8 @@ def _by_evidence(data: _HeldOut) -> Posterior:
     """s and δ from the curvature of the outputs; where there is a σ², all three in turn."""
     posterior, kind, shape = data.posterior, data.kind, data.posterior.settings.prior_shape
 
-    def unit(name: str) -> Tensor:
-        return torch.ones_like(posterior.structure.second_moment[name]) / (1.0 if shape is None else shape[name])
-
+    ones = {name: torch.ones_like(v) for name, v in posterior.structure.second_moment.items()}
+    unit = ones if shape is None else {name: one / shape[name] for name, one in ones.items()}
     if not kind.noise:
         traces = []
         for rows in data.moments(posterior, [unit], covariance=kind.coupled):
@@ -104,7 +103,7 @@ def _by_evidence(data: _HeldOut) -> Posterior:
                 traces.append(product.reshape(len(product), -1).sum(dim=1))
         return _at_evidence(posterior, float(torch.cat(traces).mean(dtype=torch.float64)))
     found, noise = posterior, None
-    variances: list[VarianceOf] = [unit]
+    variances: list[Variances] = [unit]
     for _ in range(_NOISE_ROUNDS + 1):
         # In the likelihood form the mean moves with δ, and the residuals with it.
         parts = list(data.moments(found, variances))
@@ -122,7 +121,7 @@ def _by_evidence(data: _HeldOut) -> Posterior:
                 return found
         curvature = (reach * kind.hessian_diagonal(mean, noise)).mean(dim=0).sum()
         found = _at_evidence(posterior, float(curvature)).replace(noise_variance=noise)
-        variances = [unit, found.coordinate_variance.__getitem__]
+        variances = [unit, found.coordinate_variance]
     return found
 
 
@@ -178,8 +177,8 @@ def _tables(data: _HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
     if settings.form == "map":
         by_name = dict(zip(structure.second_moment, curvatures, strict=True))
 
-        def variance_at(ratio: float) -> VarianceOf:
-            return lambda name: 1 / (by_name[name] + ratio * (1.0 if shape is None else shape[name]))
+        def variance_at(ratio: float) -> Variances:
+            return {name: 1 / (c + ratio * (1.0 if shape is None else shape[name])) for name, c in by_name.items()}
 
         passes = [list(data.moments(posterior, [variance_at(r) for r in ratios]))]
         unit = 1.0
@@ -187,7 +186,7 @@ def _tables(data: _HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
         passes, unit = [], settings.weight
         for r in ratios:
             at = posterior.replace(prior_precision=settings.prior_at(r * settings.weight), covariant=settings.covariant)
-            passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__])))
+            passes.append(list(data.moments(at, [at.coordinate_variance])))
     means = torch.stack([torch.cat([part.mean for part in each]) for each in passes])
     variances = torch.cat([unit * torch.cat([part.variances for part in each], dim=1) for each in passes])
     return ratios, means.expand(_RATIOS, *means.shape[1:]), variances, torch.cat([part.y for part in passes[0]])

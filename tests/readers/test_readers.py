@@ -7,7 +7,7 @@ import inspect
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam.errors import BayesAdamError, MatchError, SettingError, StateError
+from bayesadam.errors import BayesAdamError, MatchError, StateError
 from bayesadam.readers import (
     StateReader,
     read_optimizer,
@@ -465,19 +465,6 @@ def test_eight_bit_states_of_a_single_block_are_read(optimizer_class: Callable[[
     assert_close(v, state["qmap2"][state["state2"].long()] * state["absmax2"])
 
 
-def test_eight_bit_states_without_blocks_are_refused() -> None:
-    model = nn.Linear(3, 2, bias=False)
-    state = {
-        "step": 3,
-        "state2": torch.zeros(2, 3, dtype=torch.uint8),
-        "qmap2": torch.zeros(256),
-        "max2": torch.ones(1),
-    }
-    saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
-    with pytest.raises(StateError, match=r"finds no 'absmax2'"):
-        read_state_dict(model, saved, optimizer="adam8bit")
-
-
 def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
     model = nn.Linear(100, 10, bias=False)
     state = {
@@ -489,24 +476,6 @@ def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
     saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
     with pytest.raises(StateError, match=r"1000 entries in 7 blocks"):
         read_state_dict(model, saved, optimizer="adam8bit")
-
-
-def test_rows_of_an_embedding_that_were_never_looked_up_have_no_curvature(
-    optimizer_class: Callable[[str], type],
-) -> None:
-    trained = build(next(case for case in CASES if case.reader == "sparseadam"), optimizer_class)
-    trained.go_on(STEPS)
-    v = read_optimizer(trained.model, trained.optimizer).second_moment["weight"]
-    assert bool((v[:9] > 0).all())
-    assert bool((v[9:] == 0).all())
-
-
-def test_adagrads_start_is_taken_from_the_group() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    model(torch.tensor([[1.0, 2.0]])).sum().backward()
-    optimizer.step()
-    assert_close(read_optimizer(model, optimizer).second_moment["weight"], torch.tensor([[1.0, 4.0]]))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -569,22 +538,6 @@ class Halving(Optimizer):
                 state["log"] = state["mine"].log()
 
 
-class NestedHalving(Halving):
-    """The same, every tensor one level down."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                kept = self.state[p].get("kept", {"v": torch.zeros_like(p)})
-                self.state[p]["kept"] = {"v": 0.5 * kept["v"] + 0.5 * p.grad**2}
-
-
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers registered by a test go away with it."""
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
-
-
 def stepped(optimizer_class: type[Optimizer]) -> tuple[nn.Module, Optimizer]:
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizer_class(model.parameters())
@@ -605,115 +558,11 @@ def test_an_unknown_optimiser_is_refused_with_what_to_do() -> None:
         read_optimizer(model, optimizer)
 
 
-@pytest.mark.usefixtures("own_registry")
-@pytest.mark.parametrize("named_by", ["class", "name"])
-def test_an_own_reader_by_fields(named_by: str) -> None:
-    cls: type | str = Halving if named_by == "class" else f"{Halving.__module__}.{Halving.__qualname__}"
-    register(StateReader("halving", (cls,), key="mine", decay=("forget", None), bias_correction=True))
-    model, optimizer = stepped(Halving)
-    for bias_correction, expected in ((False, KEPT), (True, KEPT / 0.75)):
-        reader = reader_named("halving") if bias_correction else as_kept(reader_of(optimizer))
-        live = read_optimizer(model, optimizer, reader=reader)
-        saved = read_state_dict(model, optimizer.state_dict(), optimizer=reader).second_moment
-        assert_close(live.second_moment["weight"], expected)
-        assert torch.equal(saved["weight"], live.second_moment["weight"])
-        assert live.reader == {"weight": "halving"}
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_an_own_reader_by_a_function() -> None:
-    seen: list[torch.Size] = []
-
-    def read(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Tensor:
-        seen.append(shape)
-        return state["log"].exp()
-
-    register(StateReader("halving", (Halving,), decay=("forget", None), bias_correction=True, read=read))
-    model, optimizer = stepped(Halving)
-    assert_close(read_optimizer(model, optimizer).second_moment["weight"], KEPT / 0.75)
-    assert seen == [model.weight.shape]
-
-
-def test_an_own_reader_that_is_not_registered_can_be_passed() -> None:
-    model, optimizer = stepped(Halving)
-    reader = StateReader("unregistered", (), key="mine")
-    assert torch.equal(read_optimizer(model, optimizer, reader=reader).second_moment["weight"], KEPT)
-    assert torch.equal(read_state_dict(model, optimizer.state_dict(), optimizer=reader).second_moment["weight"], KEPT)
-
-
-def test_memory_returned_by_a_read_function_is_copied() -> None:
-    model, optimizer = stepped(Halving)
-    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"])
-    v = read_optimizer(model, optimizer, reader=reader).second_moment["weight"]
-    optimizer.state[model.weight]["mine"].zero_()
-    assert torch.equal(v, KEPT)
-
-
 def test_a_read_function_that_returns_another_shape_is_refused() -> None:
     model, optimizer = stepped(Halving)
     reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"].sum())
     with pytest.raises(MatchError, match=r"'weight' has shape \(\), the parameter \(1, 2\)"):
         read_optimizer(model, optimizer, reader=reader)
-
-
-def test_a_read_function_may_find_its_tensors_in_a_nested_state() -> None:
-    model, optimizer = stepped(NestedHalving)
-    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["kept"]["v"])
-    assert torch.equal(read_optimizer(model, optimizer, reader=reader).second_moment["weight"], KEPT)
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
-    class Child(torch.optim.AdamW):
-        pass
-
-    class Grandchild(Child):
-        pass
-
-    register(StateReader("child", (Child,), key="exp_avg_sq"))
-    parameters = nn.Linear(2, 1).parameters()
-    assert reader_of(Grandchild(parameters)).name == "child"
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_a_later_reader_wins_for_the_same_class() -> None:
-    register(StateReader("raw", (torch.optim.Adam,), key="exp_avg_sq"))
-    assert reader_of(torch.optim.Adam(nn.Linear(2, 1).parameters())).name == "raw"
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_an_own_reader_may_have_capitals_in_its_name() -> None:
-    reader = register(StateReader("Halving", (Halving,), key="mine"))
-    assert reader_named("Halving") is reader
-
-
-def test_a_readers_name_may_be_given_in_any_case() -> None:
-    assert reader_named("AdamW") is reader_named("adamw")
-
-
-def test_an_unknown_reader_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SettingError, match=r"no reader is named 'adamm'; known: .*adam, .*adamw"):
-        reader_named("adamm")
-
-
-@pytest.mark.usefixtures("own_registry")
-@pytest.mark.parametrize(
-    ("reader", "message"),
-    [
-        (StateReader("adam", (), key="exp_avg_sq"), r"named 'adam' exists already.*replace=True"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_a_reader_that_cannot_work_is_refused(reader: StateReader, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        register(reader)
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_a_built_in_reader_can_be_replaced() -> None:
-    mine = StateReader("adam", (torch.optim.Adam,), key="exp_avg_sq")
-    register(mine, replace=True)
-    assert reader_named("adam") is mine
 
 
 @pytest.fixture
@@ -768,17 +617,3 @@ def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
 def test_a_later_reader_wins_for_the_same_class() -> None:
     register(StateReader("raw", (torch.optim.Adam,), key="exp_avg_sq"))
     assert reader_of(torch.optim.Adam(nn.Linear(2, 1).parameters())).name == "raw"
-
-
-@pytest.mark.usefixtures("own_registry")
-@pytest.mark.parametrize(
-    ("reader", "message"),
-    [
-        (StateReader("adam", (), key="exp_avg_sq"), r"named 'adam' exists already.*replace=True"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_a_reader_that_cannot_work_is_refused(reader: StateReader, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        register(reader)
-

@@ -25,10 +25,10 @@ from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moment
 from bayesadam.likelihoods.abstention import abstention, check_abstention, remedy
 from bayesadam.likelihoods.classes import SHARE_OF_TEXTS
 from bayesadam.likelihoods.moments import rows
-from bayesadam.posterior.posterior import Posterior
 from bayesadam.predict.batches import batches_of, to_device
 from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
+from bayesadam.weights.posterior import Posterior
 
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
 # share of one, or so hot.

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.predict.tap import Layer
+from bayesadam.weights.diagonal import Diagonal
 
 Source = Literal["inputs", "gradients", "second moments"]
 # ε, chosen like the exponents below on MNIST, Fashion-MNIST and texts.

@@ -447,10 +447,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | N
         forward: the one that it was calibrated with, where there was one: code is not in the file.
     """
     tensors, header = storage.read(path, _KIND)
+    had = bool(header.get("forward"))
+    if had != (forward is not None):
+        given = "with forward=, pass the same" if had else "without forward=, leave it out"
+        raise SettingError(f"{path} was calibrated {given}: code is not in the file")
     try:
-        if header["forward"] != (forward is not None):
-            given = "with forward=, pass the same" if header["forward"] else "without forward=, leave it out"
-            raise SettingError(f"{path} was calibrated {given}: code is not in the file")
         own = copy.deepcopy(model)
         own.load_state_dict(storage.under(_MODEL, tensors))
         fit = _unpacked_fit(header, tensors, own)
@@ -566,7 +567,17 @@ def _export(net: Calibrated, path: str | os.PathLike[str], suffix: str, example:
     example = dict(example) if isinstance(example, Mapping) else example
     about = {"likelihood": net.fit.likelihood.name, "layers": net.layers, "level": level, "bayesadam": __version__}
     about |= {"model": type(net.model).__name__, "report": str(net.report)}
-    program = _Program(net, level)
+    # An example need not be like the held-out inputs.
+    told, net._told = net._told, True
+    try:
+        _write_program(_Program(net, level), path, suffix, example, dynamic, about)
+    finally:
+        net._told = told
+
+
+def _write_program(
+    program: _Program, path: str | os.PathLike[str], suffix: str, example: Any, dynamic: Any, about: Mapping[str, Any]
+) -> None:
     with torch.no_grad(), replacing(path) as temporary:
         names = list(program(example))
         exported = torch.export.export(

@@ -20,8 +20,7 @@ def threshold(scores: Tensor, level: float) -> Tensor:
     >>> threshold(torch.arange(1.0, 20), 0.95)
     tensor(19.)
     """
-    if not 0 < level < 1:
-        raise SettingError(f"level must lie between 0 and 1, such as 0.9 for 90 %, got {level!r}")
+    check_level(level)
     rank = math.ceil((len(scores) + 1) * level - 1e-9)
     if rank > len(scores):
         return torch.full_like(scores[:1].sum(dim=0), math.inf)
@@ -32,3 +31,9 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """(1 + the number of reference scores at least as large)/(n + 1), (batch,), in operations that ONNX has."""
     larger = (reference.to(scores) >= scores[:, None]).sum(dim=1)
     return (1 + larger).to(scores.dtype) / (len(reference) + 1)
+
+
+def check_level(level: float) -> None:
+    """Refuse what is no probability between 0 and 1."""
+    if not 0 < level < 1:
+        raise SettingError(f"level must lie between 0 and 1, such as 0.9 for 90 %, got {level!r}")

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.func import jvp, vmap
 
 from bayesadam._checks import count
-from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, examples, has_graph, plain
 from bayesadam.predict.moments import DEFAULT_BUDGET, one_jacobian
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import plan_for
+from bayesadam.weights.named import Named
 
 
 def sampled(

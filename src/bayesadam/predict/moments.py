@@ -14,15 +14,15 @@ from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import MemoryBudgetError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.inputs import InputSide
-from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
 from bayesadam.predict.uses import Addend, Product, Use, contracted, gram
 from bayesadam.readers.rotated import Rotation
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.inputs import InputSide
+from bayesadam.weights.named import Named
 
 # A GPU has the memory, and small pieces of work would not fill it.
 DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30

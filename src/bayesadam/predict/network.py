@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bayesadam._alone import alone_with, in_eval_mode, named_modules
 from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.structure import Named
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.named import Named
 
 Forward = Callable[[nn.Module, Any], Any]
 

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.gaussian.structure import Named
 from bayesadam.predict.batches import batch_size, examples, repeated
 from bayesadam.predict.network import Call, widened
 from bayesadam.predict.recording import recorded
 from bayesadam.predict.uses import Addend, Layout, Use, together
+from bayesadam.weights.named import Named
 
 _PLANS_KEPT = 256
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bayesadam.gaussian.structure import Named
 from bayesadam.predict.batches import batch_size
 from bayesadam.predict.network import Call
 from bayesadam.predict.tap import first_input, is_transposed_linear, watched
 from bayesadam.predict.uses import Addend, Layout, Lookup, Product, Use, batch_first, batch_second
+from bayesadam.weights.named import Named
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)

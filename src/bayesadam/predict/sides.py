@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.gaussian.inputs import InputSide
 from bayesadam.predict.batches import batch_size, examples, for_model, inputs_of, is_loader
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import examined, plan_for
 from bayesadam.predict.uses import Addend, Layout, Product, Use
+from bayesadam.weights.inputs import InputSide
 
 # Numbers that the inputs of a layer at all positions may take at once.
 _AT_ONCE = 1 << 24

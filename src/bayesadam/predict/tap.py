@@ -102,7 +102,7 @@ class Layer:
             pixels = a.reshape(size, -1, self.width, a.shape[2:].numel())
             return pixels.mean(dim=(1, 3))
         sequence_first = isinstance(module, nn.MultiheadAttention) and not module.batch_first
-        if sequence_first or (a.dim() > 2 and len(a) != size and a.shape[1] == size):
+        if sequence_first or (a.dim() > 2 and a.shape[0] != size and a.shape[1] == size):
             a = a.transpose(0, 1)
         a = a.reshape(size, -1, self.width)
         if mask is None or mask.shape != a.shape[:2]:

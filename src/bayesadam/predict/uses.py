@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from bayesadam.gaussian.inputs import InputSide
 from bayesadam.readers import Rotation
+from bayesadam.weights.inputs import InputSide
 
 # Brings a layer's tensor, of so many examples and after so many other dimensions, into the form (b, positions, ...).
 Layout = Callable[[Tensor, int, int], Tensor]

@@ -1,0 +1,316 @@
+"""What every benchmark has: its options, its peer, fair timing, and one JSON file of results.
+
+All take `--quick`, the smallest size that runs all of their code, and `--out`. One that compares with another package
+fails where that is not installed, unless `--alone` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bayesadam import scores
+
+Result = TypeVar("Result")
+
+# --- options, peers and results -------------------------------------------------------------------------------------
+
+
+def arguments(
+    doc: str | None, *, quick: str, peer: str | None = None, device: bool = False, jobs: int | None = None
+) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share.
+
+    Args:
+        doc: the module's docstring; its first line describes the benchmark.
+        quick: what `--quick` does.
+        peer: the packages compared with, where there are any; `--alone` goes without them.
+        device: whether it has a `--device`, CUDA where there is one.
+        jobs: how many processes it has where `--jobs` says nothing; None for a benchmark that has no such option.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results")
+    if peer:
+        parser.add_argument("--alone", action="store_true", help=f"without {peer}, whose ratios are then missing")
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if jobs:
+        parser.add_argument("--jobs", type=int, default=jobs, help="processes, of one thread each")
+    return parser
+
+
+def import_peer(module: str, package: str, *, alone: bool = False) -> ModuleType | None:
+    """The peer's module; None where it is left out by `--alone`, an error where it cannot be imported."""
+    if alone:
+        print(f"{package} is left out (--alone): ours has nothing beside it")
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        sys.exit(
+            f"{package} cannot be imported ({error}): there is nothing to compare with. `make peers` installs it into "
+            ".venv-peers; --alone measures ours without it"
+        )
+
+
+def setting() -> dict[str, Any]:
+    """What every result depends on."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Write `out/name.json`, and say where it is; the folder is made if absent."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"results: {path}", flush=True)
+
+
+# --- cells: results in files of their own, so that a benchmark that was stopped resumes -----------------------------
+
+Cell = dict[str, Any]
+
+
+def replaced(path: Path, write: Callable[[Path], object]) -> None:
+    """A file that is there once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    write(unfinished)
+    unfinished.replace(path)
+
+
+def write_cell(path: Path, cell: Cell) -> None:
+    """Write a finished cell, whose "settings" `read_cell` compares."""
+    text = json.dumps(cell, indent=2, ensure_ascii=False) + "\n"
+    replaced(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+
+
+def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
+    """A finished cell; None where there is none, an error where it is of other settings."""
+    if not path.is_file():
+        return None
+    cell: Cell = json.loads(path.read_text(encoding="utf-8"))
+    if cell["settings"] != about:
+        sys.exit(f"{path} has settings {cell['settings']}, asked for are {dict(about)}: choose another --out")
+    return cell
+
+
+def shared_cells(
+    options: argparse.Namespace,
+    name: str,
+    settings: Mapping[str, Any],
+    make: Callable[[str, str, int], Cell],
+    told: Callable[[Cell], str],
+) -> dict[tuple[str, str], list[Cell]]:
+    """The cells of every problem, method and seed of `options`, out of files in out/name, or made by this process.
+
+    It makes its `--part` i/n of them: every n-th, from the i-th on. Those of others are there once they are finished.
+    """
+    part, parts = map(int, options.part.split("/"))
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    cells: dict[tuple[str, str], list[Cell]] = {}
+    every = [(p, m, s) for s in seeds for p in options.problems for m in options.methods]
+    for place, (problem, method, seed) in enumerate(every):
+        path = options.out / name / f"{problem}-{method}-{seed}.json".replace(" ", "_")
+        about = {"problem": problem, "method": method, "seed": seed, **settings}
+        cell = read_cell(path, about)
+        if cell is None and place % parts == part:
+            cell = {"settings": about, **make(problem, method, seed)}
+            write_cell(path, cell)
+            print(f"{problem}, {method}, seed {seed}: {told(cell)}", flush=True)
+        if cell is not None:
+            cells.setdefault((problem, method), []).append(cell)
+    return cells
+
+
+# --- targets --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """One promise: what, how much was asked for, what was measured."""
+
+    name: str
+    asked: str
+    measured: float
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{'met' if self.met else 'MISSED':7s} {self.measured:8.4g}  {self.asked:7s} {self.name}"
+
+
+def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
+    """The target, printed; none where nothing was measured."""
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at least {asked:g})")
+    return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
+
+
+def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
+    """The target, printed; none where nothing was measured."""
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at most {asked:g})")
+    return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
+
+
+# --- many processes -------------------------------------------------------------------------------------------------
+
+
+def one_core() -> None:
+    """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core.
+
+    The latter needs threadpoolctl, which scikit-learn brings.
+    """
+    torch.set_num_threads(1)
+    importlib.import_module("threadpoolctl").threadpool_limits(1)
+
+
+def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
+    """What each call returns, in their order, out of `jobs` processes of one thread each; of one it is this one."""
+    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this
+    # process.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    if jobs == 1:
+        yield from (call() for call in calls)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(_called, calls)
+        pool.close()
+        pool.join()
+
+
+def _called(call: Callable[[], Result]) -> Result:
+    return call()
+
+
+# --- numbers over seeds, runs and splits ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What it is called in tables, how it is made of a case, and whether of the networks of all seeds."""
+
+    title: str
+    fit: Callable[[Any], Any]
+    joint: bool = False
+
+
+def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
+    """The mean, and its standard error (NaN for a single value)."""
+    listed = list(values)
+    error = statistics.stdev(listed) / math.sqrt(len(listed)) if len(listed) > 1 else math.nan
+    return statistics.fmean(listed), error
+
+
+def number(values: Sequence[float], digits: int = 3) -> str:
+    """The mean and its standard error, in Markdown."""
+    if not values:
+        return "–"
+    mean, error = mean_and_error(values)
+    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if error == error else "")
+
+
+def against(ours: Iterable[float], theirs: Iterable[float], *, larger_is_better: bool) -> tuple[str, float, float]:
+    """Ours less theirs, pair by pair: a word, the mean difference and its standard error; a tie within two of those."""
+    gap, error = mean_and_error(a - b for a, b in zip(ours, theirs, strict=True))
+    if gap == 0 or not abs(gap) > 2 * error:
+        return "ties with", gap, error
+    return ("beats" if (gap > 0) == larger_is_better else "LOSES to"), gap, error
+
+
+def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
+    """Accuracy, NLL, ECE and Brier score of (n, classes) probabilities."""
+    picked = probs.gather(1, y[:, None]).clamp(min=torch.finfo(probs.dtype).tiny)
+    return {
+        "accuracy": scores.accuracy(probs, y),
+        "nll": -float(picked.log().mean()),
+        "ece": scores.ece(probs, y),
+        "brier": scores.brier(probs, y),
+    }
+
+
+def score_table(rows: Mapping[str, Mapping[str, float]], columns: Iterable[str]) -> str:
+    """One line per row, four digits after the point."""
+    columns = list(columns)
+    lines = [f"{'':22s}" + "".join(f"{column:>10s}" for column in columns)]
+    lines += [f"{name:22s}" + "".join(f"{row[column]:10.4f}" for column in columns) for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+# --- fair timing and memory -----------------------------------------------------------------------------------------
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order
+    rotates.
+    """
+    names = list(candidates)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(-warmup, rounds):
+        turn = round_number % len(names)
+        for name in names[turn:] + names[:turn]:
+            began = clock()
+            candidates[name]()
+            if round_number >= 0:
+                seconds[name].append(clock() - began)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> float:
+    """The median over rounds of our time over theirs in the same round."""
+    return statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+
+
+def ratio_range(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> tuple[float, float]:
+    """The 5 and the 95 % quantile of the same ratios."""
+    ratios = [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0]
+    quantiles = statistics.quantiles(ratios, n=20, method="inclusive")
+    return quantiles[0], quantiles[-1]
+
+
+def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup: int = 10) -> float:
+    """The median time of one call on the current CUDA device, by events."""
+    for _ in range(warmup):
+        call()
+    times = []
+    for _ in range(repeats):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return statistics.median(times)
+
+
+def resident(field: str) -> float:
+    """MiB of this process, now (`VmRSS`) or at most (`VmHWM`); `ru_maxrss` would begin at the parent's own peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024

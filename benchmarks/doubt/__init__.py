@@ -1,0 +1,1 @@
+"""Doubt: classes, error bars, guarantees, drift."""

@@ -1,0 +1,226 @@
+"""Numbers: error bars away from the data, by the optimiser's diagonal, its input side, Kronecker factors and others.
+
+    BAYESADAM_DATA=... python -m benchmarks.doubt.error_bars [--quick] [--seeds 5] [--sets toy energy ...]
+        [--out out/bench]
+
+The toy problem of the paper, and of UCI tables the middle third of one feature left out, feature by feature. Networks
+have 2 × 50 ReLUs under AdamW; a fifth of the rows is held out, and `tune` fits noise, scale and prior on it by
+evidence. Numbers are the mean negative log-likelihood of y inside the data (held-out rows of the same range) and in the
+gap, in nats of standardised targets, and the standard deviation of the function in the gap over that inside. Beside
+them: the noise of the held-out residuals alone, `ba.calibrate`, five networks, and a Gaussian process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bayesadam as ba
+from benchmarks.common.harness import arguments, mean_and_error, setting, write_results
+from benchmarks.common.networks import mlp
+
+SETS = ("toy", "energy", "yacht", "wine-quality-red")
+EPOCHS, BATCH = 400, 32
+DIAGONAL, INPUTS = "diagonal, p = 0.5", "inputs, p = 0.5"
+
+
+class Split:
+    """Standardised rows: training, held out, inside and in the gap; (x, y) each."""
+
+    def __init__(self, train: Any, inside: Any, outside: Any, seed: int) -> None:
+        (x, y), order = train, torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(seed))
+        centre, scale, middle, spread = x.mean(0), x.std(0).clamp(min=1e-6), y.mean(0), y.std(0)
+        done = partial(self._scaled, centre, scale, middle, spread)
+        cut = len(x) // 5
+        self.held_out, self.train = (done((x[rows], y[rows])) for rows in (order[:cut], order[cut:]))
+        self.inside, self.outside = done(inside), done(outside)
+
+    @staticmethod
+    def _scaled(centre: Tensor, scale: Tensor, middle: Tensor, spread: Tensor, pair: Any) -> tuple[Tensor, Tensor]:
+        return (pair[0] - centre) / scale, (pair[1] - middle) / spread
+
+
+def toy(seed: int) -> Split:
+    """The paper's toy problem."""
+    source = torch.Generator().manual_seed(seed)
+
+    def drawn(n: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+        x = low + (high - low) * torch.rand(n, 1, generator=source)
+        angle = 2 * math.pi * (x + 0.02 * torch.randn(n, 1, generator=source))
+        return x, x + 0.3 * angle.sin() + 0.3 * (2 * angle).sin()
+
+    outside = [torch.cat(part) for part in zip(drawn(100, -0.5, 0.0), drawn(140, 0.5, 1.2), strict=True)]
+    return Split(drawn(250, 0.0, 0.5), drawn(300, 0.0, 0.5), outside, seed)
+
+
+def gaps(name: str) -> list[Callable[[int], Split]]:
+    """One split for each feature whose middle third is left out; a tenth of the other rows is inside."""
+    found = np.load(Path(os.environ["BAYESADAM_DATA"]) / "uci" / f"{name}.npz")
+    x, y = torch.tensor(found["X"]).float(), torch.tensor(found["y"]).float()[:, None]
+
+    def split(mask: Any, seed: int) -> Split:
+        gap = torch.tensor(mask)
+        rest = (~gap).nonzero().flatten()
+        rest = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))]
+        inside, train = rest[: len(rest) // 10], rest[len(rest) // 10 :]
+        return Split((x[train], y[train]), (x[inside], y[inside]), (x[gap], y[gap]), seed)
+
+    return [partial(split, mask) for mask in found["gap_test_mask"]]
+
+
+def trained(split: Split, seed: int, epochs: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    x, y = split.train
+    model = mlp((x.shape[1], 50, 50, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    steps = epochs * max(1, len(x) // BATCH)
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        rows = torch.randint(len(x), (BATCH,))
+        optimizer.zero_grad()
+        F.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        rate.step()
+    return model.eval(), optimizer
+
+
+def posteriors(split: Split, model: nn.Module, optimizer: Any) -> dict[str, ba.Posterior]:
+    """Of one network, each tuned by evidence."""
+    n, found = len(split.train[0]), {}
+    for power in (0.5, 1.0):
+        read: Any = {"n_data": n, "batch_size": BATCH, "power": power, "likelihood": "regression"}
+        q = ba.Posterior.from_optimizer(model, optimizer, prior_precision=1.0, **read)
+        found[f"diagonal, p = {power:g}"] = q
+        found[f"inputs, p = {power:g}"] = q.with_inputs(split.train[0][:400])
+    source = torch.Generator().manual_seed(0)
+    rows = [torch.randint(n, (BATCH,), generator=source) for _ in range(100)]
+    batches = [tuple(part[some] for part in split.train) for some in rows]
+    recorder = ba.Recorder.from_batches(model, batches, F.mse_loss, keep=100)
+    found["kronecker"] = ba.Posterior.from_recorder(model, recorder, n, likelihood="regression")
+    return {name: q.tune(split.held_out, method="evidence") for name, q in found.items()}
+
+
+# Means (n, 1), and variances of f and of y.
+Predict = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def of_posterior(q: ba.Posterior) -> Predict:
+    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            p = q.predict(x)
+        return p.mean, p.f_variance, p.variance
+
+    return predict
+
+
+def of_calibrated(net: nn.Module) -> Predict:
+    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            p = net(x)
+        return p.mean, p.f_variance, p.stddev.square()
+
+    return predict
+
+
+def of_networks(models: list[nn.Module], held_out: tuple[Tensor, Tensor]) -> Predict:
+    """Their spread, and the noise of the held-out residuals of their mean."""
+
+    @torch.no_grad()
+    def outputs(x: Tensor) -> Tensor:
+        return torch.stack([model(x) for model in models])
+
+    noise = (held_out[1] - outputs(held_out[0]).mean(dim=0)).square().mean()
+
+    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = outputs(x)
+        spread = found.var(dim=0, correction=0)
+        return found.mean(dim=0), spread, spread + noise
+
+    return predict
+
+
+def process(split: Split) -> Predict:
+    """A Gaussian process by scikit-learn, one lengthscale a feature; mean and variance of f, and its noise."""
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+
+    x, y = (torch.cat(parts)[:800].double().numpy() for parts in zip(split.train, split.held_out, strict=True))
+    kernel = ConstantKernel() * RBF(np.ones(x.shape[1])) + WhiteKernel()
+    found = GaussianProcessRegressor(kernel, random_state=0).fit(x, y[:, 0])
+    noise = found.kernel_.k2.noise_level
+
+    def predict(at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, std = found.predict(at.double().numpy(), return_std=True)
+        variance = torch.tensor(std**2).float()[:, None]
+        return torch.tensor(mean).float()[:, None], (variance - noise).clamp(min=1e-9), variance
+
+    return predict
+
+
+def scored(split: Split, predict: Predict) -> dict[str, float]:
+    """NLL inside and in the gap, and the deviation of f."""
+    found = {}
+    for where, (x, y) in (("in", split.inside), ("out", split.outside)):
+        mean, of_f, of_y = predict(x)
+        found[f"nll {where}"] = float(F.gaussian_nll_loss(mean, y, of_y, full=True))
+        found[f"std {where}"] = float(of_f.sqrt().mean())
+    return found
+
+
+def measured(split: Split, seed: int, epochs: int) -> dict[str, dict[str, float]]:
+    model, optimizer = trained(split, seed, epochs)
+    others = [trained(split, 1000 + 10 * seed + i, epochs)[0] for i in range(4)]
+    tuned = posteriors(split, model, optimizer)
+    rows = {"noise alone": of_networks([model], split.held_out)}
+    rows |= {name: of_posterior(q) for name, q in tuned.items()}
+    rows["calibrated, inputs"] = of_calibrated(ba.calibrate(tuned[INPUTS], split.held_out))
+    rows |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
+    return {name: scored(split, predict) for name, predict in rows.items()}
+
+
+def told(results: Mapping[str, list[Mapping[str, float]]]) -> list[str]:
+    lines = []
+    for name, rows in results.items():
+        nll = [mean_and_error([row[key] for row in rows]) for key in ("nll in", "nll out")]
+        inside, outside = (statistics.fmean(row[key] for row in rows) for key in ("std in", "std out"))
+        growth = f"{outside / inside:6.1f}" if inside else "     –"
+        lines.append(f"  {name:20s}" + "".join(f"{m:9.3f} ± {e:.3f}" for m, e in nll) + growth)
+    return lines
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="two epochs of one seed of the toy problem")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.sets = 1, ["toy"]
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in options.sets:
+        splits = [toy] if name == "toy" else gaps(name)
+        each: dict[str, list[dict[str, float]]] = {}
+        for seed in range(options.seeds):
+            for split in splits:
+                for method, row in measured(split(seed), seed, 2 if options.quick else EPOCHS).items():
+                    each.setdefault(method, []).append(row)
+        results[name] = each
+        print(f"{name}: NLL inside, in the gap, growth of the deviation of f", *told(each), sep="\n", flush=True)
+    write_results(options.out, "error_bars", {**setting(), "seeds": options.seeds, "results": results})
+    for name, rows in results.items():
+        gain = [a["nll out"] - b["nll out"] for a, b in zip(rows[DIAGONAL], rows[INPUTS], strict=True)]
+        print(f"{name}: what the input side gains in the gap, {statistics.fmean(gain):.3f} nats")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""What `ba.calibrate` promises: probabilities no worse than temperature scaling's, coverage, and a risk that is kept.
+
+    BAYESADAM_DATA=... python -m benchmarks.doubt.guarantees [--quick] [--only networks coverage risk] [--splits 200]
+        [--jobs 1] [--out out/bench]
+
+- networks: scikit-learn's digits, and the test images of MNIST and of Fashion-MNIST in a fixed random order: 800 train,
+  300 are held out and 697 score, or 4,000, 500 and 5,500. Two hidden layers of 100 ReLUs, and LeNet; Adam on batches of
+  32, in five trainings that end too early, in time and too late. "temp." divides logits by the T of least held-out NLL.
+- coverage: breast cancer, digits and Friedman's first function. 40 % of a table train one network; the rest is cut at
+  random into halves, to calibrate and to score: sets or intervals at two levels, and the share of `p_value` ≤ a. With n
+  held-out examples the expected coverage lies between the level and the level + 1/(n + 1), the expected share of false
+  alarms between a − 1/(n + 1) and a; a mean is within where two of its standard errors reach the interval.
+- risk: held-out examples are drawn from a pool with replacement, so that the share of errors among what is answered of
+  the whole pool is the true risk. "exceeded" is the share of draws whose true risk is above the one asked for: .05 at
+  most. "naive" takes the largest threshold at which the held-out share of errors is within the risk; "oracle" is the
+  most that the pool allows. Of energy's heating loads an answer more than 2 off is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
+from sklearn.datasets import load_breast_cancer, load_digits, make_friedman1
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam import scores
+from benchmarks.common.harness import Target, arguments, at_most, mean_and_error, parallel, setting, write_results
+from benchmarks.common.inputs import NoData, Pixels, digits, load
+from benchmarks.common.networks import lenet, mlp
+
+BATCH, STEPS = 32, 1500
+Found = dict[str, Any]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def posterior_of(
+    model: nn.Module, x: Tensor, y: Tensor, likelihood: Any, loss: Loss, *, steps: int = STEPS, rate: float = 1e-3
+) -> ba.Posterior:
+    """After steps of Adam on random batches."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    for _ in range(steps):
+        rows = torch.randint(len(x), (BATCH,))
+        optimizer.zero_grad()
+        loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return ba.Posterior.from_optimizer(model.eval(), optimizer, len(x), batch_size=BATCH, likelihood=likelihood)
+
+
+def images(name: str) -> Pixels:
+    """(n, 1, side, side) with their classes, in a random order that is always the same."""
+    x, y = digits() if name == "digits" else load(name, "test")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return x[order], y[order]
+
+
+# --- networks -------------------------------------------------------------------------------------------------------
+
+# How many images train, and how many are held out.
+IMAGES = {"digits": (800, 300), "mnist": (4000, 500), "fashion-mnist": (4000, 500)}
+TRAININGS = ((60, 1e-3), (300, 1e-3), (1000, 1e-3), (1500, 3e-3), (500, 1e-2))
+
+
+def one_network(data: str, kind: str, steps: int, rate: float) -> dict[str, float]:
+    """NLL of the test images, ours, temperature scaling's and the network's own."""
+    x, y = images(data)
+    if kind == "lenet":
+        x = F.interpolate(x, size=(28, 28), mode="bilinear")
+    n, held = IMAGES[data]
+    torch.manual_seed(steps)
+    model = lenet() if kind == "lenet" else nn.Sequential(nn.Flatten(), *mlp((x[0].numel(), 100, 100, 10)))
+    posterior = posterior_of(model, x[:n], y[:n], "classification", F.cross_entropy, steps=steps, rate=rate)
+    net = ba.calibrate(posterior, (x[n : n + held], y[n : n + held]))
+    with torch.no_grad():
+        probs, logits = net(x[n + held :]).probs.double(), model(x[n:]).double()
+    held_y, test_y = y[n : n + held], y[n + held :]
+    fit = minimize_scalar(lambda t: float(F.cross_entropy(logits[:held] / math.exp(t), held_y)), bounds=(-4, 4))
+    return {
+        "ours": -float(probs.gather(1, test_y[:, None]).log().mean()),
+        "temperature": float(F.cross_entropy(logits[held:] / math.exp(fit.x), test_y)),
+        "alone": float(F.cross_entropy(logits[held:], test_y)),
+    }
+
+
+def networks(*, quick: bool, jobs: int) -> tuple[Found, list[Target]]:
+    """NLL after calibration beside temperature scaling and the network alone, network by network."""
+    names, trainings = (["digits"], TRAININGS[1:2]) if quick else (list(IMAGES), TRAININGS)
+    tasks = [(name, kind, *training) for name in names for kind in ("mlp", "lenet") for training in trainings]
+    print(f"{'':40s}{'ours':>8s}{'temp.':>8s}{'alone':>8s}{'ours/temp.':>12s}")
+    found: Found = {}
+    for task, nll in zip(tasks, parallel([partial(one_network, *task) for task in tasks], jobs=jobs), strict=True):
+        title = "{}, {}, {} steps at {:g}".format(*task)
+        found[title] = nll | {"ratio": nll["ours"] / nll["temperature"]}
+        print(
+            f"{title:40s}" + "".join(f"{v:8.4f}" for v in nll.values()) + f"{found[title]['ratio']:12.4f}", flush=True
+        )
+    ratios = [row["ratio"] for row in found.values()]
+    return found, [
+        *at_most(f"NLL, ours / temperature scaling, the largest of {len(found)}", 1.01, max(ratios)),
+        *at_most("the same, the mean", 1, statistics.fmean(ratios)),
+    ]
+
+
+# --- coverage -------------------------------------------------------------------------------------------------------
+
+LEVELS, ALARMS = (0.8, 0.95), (0.05, 0.2)
+TABLES: Mapping[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "breast cancer": (partial(load_breast_cancer, return_X_y=True), "classification"),
+    "digits": (partial(load_digits, return_X_y=True), "classification"),
+    "friedman1": (partial(make_friedman1, 1500, noise=1.0, random_state=0), "regression"),
+}
+
+
+def some_splits(name: str, splits: Sequence[int]) -> tuple[list[dict[str, float]], int]:
+    """Shares of examples that sets and intervals hold, and of alarms, a split; and how many examples calibrated."""
+    table, likelihood = TABLES[name]
+    x, y = (torch.as_tensor(part) for part in table())
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    rows, pool = order.tensor_split([2 * len(x) // 5])
+    x = ((x - x[rows].mean(dim=0)) / x[rows].std(dim=0).clamp(min=1e-6)).float()
+    numbers = likelihood == "regression"
+    if numbers:
+        y = ((y - y[rows].mean()) / y[rows].std()).float()[:, None]
+    torch.manual_seed(0)
+    model = mlp((x.shape[1], 64, 64, 1 if numbers else int(y.max()) + 1))
+    posterior = posterior_of(model, x[rows], y[rows], likelihood, F.mse_loss if numbers else F.cross_entropy)
+    shares = []
+    for split in splits:
+        cut = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(1000 + split))]
+        held, test = cut.tensor_split([len(cut) // 2])
+        p = ba.calibrate(posterior, (x[held], y[held]))(x[test])
+        inside = {}
+        for level in LEVELS:
+            if numbers:
+                low, high = p.interval(level)
+                inside[f"interval {level}"] = (low <= y[test]) & (y[test] <= high)
+            else:
+                inside[f"set {level}"] = p.set(level).gather(1, y[test][:, None])
+        inside |= {f"novelty {a}": p.p_value <= a for a in ALARMS}
+        shares.append({key: float(hits.double().mean()) for key, hits in inside.items()})
+    return shares, len(pool) // 2
+
+
+def coverage(*, splits: int, jobs: int) -> tuple[Found, list[Target]]:
+    """Sets, intervals and false alarms over random splits of one pool a table."""
+    found: Found = {}
+    outside = 0
+    for name in TABLES:
+        calls = [partial(some_splits, name, range(first, splits, jobs)) for first in range(jobs)]
+        parts = list(parallel(calls, jobs=jobs))
+        shares, n = [share for part, _ in parts for share in part], parts[0][1]
+        found[name] = {}
+        for key in shares[0]:
+            kind, level = key.split()
+            low, high = (
+                (float(level) - 1 / (n + 1), float(level))
+                if kind == "novelty"
+                else (float(level), float(level) + 1 / (n + 1))
+            )
+            mean, error = mean_and_error(share[key] for share in shares)
+            within = low - 2 * error <= mean <= high + 2 * error
+            outside += not within
+            found[name][key] = {"mean": mean, "error": error, "nominal": (low, high), "within": within}
+            print(f"{name:14s} {key:14s}{mean:8.4f} ± {error:.4f}, expected {low:.4f} to {high:.4f}", flush=True)
+    return found, at_most("means outside by more than two standard errors", 1, outside)
+
+
+# --- risk -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A network's posterior before calibration, and the pool that held-out examples are drawn from."""
+
+    posterior: ba.Posterior
+    x: Tensor
+    y: Tensor
+    n: int
+    risks: tuple[float, ...]
+    tolerance: float | None = None
+
+
+def clothes(quick: bool) -> Case:
+    """Fashion-MNIST, 4,000 of the test images train; the digits where quick."""
+    x, y = images("digits" if quick else "fashion-mnist")
+    n = 800 if quick else 4000
+    model = nn.Sequential(nn.Flatten(), *mlp((x[0].numel(), 100, 100, 10)))
+    posterior = posterior_of(model, x[:n], y[:n], "classification", F.cross_entropy)
+    return Case(posterior, x[n:], y[n:], 1000, (0.01, 0.02, 0.05))
+
+
+def gaussian(outputs: Tensor, y: Tensor) -> Tensor:
+    """The loss of means and log-variances."""
+    mean, log_variance = outputs.chunk(2, dim=1)
+    return F.gaussian_nll_loss(mean, y, log_variance.exp())
+
+
+def loads(quick: bool) -> Case:
+    """UCI's energy, heating loads with a variance of their own, 300 rows train; made-up rows where quick."""
+    if quick:
+        table = make_friedman1(768, noise=1.0, random_state=0)
+    else:
+        stored = np.load(Path(os.environ["BAYESADAM_DATA"]) / "uci" / "energy.npz")
+        table = stored["X"], stored["y"]
+    order = torch.randperm(len(table[1]), generator=torch.Generator().manual_seed(0))
+    x, y = (torch.as_tensor(part).float()[order] for part in table)
+    x, y, scale = (x - x[:300].mean(0)) / x[:300].std(0), (y - y[:300].mean()) / y[:300].std(), float(y[:300].std())
+    posterior = posterior_of(mlp((x.shape[1], 50, 2)), x[:300], y[:300, None], "heteroscedastic", gaussian)
+    return Case(posterior, x[300:], y[300:, None], 300, (0.05, 0.1, 0.2), tolerance=2 / scale)
+
+
+CASES: Mapping[str, Callable[[bool], Case]] = {"Fashion-MNIST, MLP": clothes, "energy, MLP": loads}
+
+
+def at(answered: Tensor, wrong: Tensor) -> tuple[float, float]:
+    """The share answered, and the share of its answers that is wrong."""
+    return float(answered.double().mean()), float(wrong[answered].double().mean()) if bool(answered.any()) else 0.0
+
+
+def one_draw(case: Case, seed: int, risk: float) -> dict[str, tuple[float, float]]:
+    """Share answered and true risk of every rule."""
+    rows = torch.randint(len(case.x), (case.n,), generator=torch.Generator().manual_seed(seed))
+    how: Any = {} if case.tolerance is None else {"tolerance": case.tolerance}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)  # that nothing is answered
+        p = ba.calibrate(case.posterior, (case.x[rows], case.y[rows]), risk=risk, **how)(case.x)
+    if case.tolerance is None:
+        doubt, wrong = 1 - p.probs.double().amax(dim=1), p.probs.argmax(dim=1) != case.y
+    else:
+        doubt, wrong = p.stddev[:, 0].double(), ((p.mean - case.y).abs() > case.tolerance)[:, 0]
+    share = scores.coverage_at(doubt[rows], wrong[rows], risk=risk)
+    limit = float(doubt[rows].sort().values[round(share * case.n) - 1]) if share else -math.inf
+    return {
+        "ours": at(p.answered.flatten(), wrong),
+        "naive": at(doubt <= limit, wrong),
+        "oracle": (scores.coverage_at(doubt, wrong, risk=risk), risk),
+    }
+
+
+def risk(*, draws: int, quick: bool) -> tuple[Found, list[Target]]:
+    """Every rule over random draws of held-out examples."""
+    found: Found = {}
+    for name, make in CASES.items():
+        torch.manual_seed(0)
+        case, found[name] = make(quick), {}
+        for asked in case.risks:
+            each = [one_draw(case, seed, asked) for seed in range(draws)]
+            for rule in each[0]:
+                shares, risks = zip(*(draw[rule] for draw in each), strict=True)
+                # Rounding of a mean of zeros and ones is no excess.
+                exceeded = statistics.fmean(value > asked + 1e-12 for value in risks)
+                row = {"answered": statistics.fmean(shares), "risk": statistics.fmean(risks), "exceeded": exceeded}
+                found[name][f"{rule}, {asked}"] = row
+                told = ", ".join(f"{key} {value:.4f}" for key, value in row.items())
+                print(f"{name}, risk {asked}, {rule}: {told}", flush=True)
+    worst = max(row["exceeded"] for rows in found.values() for key, row in rows.items() if key.startswith("ours"))
+    limit = 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
+    return found, at_most("share of draws whose true risk exceeds the one asked for, the worst", limit, worst)
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="two networks of digits, and 4 splits", jobs=1)
+    parts = ("networks", "coverage", "risk")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--splits", type=int, default=200, help="of each table and pool, at least 2")
+    options = parser.parse_args()
+    splits = 4 if options.quick else options.splits
+    run: Mapping[str, Callable[[], tuple[Found, list[Target]]]] = {
+        "networks": partial(networks, quick=options.quick, jobs=options.jobs),
+        "coverage": partial(coverage, splits=splits, jobs=options.jobs),
+        "risk": partial(risk, draws=splits, quick=options.quick),
+    }
+    results: Found = {**setting(), "splits": splits, "quick": options.quick, "targets": []}
+    for name in options.only:
+        try:
+            results[name], targets = run[name]()
+        except NoData as error:
+            raise SystemExit(str(error)) from error
+        results["targets"] += [asdict(target) for target in targets]
+    write_results(options.out, "guarantees", results)
+    for target in results["targets"]:
+        print(Target(**target))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Speed: prediction, training, draws, beside others."""

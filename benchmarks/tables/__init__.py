@@ -1,0 +1,1 @@
+"""Tables: the estimators beside those of other packages."""
