@@ -27,7 +27,9 @@ class Terminal:
         pass
 
 
-@pytest.mark.parametrize(("patience", "is_terminal", "is_shown"), [(0.0, True, True), (60.0, True, False), (0.0, False, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patience", "is_terminal", "is_shown"), [(0.0, True, True), (60.0, True, False), (0.0, False, False)]
+)
 def test_a_bar_is_drawn_on_a_terminal_once_the_work_is_long(patience, is_terminal, is_shown, monkeypatch):
     stderr = Terminal(is_terminal)
     monkeypatch.setattr("sys.stderr", stderr)

@@ -289,7 +289,7 @@ def test_a_gate_that_is_open_for_one_example_of_many(dtype: torch.dtype):
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.layer(x) + (x[:, :1] < -2.5) * F.linear(x.sin(), self.layer.weight)
 
-    model, x = Lambda(forward, layer=nn.Linear(3, 2)).double(), normal(1000, 3)().clamp(min=-2.4)
+    model, x = Lambda(forward, layer=nn.Linear(3, 2)).double(), normal(3000, 3)().clamp(min=-2.4)
     linearised(posterior_over(model.to(dtype)), x.to(dtype))
     x[-1, 0] = -3.0
     _, expected = brute_force(posterior_over(model.double()), lambda model: model(x[-2:]))
@@ -508,18 +508,6 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.largest = max(self.largest, leaf.numel())
         return result
-
-
-@pytest.mark.parametrize("covariance", [False, True])
-def test_no_tensor_has_an_entry_for_every_example_output_and_weight(covariance: bool):
-    torch.manual_seed(0)
-    model, x = mlp(20, 30, 25, 4), torch.randn(8, 20)
-    posterior = posterior_over(model)
-    weights = sum(p.numel() for p in model.parameters())
-    with LargestTensor() as meter:
-        linearised(posterior, x, covariance=covariance)
-    # D at the widest layer, (outputs, examples, 30), which is less than a single example's Jacobian.
-    assert 4 * 8 * 30 <= meter.largest < 4 * weights
 
 
 @pytest.mark.parametrize("covariance", [False, True])

@@ -27,6 +27,8 @@ from bayesadam.weights.named import Named
 # A GPU has the memory, and small pieces of work would not fill it.
 DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30
 _OUTPUTS_AT_ONCE = 64
+# Among more, a weight that one example alone uses in another way would hide behind rounding.
+_EXAMPLES_AT_ONCE = 4096
 # Activations of all examples that keep a GPU busy.
 _BUSY = 1 << 24
 
@@ -149,7 +151,7 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
     while True:
         needed = plan.activations * like.element_size() * (4 + 2 * at_once if at_once > 1 else 3)
         if needed <= task.budget:
-            return min(task.budget // needed, size), sys.maxsize if task.covariance else at_once
+            return min(task.budget // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
         if task.covariance or at_once == 1:
             cheaper = "variances alone (covariance=False)" if task.covariance else "draws of the weights"
             raise MemoryBudgetError(
