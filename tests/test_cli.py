@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bayesadam.inspect import inspect_checkpoint
+from bayesadam import inspect as inspect_checkpoint
 from torch import nn
 
 import bayesadam as ba
@@ -94,7 +94,7 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
 
 
 def test_the_names_in_the_help_are_those_of_the_library(capsys):
-    from bayesadam.pruning import RANKINGS
+    from bayesadam.compress.pruning import RANKINGS
 
     from bayesadam.merging import METHODS
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bayesadam.data import load_images
+from experiments.data import load_images
 from torch import Tensor, nn
 
 import bayesadam as ba

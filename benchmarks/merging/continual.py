@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bayesadam.data import load_split
+from experiments.data import load_split
 from torch import Tensor, nn
 
 import bayesadam as ba

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bayesadam.data import load_images, load_table
+from experiments.data import load_images, load_table
 from bayesadam.likelihoods.classification import entropy
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.calibrated.leverage import RIDGE, WIDEST, Leverage, factor, from_inputs, from_structure, log_leverages
+from bayesadam.predict.leverage import RIDGE, WIDEST, Leverage, factor, from_inputs, from_structure, log_leverages
 from bayesadam.predict.tap import Layer, layers_of
 from calibrated.cases_calibrated import blobs, trained
 from floats import assert_close

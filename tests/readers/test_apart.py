@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bayesadam.inspect import diagnose_checkpoint
+from bayesadam.inspecting import diagnose_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

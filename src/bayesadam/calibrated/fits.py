@@ -3,76 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from bayesadam.calibrated.leverage import Ratios
 from bayesadam.calibrated.module import by_leverage
 from bayesadam.errors import CalibrationError
 from bayesadam.likelihoods import Component, Likelihood, Moments
 from bayesadam.likelihoods.classes import of_examples
+from bayesadam.likelihoods.fitting import best_temperature, mean_log_prob, refined
+from bayesadam.predict.leverage import Ratios
 
-# Bounds of the temperature, and standard deviations of log T before any example is seen, below T = 1 and above: more
-# networks are too sure than too unsure.
-_COLDEST, _HOTTEST = 0.1, 20.0
-_COLD, _HOT = 0.5, 1.0
 # Temperatures grow with leverage by the first exponent at which held-out data lose at most 0.5 % of their likelihood.
 _EXPONENTS, _DEAREST = (0.5, 0.375, 0.25, 0.125, 0.0), 1.005
-
-
-def log_prior(temperature: float) -> float:
-    """log p(T) but for a constant, −½ (log T/τ)² with τ = ½ below T = 1 and 1 above.
-
-    Without it a few examples that are all right would ask for the coldest temperature, and the next wrong one would
-    cost dearly; hundreds of examples outvote it.
-    """
-    log = math.log(temperature)
-    return -0.5 * (log / (_COLD if log < 0 else _HOT)) ** 2
-
-
-def mean_log_prob(kind: Likelihood, component: Component, y: Tensor) -> float:
-    """The mean log-likelihood; −∞ where it is not finite."""
-    value = float(kind.log_prob([component], y).mean(dtype=torch.float64))
-    return value if math.isfinite(value) else -math.inf
-
-
-def refined(
-    score: Callable[[float], float], start: float, *, reach: float = 1.2, least: float = 0.0, most: float = math.inf
-) -> tuple[float, float]:
-    """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`; its score."""
-    rounds = math.ceil(math.log2(reach / 1e-4))
-
-    @cache
-    def at(step: int) -> tuple[float, float]:
-        value = min(max(start * math.exp(reach * step / 2**rounds), least), most)
-        return score(value), value
-
-    best = 0
-    for width in (2**i for i in range(rounds, -1, -1)):
-        best = max((best, best - width, best - width // 2, best + width // 2, best + width), key=lambda i: at(i)[0])
-    value, found = at(best)
-    return found, value
-
-
-def best_temperature(
-    kind: Likelihood,
-    outputs: Tensor,
-    y: Tensor,
-    *,
-    variance: Tensor | None = None,
-    start: float = 1.0,
-    reach: float = math.log(_HOTTEST),
-) -> tuple[float, float]:
-    """T of the greatest mean log-likelihood and prior, and that; without a variance T of the mean network."""
-
-    def score(temperature: float) -> float:
-        value = mean_log_prob(kind, Component(Moments(outputs, variance), temperature=temperature), y)
-        return value + log_prior(temperature) / max(len(y), 1)
-
-    return refined(score, start, reach=reach, least=_COLDEST)
 
 
 def grown_temperature(

@@ -22,7 +22,6 @@ from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
-from bayesadam.calibrated.leverage import Leverage, Ratios, log_leverages, relative
 from bayesadam.calibrated.ranges import MASK, InputRange, departure, example_of, has_mask, inside
 from bayesadam.errors import CalibrationError, FileError, InputRangeWarning, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, NumericLikelihood
@@ -30,6 +29,7 @@ from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.abstention import Abstention, doubt_of_classes, doubt_of_numbers
 from bayesadam.likelihoods.classes import of_examples
 from bayesadam.likelihoods.conformal import p_values, threshold
+from bayesadam.predict.leverage import Leverage, Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
 from bayesadam.predict.tap import Layer, first_input, layers_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.named import Named
+from bayesadam.weights.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -48,6 +52,48 @@ class Gaussian(Protocol):
 
     def require_proper(self) -> None:
         """Raise unless every weight has a finite variance."""
+
+
+class Tunable(Gaussian, Protocol):
+    """A posterior with the likelihood of its outputs, and settings that may be replaced."""
+
+    @property
+    def mode(self) -> Named:
+        """θ by parameter name."""
+
+    @property
+    def likelihood(self) -> str | None:
+        """By name."""
+
+    @property
+    def noise_variance(self) -> Tensor | None:
+        """σ²."""
+
+    @property
+    def temperature(self) -> float:
+        """T of logits."""
+
+    @property
+    def settings(self) -> Settings:
+        """N, δ, p and the rest."""
+
+    @property
+    def n_data(self) -> float:
+        """N."""
+
+    @property
+    def effective_dimension(self) -> float:
+        """γ."""
+
+    @property
+    def moved_statistics(self) -> list[str]:
+        """Running statistics of batch norms that have changed since."""
+
+    def require_whole(self, what: str) -> None:
+        """Raise where it is sharded."""
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other settings."""
 
 
 def means(posterior: Gaussian) -> dict[str, Tensor]:

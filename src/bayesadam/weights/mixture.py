@@ -19,7 +19,7 @@ from bayesadam._checks import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.predict import Forward
+from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
 from bayesadam.weights.gaussian import Marginals, check_draws
 from bayesadam.weights.named import AnyPath, Named
@@ -124,11 +124,9 @@ class Mixture(Marginals):
         generator: torch.Generator | None = None,
     ) -> Any:
         """p(y) = Σ π_m p_m(y) of a batch, or of a loader, as `Posterior.predict` has it; `draws` are of each member."""
-        from bayesadam.predicting import predict
-
         self.require_proper()
         how: Any = {"draws": draws, "forward": forward, "generator": generator}
-        return predict(self.members, self.weights, inputs, **how)
+        return predicting.predict(self.members, self.weights, inputs, **how)
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:

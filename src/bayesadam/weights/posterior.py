@@ -21,7 +21,7 @@ from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_named
-from bayesadam.predict import Forward, input_sides
+from bayesadam.predict import Forward, input_sides, predicting, tuning
 from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 from bayesadam.weights.diagonal import Diagonal
@@ -39,7 +39,6 @@ from bayesadam.weights.store import SETTING_NAMES, read_folder
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from bayesadam.predicting import Function
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
 
@@ -347,27 +346,21 @@ class Posterior(GaussianWeights):
             forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs.
             generator: makes draws reproducible.
         """
-        from bayesadam.predicting import predict
-
         how: Any = {"draws": draws, "covariance": covariance, "forward": forward, "generator": generator}
-        return predict((self,), (1.0,), inputs, **how)
+        return predicting.predict((self,), (1.0,), inputs, **how)
 
-    def draw(self, seed: int, *, forward: Forward | None = None) -> Function:
+    def draw(self, seed: int, *, forward: Forward | None = None) -> predicting.Function:
         """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
 
         It is f(x; μ) + J (θ − μ), whose moments `predict` has, with gradients with respect to inputs.
         """
-        from bayesadam.predicting import Function
-
-        return Function(self, seed, forward)
+        return predicting.Function(self, seed, forward)
 
     def novelty(
         self, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
     ) -> Tensor:
         """How unlike familiar inputs each example is, (batch,), by one forward pass; see `predicting.novelty`."""
-        from bayesadam.predicting import novelty
-
-        return novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
+        return predicting.novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
 
     def tune(
         self,
@@ -377,9 +370,7 @@ class Posterior(GaussianWeights):
         forward: Forward | None = None,
     ) -> Posterior:
         """N's scale s, δ and σ² or T fitted to held-out data, by evidence or validation; see `tuning`."""
-        from bayesadam.tuning import tune
-
-        return tune(self, held_out, method=method, forward=forward)
+        return tuning.tune(self, held_out, method=method, forward=forward)
 
     def with_inputs(self, inputs: Any, *, forward: Forward | None = None) -> Self:
         """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.

@@ -17,15 +17,16 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibrated import fits
 from bayesadam.calibrated.leaked import UNLIKELY, balance
-from bayesadam.calibrated.leverage import FEWEST, Ratios, from_inputs, from_structure
 from bayesadam.calibrated.module import Calibrated, Fit, Predicted, Report, Tapped, doubt, predicted
 from bayesadam.calibrated.ranges import fingerprints, ranges_of
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, NumericLikelihood, agreed
 from bayesadam.likelihoods.abstention import abstention, check_abstention, remedy
 from bayesadam.likelihoods.classes import SHARE_OF_TEXTS
+from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import batches_of, to_device
+from bayesadam.predict.leverage import FEWEST, Ratios, from_inputs, from_structure
 from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
 from bayesadam.weights.posterior import Posterior
@@ -270,7 +271,7 @@ def _fitted(fit: Fit, seen: _Observed, ratios: Ratios) -> tuple[Fit, float]:
     """The fit with its temperature, or its spread and noise; and the best temperature without regard to leverage."""
     at = _of_owners(ratios, seen.owners)
     if isinstance(fit.likelihood, ClassLikelihood):
-        plain, score = fits.best_temperature(fit.likelihood, seen.outputs, seen.targets)
+        plain, score = best_temperature(fit.likelihood, seen.outputs, seen.targets)
         exponent, temperature = fits.grown_temperature(fit.likelihood, seen.outputs, seen.targets, at, score)
         return replace(fit, exponent=exponent, temperature=temperature), plain
     spread, noise = fits.spread_and_noise(fit.likelihood, seen.outputs, seen.targets, at.gentle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,23 +12,21 @@ from torch import Tensor
 from bayesadam._checks import count
 from bayesadam._progress import progress
 from bayesadam._warnings import warn
-from bayesadam.calibrated.leverage import Ratios, from_structure
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Component, Prediction, agreed
-from bayesadam.predict import linearised, linearised_draws, sampled
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
-from bayesadam.predict.network import Forward
+from bayesadam.predict.draws import linearised_draws, sampled
+from bayesadam.predict.leverage import Ratios, from_structure
+from bayesadam.predict.moments import linearised
+from bayesadam.predict.network import Forward, Tunable
 from bayesadam.predict.tap import layers_of, observed
 from bayesadam.weights.draws import fresh_seed, stream_seed
-
-if TYPE_CHECKING:
-    from bayesadam.weights.posterior import Posterior
 
 Covariance = bool | Literal["joint"]
 
 
 def predict(
-    members: Sequence[Posterior],
+    members: Sequence[Tunable],
     weights: Sequence[float],
     inputs: Any,
     *,
@@ -84,7 +82,7 @@ def predict(
 class Function:
     """One function from a posterior: f(x; μ) + J (θ − μ) at the weights θ that `seed` draws, whatever the batch."""
 
-    posterior: Posterior
+    posterior: Tunable
     seed: int
     forward: Forward | None = None
 
@@ -98,7 +96,7 @@ class Function:
 
 
 def novelty(
-    posterior: Posterior, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
+    posterior: Tunable, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
 ) -> Tensor:
     """How unlike familiar inputs each example is, (batch,), by one forward pass; without calibration.
 

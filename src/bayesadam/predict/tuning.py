@@ -11,20 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from bayesadam.calibrated.fits import best_temperature, log_prior, mean_log_prob, refined
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.classes import Classification
-from bayesadam.predict import moments_under
+from bayesadam.likelihoods.fitting import best_temperature, log_prior, mean_log_prob, refined
 from bayesadam.predict.batches import batches_of
-from bayesadam.predict.network import Forward
-from bayesadam.weights.posterior import Posterior
+from bayesadam.predict.moments import moments_under
+from bayesadam.predict.network import Forward, Tunable
 
+Q = TypeVar("Q", bound=Tunable)
 Method = Literal["evidence", "validation"]
 # Variances of coordinates by parameter name.
 Variances = Mapping[str, Tensor]
@@ -36,9 +36,7 @@ _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 _ROUNDS, _NOISE_ROUNDS = 4, 8
 
 
-def tune(
-    posterior: Posterior, held_out: Any, *, method: Method | None = None, forward: Forward | None = None
-) -> Posterior:
+def tune(posterior: Q, held_out: Any, *, method: Method | None = None, forward: Forward | None = None) -> Q:
     """The posterior with s, δ and σ² or T fitted to held-out data; see the module.
 
     δ comes out as one number for all parameters; a `LoraPrior` is multiplied by one number.
@@ -65,15 +63,15 @@ class _Rows(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _HeldOut:
+class _HeldOut(Generic[Q]):
     """A posterior, its likelihood, held-out data, and how the model is called."""
 
-    posterior: Posterior
+    posterior: Q
     kind: Likelihood
     batches: Sequence[tuple[Any, Tensor]]
     forward: Forward | None
 
-    def moments(self, q: Posterior, variances: Sequence[Variances], *, covariance: bool = False) -> Iterator[_Rows]:
+    def moments(self, q: Q, variances: Sequence[Variances], *, covariance: bool = False) -> Iterator[_Rows]:
         """Of the linearised network at the mean of q, batch by batch, under each of k variances of the weights."""
         for inputs, y in self.batches:
             mean, spread, blocks = moments_under(q, variances, inputs, forward=self.forward, covariance=covariance)
@@ -85,7 +83,7 @@ class _HeldOut:
 # --- evidence -------------------------------------------------------------------------------------------------------
 
 
-def _by_evidence(data: _HeldOut) -> Posterior:
+def _by_evidence(data: _HeldOut[Q]) -> Q:
     """s and δ from the curvature of the outputs; where there is a σ², all three in turn."""
     posterior, kind, shape = data.posterior, data.kind, data.posterior.settings.prior_shape
 
@@ -125,7 +123,7 @@ def _by_evidence(data: _HeldOut) -> Posterior:
     return found
 
 
-def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
+def _at_evidence(posterior: Q, curvature: float) -> Q:
     """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point δ = γ/|θ|².
 
     Under a prior of shape R all of it is in the coordinates R^½ θ, in which that prior is δ.
@@ -140,7 +138,7 @@ def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
         )
     scale = weight * settings.scale / settings.weight
 
-    def at(delta: float) -> Posterior:
+    def at(delta: float) -> Q:
         prior = settings.prior_at(delta)
         return posterior.replace(scale=scale, prior_precision=prior, covariant=settings.covariant)
 
@@ -159,7 +157,7 @@ def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
 # --- validation -----------------------------------------------------------------------------------------------------
 
 
-def _tables(data: _HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
+def _tables(data: _HeldOut[Q]) -> tuple[list[float], Tensor, Tensor, Tensor]:
     """Ratios δ/w, of δ R/w under a prior of shape R; E[f] and w Var[f] at each, (k, n, ...); the targets.
 
     The scale then costs nothing, since it only divides. One pass over the data serves all ratios. In the likelihood
@@ -192,7 +190,7 @@ def _tables(data: _HeldOut) -> tuple[list[float], Tensor, Tensor, Tensor]:
     return ratios, means.expand(_RATIOS, *means.shape[1:]), variances, torch.cat([part.y for part in passes[0]])
 
 
-def _by_validation(data: _HeldOut) -> Posterior:
+def _by_validation(data: _HeldOut[Q]) -> Q:
     """The ratio, and temperature or share of noise, of the greatest likelihood, each with its own scale."""
     (ratios, means, tables, y), kind, posterior = _tables(data), data.kind, data.posterior
     settings = posterior.settings
