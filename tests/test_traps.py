@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import bayesadam as ba
 from bayesadam.calibration.leaked import balance
@@ -21,7 +20,6 @@ from bayesadam.errors import BayesAdamWarning, HeldOutWarning, InputRangeWarning
 from bayesadam.inspecting import diagnose_checkpoint
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.posterior.inputs import InputRange, departure, inside, ranges_of
-from bayesadam.trainers.keeper import PosteriorKeeper
 from cases import mlp, train
 from floats import assert_close
 
@@ -237,15 +235,6 @@ def test_data_that_were_not_trained_on_have_uniform_probabilities():
     assert balance(record, a @ torch.linalg.lstsq(a, y).solution, y, a[:, :-1]) < 1e-12
 
 
-def test_a_trainer_given_its_own_data_set_says_so_at_the_start():
-    data = TensorDataset(rows(20), torch.zeros(20))
-    keeper = PosteriorKeeper(calibrate=True, likelihood="regression", held_out=DataLoader(data))
-    with pytest.warns(HeldOutWarning, match="held_out is the training data set"):
-        keeper._begin(DataLoader(data, shuffle=True), [], has_validation=False)
-    part = DataLoader(data, sampler=SubsetRandomSampler(range(10)))
-    for held_out in (part, DataLoader(TensorDataset(rows(20), torch.zeros(20))), [(rows(5), torch.zeros(5))]):
-        keeper.held_out = held_out
-        keeper._begin(part if held_out is part else DataLoader(data), [], has_validation=False)
 
 
 # --- weights of one epoch with the state of another -------------------------------------------------------------------
