@@ -157,7 +157,7 @@ CHOICES = [
     (("prune", "a.pt", "--fraction", 0.5), "--ranking", ("snr", "snr-posterior", "magnitude", "saliency")),
     (("prune", "a.pt", "--fraction", 0.5), "--scope", ("global", "layer")),
     (("merge", "a.pt", "b.pt"), "--method", ("fisher", "gradient-matching", "kronecker")),
-    (("export", "a.pt"), "--compress", ("8bit", "factored")),
+    (("export", "a.pt"), "--compress", ("bfloat16", "factored")),
     (("export", "a.pt"), "--structure", ("diagonal", "kronecker")),
     (("paper", "pruning"), "--data", ("mnist", "fashion-mnist", "digits")),
     (("paper", "pruning"), "--activation", ("relu", "tanh", "sigmoid", "silu", "gelu", "elu")),
