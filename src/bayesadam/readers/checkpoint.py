@@ -23,7 +23,7 @@ from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, read_match
 from bayesadam.readers.formats.contents import Keys, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
-from bayesadam.readers.formats.lazy import gathered
+from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of
 from bayesadam.readers.formats.registry import format_of, without_role
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
@@ -32,10 +32,7 @@ from bayesadam.readers.match import (
     Pairing,
     Slot,
     candidates,
-    clean_names,
-    identities,
     match_pairs,
-    memory_of,
     names_in,
     own_parameters,
     pair,
@@ -185,7 +182,7 @@ def read_checkpoint(
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
-    states = getattr(optimizer["state"], "outline", optimizer["state"])
+    states = outline_of(optimizer["state"])
     known = {name: state[PROBE_KEY] for name, state in states.items() if name in weights and PROBE_KEY in state}
     found = {name: probe(weights[name]) for name in known}
     # Other shapes are refused by name once states are matched.
@@ -333,7 +330,7 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[s
         return names, False
     first = next(iter(shapes))
     found = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
-    held_shapes = {name: tensor.shape for name, tensor in getattr(weights, "outline", weights).items()}
+    held_shapes = {name: tensor.shape for name, tensor in outline_of(weights).items()}
     fitting = [p for p in found if all(held_shapes.get(p + name) == shape for name, shape in shapes.items())]
     if len(fitting) > 1:
         raise MatchError(
@@ -347,7 +344,7 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[s
 
 def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
     """Raise where a tensor of the model, by the checkpoint's name of it, has another shape there."""
-    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+    outline = outline_of(checkpoint.weights)
     for name, stored in names.items():
         if name in own and outline[stored].shape != own[name].shape:
             raise MatchError(

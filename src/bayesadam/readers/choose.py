@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Keys, Network
-from bayesadam.readers.formats.lazy import outline_of
-from bayesadam.readers.match import AmbiguousError, candidates, clean_names, memory_of, names_in, pair, slots_of
+from bayesadam.readers.formats.lazy import clean_names, memory_of, outline_of
+from bayesadam.readers.match import AmbiguousError, candidates, names_in, pair, slots_of
 
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")

@@ -8,7 +8,7 @@ a name is certain where all readings of them that fit (`_readings`) agree. All e
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from bayesadam._alone import listed_optimizers, named_modules, unwrap
 from bayesadam._checks import require_kind
-from bayesadam._shards import check_placements, is_sharded, own_part, reshard
+from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
+from bayesadam.readers.formats.lazy import clean_names, identities, outline_of
 from bayesadam.readers.identify import has_tensors, identify_reader, parameter_shape, unknown_bases
 from bayesadam.readers.registry import (
     ADVICE,
@@ -306,15 +307,6 @@ def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
     return None
 
 
-def clean_names(keys: Iterable[str]) -> dict[str, str]:
-    """Names without the prefixes of torch.compile and data parallelism, and the key behind each."""
-    keys = list(keys)
-    names = [".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys]
-    while names and all(name.startswith("module.") for name in names):
-        names = [name.removeprefix("module.") for name in names]
-    return dict(zip(names if len(set(names)) == len(keys) else keys, keys, strict=True))
-
-
 def pair_by_names(
     state_dict: Mapping[str, Any], known: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
 ) -> Pairing | None:
@@ -335,20 +327,6 @@ def pair_by_names(
     if odd:
         raise MatchError(f"by {source}, {odd[:4]} are not among the weights, or twice: is it another model's state?")
     return Pairing(dict(zip(keys, names, strict=True)), source)
-
-
-def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What two names of one tied tensor have in common; views of one flat buffer differ."""
-    if tensor.is_meta:
-        # A tensor on the disk, by its outline: whether it is tied is not known.
-        return (id(tensor),)
-    held = own_part(tensor)
-    return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
-
-
-def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """`memory_of` by name; lazy tensors, whose addresses are used again, are identified by their outline."""
-    return {name: memory_of(tensor) for name, tensor in getattr(weights, "outline", weights).items()}
 
 
 # --- order and shapes ---------------------------------------------------------------------------------------------
@@ -382,7 +360,7 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
     """The shapes of the tensors that may be parameters: no buffers; where `count` or more are left, one name of tied
     tensors, no target networks.
     """
-    outline = getattr(weights, "outline", weights)
+    outline = outline_of(weights)
     names = [name for name in outline if outline[name].is_floating_point() or outline[name].is_complex()]
     names = [name for name in names if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
     identity = identities(weights)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Network, Recorded, Rules, recorded_in
+from bayesadam.readers.formats.lazy import clean_names
 from bayesadam.readers.formats.registry import Format, format_of
-from bayesadam.readers.match import clean_names
 
 # In the order in which transformers itself looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -1,10 +1,12 @@
-"""Dictionaries whose tensors stay on the disk until they are accessed."""
+"""Dictionaries of tensors: of those that stay on the disk until they are accessed, of tied ones, of wrapped names."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from bayesadam._shards import own_part
 
 
 class Lazy(Mapping[str, Any]):
@@ -55,3 +57,26 @@ def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str,
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor without values, for an outline."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def clean_names(keys: Iterable[str]) -> dict[str, str]:
+    """Names without the prefixes of torch.compile and data parallelism, and the key behind each."""
+    keys = list(keys)
+    names = [".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return dict(zip(names if len(set(names)) == len(keys) else keys, keys, strict=True))
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What two names of one tied tensor have in common; views of one flat buffer differ."""
+    if tensor.is_meta:
+        # A tensor on the disk, by its outline: whether it is tied is not known.
+        return (id(tensor),)
+    held = own_part(tensor)
+    return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
+
+
+def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """`memory_of` by name; lazy tensors, whose addresses are used again, are identified by their outline."""
+    return {name: memory_of(tensor) for name, tensor in outline_of(weights).items()}

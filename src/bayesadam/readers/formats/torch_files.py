@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Keys, contents_of
+from bayesadam.readers.formats.lazy import memory_of
 from bayesadam.readers.formats.pickles import (
     BUILDERS,
     BadPickle,
@@ -38,7 +39,6 @@ from bayesadam.readers.formats.pickles import (
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format, format_of, is_state_file, states_beside
-from bayesadam.readers.match import memory_of
 
 # What reading a damaged file may raise.
 _DAMAGED = (
