@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.data import load_split
 from doubt_data import NoData, load
+from experiments.data import load_split
 from harness import (
     Cell,
     Target,

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.acquiring import acquire, most_joint_information
-from bayesadam.data import load_images, load_table
 from bayesadam.likelihoods.classification import entropy
+from experiments.data import load_images, load_table
 from harness import Cell, arguments, mean_and_error, number, one_core, resident, setting, shared_cells, write_results
 
 LABELS = (50, 100, 300)

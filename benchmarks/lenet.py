@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.data import load_images
 from bayesadam.engine.gradients import StackedGradient, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, linear, unflatten
 from bayesadam.engine.rules import EPS, Adam, Number, State, Step, adam_state, adam_update
 from bayesadam.engine.stack import Stack, cosine
 from bayesadam.engine.streams import blocks
+from experiments.data import load_images
 from harness import arguments, mean_and_error, write_results
 
 NETWORK = Network(784, (300, 100), 10)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.data import load_split
 from bayesadam.errors import DataError
+from experiments.data import load_split
 from networks import lenet, mlp
 
 BATCH = 100

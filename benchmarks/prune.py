@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.data import Images, load_images
 from bayesadam.engine.network import member
-from bayesadam.paper.methods import Network, Training
-from bayesadam.paper.pruning import problem_of
+from experiments.baselines import Network, Training
+from experiments.data import Images, load_images
+from experiments.figure2 import problem_of
 from harness import arguments, interleaved, ratio, write_results
 from networks import mlp, train_classifier
 

@@ -168,10 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the library's errors end in one line, without a traceback."""
     try:
         app(arguments, prog_name="python -m experiments")
+    except SystemExit as end:
+        # Typer ends so where all went well, too.
+        return int(end.code or 0)
     except BayesAdamError as error:
         print("experiments:", *str(error).split(), file=sys.stderr)
-        return 2
-    return 0
+    return 2
 
 
 if __name__ == "__main__":

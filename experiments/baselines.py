@@ -20,15 +20,11 @@ from bayesadam import Posterior, calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network as Network
 from bayesadam.engine.network import forward, member
-from bayesadam.engine.rules import IVON as IVON
-from bayesadam.engine.rules import RULES as RULES
-from bayesadam.engine.rules import SWAG as SWAG
-from bayesadam.engine.rules import Adam, Dropout, Rule, adam_state, adam_update
-from bayesadam.engine.rules import BayesByBackprop as BayesByBackprop
-from bayesadam.engine.rules import Vadam as Vadam
+from bayesadam.engine.rules import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams, blocks
 from bayesadam.likelihoods import likelihood
+from experiments.rules import RULES, Adam, Dropout, Rule, functions
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05
@@ -128,8 +124,9 @@ class Prediction:
 
     def nll(self, y: Tensor) -> float:
         """Mean negative log-likelihood in nats per example."""
-        gaussian = torch.distributions.Normal(self.means, (self.variances + self.noise).sqrt())
-        scores = gaussian.log_prob(y).sum(dim=-1).logsumexp(dim=0) - math.log(len(self.means))
+        variance = self.variances + self.noise
+        scores = -0.5 * ((y - self.means).square() / variance + (2 * math.pi * variance).log()).sum(dim=-1)
+        scores = scores.logsumexp(dim=0) - math.log(len(self.means))
         return -float(scores.mean(dtype=torch.float64))
 
     def coverage(self, y: Tensor, level: float = 0.95) -> float:
@@ -199,7 +196,7 @@ def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Te
 
     def draw(x: Tensor) -> Tensor:
         streams = Streams([problem.seeds[index]], f"{name}-prediction", x.device)
-        params, masks = stack.functions(index, problem.draws, streams)
+        params, masks = functions(stack, index, problem.draws, streams)
         return forward(stack.network, params, x, masks=masks)
 
     return draw
@@ -307,7 +304,7 @@ def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
         params = dict(network.named_parameters())
         curvature = jacobian.square().sum(dim=0)
         variance = (curvature + _evidence(curvature, params)).reciprocal().float()
-        pieces = zip(params.items(), variance.split([p.numel() for p in params.values()]), strict=True)
+        pieces = zip(params.items(), torch.split(variance, [p.numel() for p in params.values()]), strict=True)
         named = {name: piece.view_as(p) for (name, p), piece in pieces}
         posterior = Posterior.from_moments(network, params, named, len(problem.data))
         predictors.append(linearised(posterior.replace(noise_variance=noise)))
@@ -400,7 +397,7 @@ def gaussian_process(theta: Tensor, x: Tensor, y: Tensor, at: Tensor) -> tuple[T
     lengthscales, (signal, noise), mean = theta[:-3].exp(), theta[-3:-1].exp(), theta[-1]
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return signal * torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1))
+        return torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1)).mul(signal)
 
     root = torch.linalg.cholesky(kernel(x, x) + (noise + 1e-6) * torch.eye(len(x), dtype=x.dtype))
     residual = y - mean

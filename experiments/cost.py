@@ -16,8 +16,9 @@ import torch
 from bayesadam.engine.stack import Stack, constant
 from bayesadam.engine.streams import blocks
 from experiments import baselines, figure1, figure2, plots
-from experiments.baselines import RULES, Network, Problem, Training, trained
+from experiments.baselines import Network, Problem, Training, trained
 from experiments.data import load_images
+from experiments.rules import RULES
 from experiments.running import MISSING, Run, Sample, Table, digits
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}
@@ -84,7 +85,8 @@ def costs(problem: Problem, rounds: int) -> dict[str, dict[str, list[float]]]:
     def average(name: str) -> None:
         baselines.drawn(name, problems[name], stacks[name], 0)(x).mean(dim=0)
 
-    scale, laplace = 1.0, partial[object](baselines.fit_laplace_diagonal, problem)
+    scale = 1.0
+    laplace: Callable[[], object] = partial(baselines.fit_laplace_diagonal, problem)
     if data.likelihood == "classification":
         scale = len(data) / len(data.x[0][:_IMAGES])
         laplace = partial(baselines.diagonal_ggn, problem.network, problem.optimum.params, data.x[0][:_IMAGES])
@@ -95,7 +97,10 @@ def costs(problem: Problem, rounds: int) -> dict[str, dict[str, list[float]]]:
         "badam": partial(posterior.predict, x, likelihood=data.likelihood),
         **{name: partial(average, name) for name in ("mc-dropout", "bbb", "vadam")},
     }
-    read = {"badam": lambda: baselines.read(problem, prior_precision=1.0)[0].variance, "laplace-diagonal": laplace}
+    read: Calls = {
+        "badam": lambda: baselines.read(problem, prior_precision=1.0)[0].variance,
+        "laplace-diagonal": laplace,
+    }
     posteriors = ratios({**adam, **read}, rounds)
     shares = {name: [ratio * _STEPS / total for ratio in posteriors[name]] for name in read}
     shares["laplace-diagonal"] = [scale * share for share in shares["laplace-diagonal"]]

@@ -122,12 +122,13 @@ def _records() -> dict[str, DataSet]:
     """The sets of `_FILES` and `_SOURCES`, and those that need no file."""
     sources = [line.split() for line in _SOURCES.strip().splitlines()]
     records = {name: DataSet(name) for name in ("digits", "wheel")}
-    for first, second, *checksum in map(str.split, _FILES.strip().splitlines()):
-        if not checksum:
-            record = records[first] = DataSet(first, second)
-            continue
-        urls = tuple(url + first if url.endswith("/") else url for name, url in sources if name == record.name)
-        record = replace(record, files=(*record.files, DataFile(first, int(second), *checksum, urls)))
+    for line in map(str.split, _FILES.strip().splitlines()):
+        if len(line) == 2:
+            record = DataSet(name=line[0], folder=line[1])
+        else:
+            file, n_bytes, checksum = line
+            urls = tuple(url + file if url.endswith("/") else url for name, url in sources if name == record.name)
+            record = replace(record, files=(*record.files, DataFile(file, int(n_bytes), checksum, urls)))
         records[record.name] = record
     return records
 

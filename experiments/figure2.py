@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bayesadam.engine.network import forward, unflatten
 from experiments import plots, released
-from experiments.baselines import RULES, Data, Network, Problem, Training, diagonal_ggn, read, trained
+from experiments.baselines import Data, Network, Problem, Training, diagonal_ggn, read, trained
 from experiments.data import Images, load_images
+from experiments.rules import RULES, gaussian
 from experiments.running import Run, Table, percent, run_parts, seeds_of
 
 FRACTIONS = (
@@ -120,10 +121,10 @@ def _usual(problem: Problem) -> Problem:
 
 
 def _from_rule(name: str, problem: Problem, **changes: Any) -> Ranked:
-    gaussian = trained(_usual(problem), RULES[name], **changes).gaussian()
-    assert gaussian is not None
-    snr = gaussian.mean.abs() / gaussian.variance.sqrt()
-    return unflatten(problem.network, gaussian.mean), unflatten(problem.network, snr)
+    found = gaussian(trained(_usual(problem), RULES[name], **changes))
+    assert found is not None
+    snr = found.mean.abs() / found.variance.sqrt()
+    return unflatten(problem.network, found.mean), unflatten(problem.network, snr)
 
 
 def _from_ggn(problem: Problem) -> Ranked:
@@ -168,7 +169,7 @@ def path_scores(snr: Weights) -> Weights:
         arriving.append(of_mean_one(square.sqrt()))
     for weight, _ in reversed(layers[1:]):
         leaving.insert(0, of_mean_one((weight * leaving[0][:, :, None]).square().sum(dim=1).sqrt()))
-    scores = {}
+    scores: Weights = {}
     for k, ((weight, bias), a, b) in enumerate(zip(layers, arriving, leaving, strict=True)):
         scores |= {f"layer{k}.weight": weight * a[:, None, :] * b[:, :, None], f"layer{k}.bias": bias * b}
     return scores

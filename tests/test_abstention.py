@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -30,7 +29,7 @@ from bayesadam.likelihoods.abstention import (
 )
 from bayesadam.posterior.report import described
 from cases import mlp
-from floats import approx, assert_close
+from floats import approx
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -350,21 +349,6 @@ def test_the_risk_coverage_curve(ties):
     assert scores.coverage_at(doubt, torch.ones(60, dtype=torch.bool), risk=0.5) == 0
     with pytest.raises(MatchError, match="for each example"):
         scores.aurc(doubt, wrong[:-1])
-
-
-def test_the_picture():
-    posterior, (x, y) = ba.calibrate(trained("classification"), blobs(600, 200), risk=0.05), blobs(500, 300)
-    p = posterior.predict(x)
-    ax = p.plot(targets=y, kind="risk-coverage")
-    line = ax.get_lines()[0].get_xydata()
-    coverage, risk = scores.risk_coverage(p.doubt.detach(), p.wrong(y))
-    assert_close(line, torch.stack([coverage, risk], dim=1), rtol=1e-12)
-    point = ax.get_lines()[-1].get_xydata()[0]
-    assert point[0] == approx(float(p.answered.double().mean()))
-    alone = replace(p, abstention=None).plot(targets=y, kind="risk-coverage")
-    assert len(alone.get_lines()) == 2
-    with pytest.raises(SettingError, match="targets="):
-        p.plot(kind="risk-coverage")
 
 
 def test_a_rule_in_words():

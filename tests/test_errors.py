@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam import bandits, errors
+from bayesadam import errors
 from bayesadam._files import replacing
-from bayesadam.data.loaders import read_statlog
+from bayesadam.bandits import Agent, make_agent
 from bayesadam.gaussian.diagonal import Diagonal
 from cases import mlp
 
@@ -90,8 +90,8 @@ def test_bad_values_are_value_errors():
         lambda: ba.Posterior.from_optimizer(model, optimizer, n_data=-1),
         lambda: ba.Posterior.from_optimizer(mlp(2, 2, 2), optimizer, n_data=60),
         lambda: ba.Posterior.from_optimizer(model, torch.optim.Adam(model.parameters()), n_data=60),
-        lambda: bandits.problem("roulette"),
-        lambda: bandits.classification_problem([[float("nan")], [1.0]], [0, 1]),
+        lambda: make_agent("roulette", 2, 2),
+        lambda: make_agent("linear", 2, 0),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             bad()
@@ -129,8 +129,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
         lambda: ba.Posterior.from_checkpoint(nowhere, model, 60),
         lambda: ba.inspect_checkpoint(nowhere),
         lambda: ba.pruning.load_masks(nowhere),
-        lambda: bandits.Agent.load(nowhere),
-        lambda: read_statlog(nowhere),
+        lambda: Agent.load(nowhere),
         lambda: posterior.save(nowhere),
     ):
         with pytest.raises(FileNotFoundError, match="nowhere") as caught:
@@ -153,21 +152,6 @@ def test_an_error_of_ours_inside_a_write_is_passed_on(tmp_path):
     with pytest.raises(ba.errors.DataError, match=r"^its own words$"), replacing(tmp_path / "x"):
         raise ba.errors.DataError("its own words")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_line_s_error_is_not_called_a_damaged_file(tmp_path):
-    path = tmp_path / "shuttle.trn"
-    path.write_text("1 2\n")
-    with pytest.raises(ba.errors.DataError) as caught:
-        read_statlog(path)
-    assert str(caught.value) == f"cannot read {path}: 1 rows of 2 columns, expected 10"
-
-
-def test_a_radius_out_of_range_is_not_called_a_text():
-    with pytest.raises(ba.errors.SettingError, match="between 0 and 1, got 'wheel:2'"):
-        bandits.problem("wheel:2")
-    with pytest.raises(ba.errors.SettingError, match=r"must be a number between 0 and 1, got 'wheel:x'"):
-        bandits.problem("wheel:x")
 
 
 # --- warnings -------------------------------------------------------------------------------------------------------

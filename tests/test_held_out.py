@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
+from packages import lazy
+
+transformers = lazy("transformers")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam.calibration import calibrate, fits, log_marginal_likelihood  # noqa: E402

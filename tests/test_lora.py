@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+from packages import lazy
+
+peft = lazy("peft")
+transformers = lazy("transformers")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402

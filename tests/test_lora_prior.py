@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import hessian
 
-peft = pytest.importorskip("peft")
+from packages import lazy
+
+peft = lazy("peft")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam.lora import pairs_in  # noqa: E402

@@ -35,8 +35,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from bayesadam import _plots, _storage
+from bayesadam import _storage
 from bayesadam._checks import count, require_kind
+from bayesadam._extras import require
 from bayesadam._tables import aligned
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
 from bayesadam.posterior import Posterior
@@ -352,14 +353,15 @@ class Monitor:
 
     def plot(self, ax: Any = None) -> Any:
         """log M of the whole stream over its scores, with the limit and where the alarm was."""
-        ax = _plots.axes_or_new(ax)
+        if ax is None:
+            _, ax = require("matplotlib.pyplot").subplots(figsize=(5.6, 3.4), layout="constrained")
         numbers, logs = np.concatenate([self._history, [[self.n, self.log_martingale]]]).T
-        ax.plot(numbers, logs / math.log(10), color=_plots.COLOURS[0], linewidth=1.6)
+        ax.plot(numbers, logs / math.log(10), color="#0072B2", linewidth=1.6)
         limit = self._limit(0) / math.log(10)
-        ax.axhline(limit, color=_plots.COLOURS[1], linewidth=1.2, linestyle=(0, (4, 3)))
-        ax.annotate("alarm", (0, limit), xytext=(4, 3), textcoords="offset points", color=_plots.COLOURS[1])
+        ax.axhline(limit, color="#D55E00", linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.annotate("alarm", (0, limit), xytext=(4, 3), textcoords="offset points", color="#D55E00")
         if self.alarmed_at is not None:
-            ax.axvline(self.alarmed_at, color=_plots.MUTED, linewidth=1)
+            ax.axvline(self.alarmed_at, color="#767676", linewidth=1)
             ax.set_title(f"alarm at score {self.alarmed_at:,}", loc="left", fontsize="medium")
         ax.set(xlabel="scores", ylabel="log₁₀ of the martingale")
         return ax

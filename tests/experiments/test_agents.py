@@ -7,6 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from bayesadam.bandits.linear import with_constant
+from bayesadam.engine.gradients import StackedGradient
+from bayesadam.engine.network import Network, forward, member, unflatten
+from bayesadam.engine.streams import Streams
+from bayesadam.errors import SettingError
 from experiments.agents import AGENTS, agent_settings
 from experiments.networks import (
     Badam,
@@ -21,13 +28,6 @@ from experiments.networks import (
     initial_weights,
 )
 from experiments.rules import RULES, sampled_outputs
-from torch import nn
-
-from bayesadam.bandits.linear import with_constant
-from bayesadam.engine.gradients import StackedGradient
-from bayesadam.engine.network import Network, forward, member, unflatten
-from bayesadam.engine.streams import Streams
-from bayesadam.errors import SettingError
 from floats import approx, assert_close, close
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import pickle
 
 import numpy as np
 import pytest
-from experiments.data import Table, data_set, find
-from experiments.problems import PROBLEMS, classification_problem, problem, reward_problem, wheel
 
 from bayesadam.errors import DataError, MatchError, SettingError
 from experiments import problems
+from experiments.data import Table, data_set, find
+from experiments.problems import PROBLEMS, classification_problem, problem, reward_problem, wheel
 from floats import approx, assert_close, close
 
 X = np.array([[1.0, 5.0, 0.0], [3.0, 5.0, 1.0], [5.0, 5.0, 0.5], [7.0, 5.0, 9.0]])
@@ -224,6 +224,7 @@ def test_rewards_of_a_table():
         (lambda: reward_problem(X * 1e300, X), DataError, "not finite in float32"),
         (lambda: problem("mushrooms"), SettingError, "must be one of"),
         (lambda: problem("wheel:x"), SettingError, "must be a number"),
+        (lambda: problem("wheel:2"), SettingError, "between 0 and 1, got 'wheel:2'"),
         (lambda: wheel(1.0), SettingError, "between 0 and 1"),
     ],
 )

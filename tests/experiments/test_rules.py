@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experiments.rules import IVON, RULES, SWAG, Adam, BayesByBackprop, Vadam, functions, gaussian
 from torch import Tensor
 
 from bayesadam.engine.network import flatten, forward, initial, unflatten
 from bayesadam.engine.stack import Stack, constant
 from bayesadam.engine.streams import Streams
 from engine.stacks import LR, NETWORK, STEPS, N, data, gradient_at, rows, stack_of
+from experiments.rules import IVON, RULES, SWAG, Adam, BayesByBackprop, Vadam, functions, gaussian
 from floats import assert_close
 
 

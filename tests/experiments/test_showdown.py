@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
-from experiments.agents import AGENTS, agent_settings
-from experiments.networks import Buffer
-from experiments.rules import gaussian
-from experiments.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
 from torch import Tensor
 
 from bayesadam.engine.network import Network, flatten, initial, unflatten
 from bayesadam.engine.rules import Step
 from bayesadam.engine.stack import Stack, constant, train
 from bayesadam.engine.streams import Streams
+from experiments.agents import AGENTS, agent_settings
+from experiments.networks import Buffer
+from experiments.rules import gaussian
+from experiments.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
 from floats import assert_close
 
 NETWORK, SIZE, STEPS, N = Network(3, (5, 4), 2), 7, 12, 40

@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments.agents import AGENTS, agent_settings
-from experiments.simulation import Playing, in_turn
 
 from bayesadam.errors import SettingError
 from experiments import classification_problem, reward_problem, simulate
+from experiments.agents import AGENTS, agent_settings
+from experiments.simulation import Playing, in_turn
 from floats import approx, assert_close
 
 SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from experiments.__main__ import app
-from experiments.agents import agent_settings
-from experiments.table1 import BanditSettings, run_bandits
 from typer.testing import CliRunner
 
 from bayesadam.errors import BayesAdamError
 from experiments import simulate, table1
+from experiments.__main__ import app
+from experiments.agents import agent_settings
+from experiments.table1 import BanditSettings, run_bandits
 from floats import approx
 
 SMALL = BanditSettings(problems=("wheel:0.5", "wheel:0.9"), agents=("linear", "uniform"), runs=2, rounds=60)

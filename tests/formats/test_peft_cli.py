@@ -23,9 +23,10 @@ from bayesadam.errors import FileError, MatchError, MissingExtraError
 from bayesadam.readers import match_checkpoint, read_checkpoint, read_curvature
 from cases import quick_of, three_steps
 from floats import approx
+from packages import lazy
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = lazy("transformers")
+peft = lazy("peft")
 
 N = 12
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
-from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._shards import box, is_sharded, own_part, whole
 from bayesadam._warnings import warn
@@ -36,8 +35,6 @@ from bayesadam.readers.match import Match
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-# Weights of a layer that its picture is made of.
-_PLOTTED = 1_000_000
 # δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
 # curvature has more very small eigenvalues, which a large δ would hide.
 _SHARE, _ROTATED_SHARE = 1e-3, 1e-4
@@ -69,19 +66,6 @@ class Marginals(ABC):
         """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
         stddev = self.stddev
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
-
-    def plot(self, *, ax: Any = None) -> Any:
-        """The signal-to-noise ratios of the weights above 0, layer by layer, with matplotlib; returns the axes."""
-        require("matplotlib")
-        from bayesadam import _plots as plots
-
-        layers: dict[str, list[Tensor]] = {}
-        for name, values in self.snr().items():
-            flat = whole(values).detach().flatten()
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(flat[:: 1 + flat.numel() // _PLOTTED].cpu())
-        groups = {name: torch.cat(parts).double().numpy() for name, parts in layers.items()}
-        label = "signal-to-noise ratio |μ|/σ of the weights"
-        return plots.spreads(ax, groups, label=label, threshold=1.0, meaning="|μ| = σ")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from bayesadam._extras import require
 from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.likelihoods.component import Component, Score, like, rows
@@ -344,38 +343,6 @@ class Predictive(ABC):
     def changed(self, **changes: Any) -> Self:
         """The same with other values of some fields in every component."""
         return replace(self, components=tuple(replace(c, **changes) for c in self.components))
-
-    def plot(
-        self,
-        x: Any = None,
-        *,
-        targets: Any = None,
-        other: Predictive | None = None,
-        kind: Literal["bands", "probabilities", "reliability", "novelty", "risk-coverage"] | None = None,
-        level: float = 0.95,
-        ax: Any = None,
-    ) -> Any:
-        """A picture of the prediction, with matplotlib; returns its axes.
-
-        | kind              | shows                                                           | default for          |
-        |-------------------|-----------------------------------------------------------------|----------------------|
-        | `"bands"`         | mean and intervals over x, or over the examples in their order  | numbers              |
-        | `"probabilities"` | of classes over x, or over the examples in their order          | classes              |
-        | `"reliability"`   | accuracy against confidence, and the expected calibration error | classes with targets |
-        | `"novelty"`       | a histogram of `novelty`; with `other`, both and the AUROC      | `other`              |
-        | `"risk-coverage"` | the share of wrong answers against the share answered           |                      |
-
-        Where the noise of a regression is not known, its bands are those of the function alone.
-
-        Args:
-            x: one number for each example, such as a column of the inputs.
-            targets: the observations.
-            other: a predictive of other inputs, such as out-of-distribution ones.
-        """
-        require("matplotlib")
-        from bayesadam import _plots
-
-        return _plots.predictive(self, x, targets, other, kind, level, ax)
 
 
 def average(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:

@@ -6,13 +6,12 @@ import json
 from dataclasses import replace
 
 import torch
-from typer.testing import CliRunner
 
-from bayesadam.cli import app
-from bayesadam.data import Images
-from bayesadam.paper import cost
-from bayesadam.paper.cost import costs, problem_named, ratios, table
-from bayesadam.paper.methods import Network
+from experiments import cost
+from experiments.__main__ import main
+from experiments.baselines import Network
+from experiments.cost import costs, problem_named, ratios, table
+from experiments.data import Images
 from floats import approx
 
 
@@ -30,7 +29,7 @@ def test_ratios_are_of_medians_over_turns_taken_in_order():
     assert order == 6 * ["first", "second"]
 
 
-def images() -> Images:
+def images(*_: object) -> Images:
     source = torch.Generator().manual_seed(0)
     x, y = torch.rand(40, 6, generator=source), torch.randint(3, (40,), generator=source)
     return Images("squares", x[:30], y[:30], x[30:], y[30:])
@@ -44,28 +43,27 @@ def tripled(calls, rounds):
 
 
 def test_a_posterior_is_a_share_of_the_papers_training(monkeypatch):
-    monkeypatch.setattr(cost, "load_images", lambda *_: images())
+    monkeypatch.setattr(cost, "load_images", images)
     monkeypatch.setattr(cost, "ratios", tripled)
     monkeypatch.setattr(cost, "_IMAGES", 10)
     problem = problem_named("pruning", 0, "mnist")
     assert (problem.network.hidden, problem.network.dropout, problem.training.epochs) == ((400, 400), 0.2, 100)
-    found = costs(replace(problem, network=Network(6, (5, 4), 3, dropout=0.2), draws=3), 2)
+    measured = costs(replace(problem, network=Network(6, (5, 4), 3, dropout=0.2), draws=3), 2)
     # 30 images are one batch: 100 epochs are 100 steps, a call is 20 of them, and 10 images are a third of all.
-    assert found["badam"] == {"step": [3.0, 3.0], "posterior": approx([0.6, 0.6]), "prediction": [3.0, 3.0]}
-    assert found["laplace-diagonal"] == {"posterior": approx([1.8, 1.8])}
+    assert measured["badam"] == {"step": [3.0, 3.0], "posterior": approx([0.6, 0.6]), "prediction": [3.0, 3.0]}
+    assert measured["laplace-diagonal"] == {"posterior": approx([1.8, 1.8])}
     for method in ("mc-dropout", "bbb", "vadam"):
-        assert found[method] == {"step": [3.0, 3.0], "prediction": [3.0, 3.0]}
-    assert found["adam"] == {"step": [1.0, 1.0], "prediction": [1.0, 1.0]}
+        assert measured[method] == {"step": [3.0, 3.0], "prediction": [3.0, 3.0]}
+    assert measured["adam"] == {"step": [1.0, 1.0], "prediction": [1.0, 1.0]}
 
 
 def test_the_command_writes_a_table_of_both_networks(monkeypatch, tmp_path):
-    monkeypatch.setattr(cost, "load_images", lambda *_: images())
+    monkeypatch.setattr(cost, "load_images", images)
     monkeypatch.setattr(cost, "ratios", tripled)
-    result = CliRunner().invoke(app, ["paper", "cost", "--rounds", "2", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "metrics.json").read_text())
-    assert (written["command"], written["settings"]) == ("cost", {"data": "mnist", "rounds": 2})
-    rows = {row[0]: row[1:] for row in table(written["results"], written["settings"]).rows}
+    assert main(["cost", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["command"], metrics["settings"]) == ("cost", {"data": "mnist", "rounds": 2})
+    rows = {row[0]: row[1:] for row in table(metrics["results"], metrics["settings"]).rows}
     # 20 of 40,000 steps, three times.
     assert rows["the toy regression, Badam"] == ("3", "0.0015", "3")
     assert rows["the image network, MC dropout"] == ("3", "–", "3")
