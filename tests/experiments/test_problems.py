@@ -224,6 +224,7 @@ def test_rewards_of_a_table():
         (lambda: reward_problem(X * 1e300, X), DataError, "not finite in float32"),
         (lambda: problem("mushrooms"), SettingError, "must be one of"),
         (lambda: problem("wheel:x"), SettingError, "must be a number"),
+        (lambda: problem("wheel:2"), SettingError, "between 0 and 1, got 'wheel:2'"),
         (lambda: wheel(1.0), SettingError, "between 0 and 1"),
     ],
 )

@@ -77,7 +77,8 @@ def normal_equations(data: Statistics, prior: Floats, precision: Floats) -> tupl
     factor = torch.linalg.cholesky(torch.from_numpy(data.gram + np.diag(precision)))
     mean = torch.cholesky_solve(torch.from_numpy(cross).unsqueeze(2), factor).squeeze(2).numpy()
     squares = data.squares + (precision * prior**2).sum(axis=1) - (cross * mean).sum(axis=1)
-    return torch.cholesky_inverse(factor).numpy(), mean, 0.5 * squares.clip(min=0)
+    # C is symmetric; the rows of its transpose are the contiguous ones.
+    return torch.cholesky_inverse(factor).mT.contiguous().numpy(), mean, 0.5 * squares.clip(min=0)
 
 
 def shared_precision(gaps: Floats, covariance: Floats, variance: float, first: Floats, *, first_arms: float) -> Floats:
@@ -252,7 +253,8 @@ def _shares(best: Indices, arms: int) -> Floats:
     """How often each arm is among the draws (k, n), as a share, (k, arms)."""
     k, n = best.shape
     counts = np.bincount((best + arms * np.arange(k)[:, None]).ravel(), minlength=arms * k)
-    return counts.reshape(k, arms) / n
+    shares: Floats = counts.reshape(k, arms) / n
+    return shares
 
 
 class Linear(Learner):
