@@ -37,7 +37,7 @@ from sklearn.datasets import load_breast_cancer, load_digits, make_friedman1
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.data import load_split
+from experiments.data import load_split
 from harness import Target, arguments, at_most, mean_and_error, parallel, setting, write_results
 from networks import lenet, mlp
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.predict.call import output_tensor
+from bayesadam.predict.network import output_tensor
 from harness import Target, arguments, at_most, import_peer, interleaved, ratio, ratio_range, setting, write_results
 from networks import ResNet18, lenet, mlp, vit
 

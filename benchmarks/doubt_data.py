@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.data.loaders import read_idx
 from doubt_shifts import shifted
+from experiments.data import read_idx
 
 Pixels = tuple[Tensor, Tensor]
 

@@ -254,11 +254,11 @@ def auditing() -> dict[str, Number]:
 def bandits() -> dict[str, Number]:
     """Digits and a wheel as bandits, 400 rounds, three runs: reward over the optimum's."""
     x, y = digits()
-    own = ba.bandits.classification_problem(x.flatten(1).numpy(), y.numpy())
+    own = classification_problem(x.flatten(1).numpy(), y.numpy())
     found = {}
     for name, problem in {"digits": own, "wheel": "wheel:0.5"}.items():
         for agent in ("hybrid", "linear"):
-            ratio = ba.bandits.simulate(problem, agent, runs=3, rounds=400, seed=3, device="cpu").reward_ratio
+            ratio = simulate(problem, agent, runs=3, rounds=400, seed=3, device="cpu").reward_ratio
             found[f"{name}, {agent}"] = Number(float(ratio.mean()), 0.02, -1)
     return found
 

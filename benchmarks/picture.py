@@ -25,6 +25,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from bayesadam._plots import FAINT, INK, MUTED, in_bins
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -32,11 +33,10 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam._plots import FAINT, INK, MUTED, in_bins
-from bayesadam.commands import plots
 from doubt_data import NEAR, NoData, Sizes, Suite, suite
 from doubt_networks import RECIPES, train
 from doubt_rows import batches_of, logits_of
+from experiments import plots
 from harness import arguments, class_scores, replaced, setting, write_results
 
 SIZES, QUICK = Sizes(test=6000, shifted=2000), Sizes(320, 100, 40, 20, 20)

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam.data import load_images
-from bayesadam.data.loaders import load_split
 from bayesadam.merging import merge
+from experiments.data import load_images, load_split
 from harness import Cell, Target, arguments, at_most, number, read_cell, setting, write_cell, write_results
 from networks import lenet, mlp
 

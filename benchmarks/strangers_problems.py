@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bayesadam.bandits.problems import Numbers
 
 from bayesadam.bandits import BanditProblem, Rounds, classification_problem, reward_problem
-from bayesadam.bandits.problems import Numbers
-from bayesadam.data import load_split
 from bayesadam.gaussian.noise import stream_seed
 from doubt_data import folder
+from experiments.data import load_split
 
 # Which half a problem belongs to was drawn once, with this seed.
 HALVES_SEED = 3838

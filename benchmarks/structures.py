@@ -38,13 +38,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
 from bayesadam.engine.stack import Stack
 from bayesadam.likelihoods import Component, Predictive, likelihood
 from bayesadam.likelihoods.predictive import CalibrationMethod
-from bayesadam.paper.methods import Data, Problem, Training
-from bayesadam.paper.regression import RegressionSettings, drawn
+from experiments.baselines import Data, Problem, Training
+from experiments.data import ToyData
+from experiments.figure1 import RegressionSettings, drawn
 from harness import arguments, import_peer, mean_and_error, parallel, setting, write_results
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8

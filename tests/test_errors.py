@@ -13,7 +13,6 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import bandits, errors
 from bayesadam._files import replacing
-from bayesadam.data.loaders import read_statlog
 from bayesadam.gaussian.diagonal import Diagonal
 from cases import mlp
 
@@ -130,7 +129,6 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
         lambda: ba.inspect_checkpoint(nowhere),
         lambda: ba.compress.load_masks(nowhere),
         lambda: bandits.Agent.load(nowhere),
-        lambda: read_statlog(nowhere),
         lambda: posterior.save(nowhere),
     ):
         with pytest.raises(FileNotFoundError, match="nowhere") as caught:
@@ -153,14 +151,6 @@ def test_an_error_of_ours_inside_a_write_is_passed_on(tmp_path):
     with pytest.raises(ba.errors.DataError, match=r"^its own words$"), replacing(tmp_path / "x"):
         raise ba.errors.DataError("its own words")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_line_s_error_is_not_called_a_damaged_file(tmp_path):
-    path = tmp_path / "shuttle.trn"
-    path.write_text("1 2\n")
-    with pytest.raises(ba.errors.DataError) as caught:
-        read_statlog(path)
-    assert str(caught.value) == f"cannot read {path}: 1 rows of 2 columns, expected 10"
 
 
 def test_a_radius_out_of_range_is_not_called_a_text():

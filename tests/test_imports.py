@@ -3,9 +3,7 @@
 import ast
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
@@ -14,10 +12,9 @@ from types import ModuleType
 import pytest
 
 import bayesadam
-from bayesadam import __version__
 from bayesadam._extras import EXTRA_OF, require
 from bayesadam.errors import MissingExtraError
-from processes import PATIENCE
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
@@ -45,23 +42,12 @@ def modules() -> dict[str, Path]:
     return {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-
-
 # --- from outside ---------------------------------------------------------------------------------------------------
 
 
 def test_the_library_needs_torch_numpy_and_safetensors_only():
     # A refusal that was caught counts too: what is optional is asked for when it is needed, not on import.
-    done = python("-c", BARE + "from bayesadam import *\nprint(Posterior.__name__, refused)\nimport bayesadam.cli")
+    done = run_python(BARE + "from bayesadam import *\nprint(Posterior.__name__, refused)\nimport bayesadam.cli")
     assert done.stdout == "Posterior []\n", done.stderr
     # The refusal is real.
     assert done.returncode == 1
@@ -69,19 +55,9 @@ def test_the_library_needs_torch_numpy_and_safetensors_only():
 
 
 def test_torch_is_imported_with_the_first_name_and_not_before():
-    lines = (
-        "import sys, bayesadam",
-        "print('torch' in sys.modules)",
-        "bayesadam.Posterior",
-        "print('torch' in sys.modules)",
-    )
-    done = python("-c", "\n".join(lines))
+    asked = "print('torch' in sys.modules)"
+    done = run_python(f"import sys, bayesadam\n{asked}\nbayesadam.Posterior\n{asked}")
     assert done.stdout == "False\nTrue\n", done.stderr
-
-
-def test_the_command_runs_from_a_plain_checkout():
-    done = python("-m", "bayesadam", "--version")
-    assert (done.returncode, done.stdout) == (0, f"bayesadam {__version__}\n"), done.stderr
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -93,11 +69,11 @@ def public_modules() -> list[str]:
 
 
 def test_every_public_module_is_what_its_name_gives():
+    # Those of other packages take long to import, and hide behind no function.
     for name in public_modules():
-        try:
-            module = importlib.import_module(name)
-        except MissingExtraError:
+        if name.startswith(("bayesadam.trainers.", "bayesadam.botorch.")):
             continue
+        module = importlib.import_module(name)
         # As `import a.b.c as x` finds it: a function of the same name, imported by the parent, would come instead.
         assert reduce(getattr, name.split(".")[1:], bayesadam) is module, name
 
@@ -114,11 +90,7 @@ def test_what_is_not_there_is_an_attribute_error():
         _ = bayesadam.Posteriour
     assert not hasattr(bayesadam, "__wrapped__")
     assert set(bayesadam.__all__) <= set(dir(bayesadam))
-
-
-def test_public_names_are_sorted_and_complete():
     assert bayesadam.__all__ == sorted(bayesadam.__all__)
-    assert len(bayesadam.__all__) < 36
 
 
 # --- extras ---------------------------------------------------------------------------------------------------------
@@ -165,9 +137,9 @@ def test_extras_agree_with_the_packaging():
 
 # Lowest first; "" is the package's own __init__. A module may import from floors below its own, and from itself.
 FLOORS = (
-    {"errors", "_linearised", "_version"},
+    {"errors", "_version"},
     {"_alone", "_checks", "_extras", "_files", "_options", "_progress", "_shards", "_tables", "_warnings"},
-    {"_plots", "_storage", "data"},
+    {"_storage"},
     {"readers"},
     {"gaussian", "likelihoods"},
     {"engine", "lora", "predict"},
@@ -180,8 +152,6 @@ FLOORS = (
     {"botorch"},
     {"_public"},
     {""},
-    {"commands"},
-    {"paper", "play"},
     {"cli"},
     {"__main__"},
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,20 +13,11 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam import inspect
-from bayesadam.__main__ import main
-from bayesadam.commands import plots as command
 from bayesadam.errors import FileError, SettingError
 from bayesadam.inspect import inspect_checkpoint
-from bayesadam.readers import explain, read_checkpoint
+from bayesadam.readers import read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
-
-
-def run(*arguments: object) -> int:
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 @pytest.fixture
@@ -236,75 +225,6 @@ def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path
         inspect_checkpoint(tmp_path / "m.safetensors")
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_the_command_writes_a_picture_and_metrics(path: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    assert run("inspect", path, "--n-data", 500, "--out", out) == 0
-    captured = capsys.readouterr()
-    assert captured.out.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
-    assert "0.weight" in captured.out
-    assert "zero-curvature" in captured.out
-    assert (out / "inspect.png").read_bytes().startswith(b"\x89PNG")
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics) == {"command", "version", "seed", "device", "seconds", "settings", "results"}
-    assert (metrics["command"], metrics["settings"]["n_data"]) == ("inspect", 500)
-    found = inspect_checkpoint(path, n_data=500)
-    assert metrics["results"]["dead"] == 20
-    assert metrics["results"]["parameters"]["2.bias"]["quantiles"][1] == found.parameters[3].quantiles[1]
-
-
-def test_nothing_is_written_unless_it_is_asked_for(path: Path, monkeypatch: Any, capsys: Any) -> None:
-    here = path.parent / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert run("inspect", path, "--n-data", 500) == 0
-    printed = capsys.readouterr().out
-    assert list(here.iterdir()) == []
-    assert "0.weight" in printed
-    # The columns are explained below the table.
-    assert printed.index("5 %, median, 95 %:") > printed.index("total")
-    assert run("inspect", path, "--json", "-q") == 0
-    assert json.loads(capsys.readouterr().out)["dead"] == 20
-    assert list(here.iterdir()) == []
-
-
-def test_plot_draws_to_a_file_that_is_told(path: Path, monkeypatch: Any, capsys: Any) -> None:
-    here = path.parent / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert run("inspect", path, "--plot", "-q") == 0
-    assert capsys.readouterr().out == "c-snr.png\n"
-    assert run("inspect", path, "--plot", "-q", "--out", "layers.png") == 0
-    assert capsys.readouterr().out.splitlines() == ["layers.png", "layers.metrics.json"]
-    for name in ("c-snr.png", "layers.png"):
-        assert (here / name).read_bytes().startswith(b"\x89PNG")
-    assert run("inspect", path, "--out", "layers.svg") == 2
-    assert "a file that ends in .png" in capsys.readouterr().err
-
-
-def test_the_picture_has_the_medians_of_the_table(path: Path) -> None:
-    found = inspect_checkpoint(path, n_data=500)
-    lines = command.inspection_picture(found).axes[0].lines
-    medians = [float(line.get_xdata()[0]) for line in lines if line.get_marker() == "o"]
-    assert medians == [row.quantiles[1] for row in found.parameters]
-
-
-def test_the_doctor_is_a_command(path: Path, tmp_path: Path, trained_pair: Any, capsys: Any) -> None:
-    model, optimizer = trained_pair
-    live = ba.doctor(model, optimizer, n_data=500)
-    assert run("doctor", path, "--n-data", 500, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(each["code"], each["message"]) for each in found["findings"]] == [
-        (each.code, each.message) for each in live.findings
-    ]
-    assert found["healthy"] is False
-    assert run("doctor", path, "--out", tmp_path / "out") == 0
-    assert "zero-curvature" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["summary"] == found["summary"]
-
-
 def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
@@ -323,143 +243,3 @@ def test_the_prior_of_a_saved_posterior_is_its_own(trained_pair: Any, tmp_path: 
         posterior.save(tmp_path / "p.safetensors")
         found = {each.code: each for each in inspect.diagnose_checkpoint(tmp_path / "p.safetensors").findings}
         assert found["zero-curvature"].severity == severity
-
-
-def test_the_doctor_ends_with_code_1_where_no_posterior_can_be_read(
-    trained_pair: Any, tmp_path: Path, capsys: Any
-) -> None:
-    torch.save(trained_pair[0].state_dict(), tmp_path / "w.pt")
-    assert run("doctor", tmp_path / "w.pt") == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "✗ unreadable" in told
-    assert "--optimizer-file" in told
-    assert run("doctor", tmp_path / "nowhere.pt") == 2
-    assert capsys.readouterr().err.startswith("bayesadam: no file at")
-
-
-def test_quiet_prints_the_paths_alone(path: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run("inspect", path, "--out", tmp_path / "out", "--quiet") == 0
-    captured = capsys.readouterr()
-    assert captured.out.splitlines() == [str(tmp_path / "out" / name) for name in ("inspect.png", "metrics.json")]
-    assert captured.err == ""
-
-
-def test_json_is_one_object_and_nothing_else(path: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    assert run("inspect", path, "--n-data", 500, "--out", out, "--json") == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert found == json.loads((out / "metrics.json").read_text())["results"]
-    assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(path), "adamw", 500, 20)
-    assert list(found["parameters"]) == [row.name for row in inspect_checkpoint(path).parameters]
-    assert captured.err.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
-
-
-def test_json_has_no_word_for_what_is_not_finite(trained_pair: Any, tmp_path: Path, capsys: Any) -> None:
-    model, optimizer = trained_pair
-    optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = torch.nan
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--json", "--quiet") == 0
-    assert json.loads(capsys.readouterr().out)["parameters"]["2.weight"]["quantiles"][1] is None
-
-
-def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, capsys: Any) -> None:
-    model = mlp(3, 4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    train(model, optimizer, steps=2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    for file, message in (("c.pt", "the optimiser is sgd"), ("nowhere.pt", "no file at")):
-        assert run("inspect", tmp_path / file, "--out", tmp_path / "out", "--json") == 2
-        captured = capsys.readouterr()
-        (line,) = captured.out.splitlines()
-        found = json.loads(line)
-        assert list(found) == ["error"]
-        assert found["error"].startswith(message)
-        # In the words of the command line.
-        assert "optimizer=" not in found["error"]
-        assert captured.err.splitlines()[-1] == f"bayesadam: {found['error']}"
-
-
-def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any) -> None:
-    why = inspect_checkpoint(path).why
-    assert why == explain(read_checkpoint(path))
-    assert why
-    assert run("inspect", path, "--out", tmp_path / "out", "--why") == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith(" ".join(" ".join(why).split()))
-    assert "zero-curvature" in printed
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["why"] == list(why)
-    assert run("inspect", path, "--out", tmp_path / "out") == 0
-    assert why[0] not in " ".join(capsys.readouterr().out.split())
-
-
-def test_two_files_and_the_optimiser_by_name(trained_pair: Any, tmp_path: Path) -> None:
-    model, optimizer = trained_pair
-    torch.save(model.state_dict(), tmp_path / "w.pt")
-    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
-    arguments = ("--optimizer-file", tmp_path / "o.pt", "--optimizer", "NAdam", "--out", tmp_path / "out", "-q")
-    assert run("inspect", tmp_path / "w.pt", *arguments) == 0
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["optimizer"] == "nadam"
-
-
-def test_groups_in_order_is_the_users_word(tmp_path: Path, capsys: Any) -> None:
-    model = mlp(3, 3, 3, 3)
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    optimizer = torch.optim.AdamW([{"params": weights}, {"params": [p for p in model.parameters() if p.dim() == 1]}])
-    train(model, optimizer, steps=3)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out") == 2
-    assert "--groups-in-order" in capsys.readouterr().err
-    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--groups-in-order", "--quiet") == 0
-
-
-def test_a_missing_file_is_one_line_and_code_2(tmp_path: Path, capsys: Any) -> None:
-    assert run("inspect", tmp_path / "nowhere.pt", "--out", tmp_path / "out") == 2
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("bayesadam: no file at")
-    assert captured.out == ""
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-@pytest.fixture
-def long_names(tmp_path: Path) -> tuple[Path, list[str]]:
-    torch.manual_seed(0)
-    model: nn.Module = mlp(3, 2)
-    for name in ("in_proj_of_the_attention", "self_attention", "layers_of_the_encoder"):
-        model = nn.Sequential(OrderedDict({name: model}))
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, steps=2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    return tmp_path / "c.pt", [name for name, _ in model.named_parameters()]
-
-
-@pytest.mark.parametrize("columns", [None, 160, 100])
-def test_names_stay_whole_where_there_is_room(
-    long_names: Any, columns: int | None, monkeypatch: Any, capsys: Any
-) -> None:
-    path, names = long_names
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", str(columns))
-    assert run("inspect", path, "--n-data", 500) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in names if columns != 100 else ():
-        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1
-    assert columns is None or max(map(len, lines)) <= columns
-    (heading,) = [line for line in lines if line.startswith("parameter")]
-    for column in ("shape", "weights", "v = 0", " 5 %", "median", "95 %", "< 1"):
-        assert column in heading
-
-
-def test_a_picture_of_many_parameters_shows_the_largest(tmp_path: Path) -> None:
-    model = mlp(2, *[3] * 30, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, steps=2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    found = inspect_checkpoint(tmp_path / "c.pt")
-    figure = command.inspection_picture(found)
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert len(found.parameters) == 62
-    assert len(labels) == 40
-    assert "the 40 largest" in figure.get_suptitle()
-    assert labels == [row.name for row in found.parameters if row.name in set(labels)]

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bayesadam.data import load_images, load_table
+from bayesadam.likelihoods.classification import entropy
 from benchmarks.common.harness import (
     Cell,
     arguments,
@@ -35,8 +37,6 @@ from benchmarks.common.harness import (
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.data import load_images, load_table
-from bayesadam.likelihoods.classification import entropy
 
 LABELS = (50, 100, 300)
 FIRST, BATCH, STEPS = 20, 10, 300

@@ -42,13 +42,13 @@ from benchmarks.common.harness import (
     write_cell,
     write_results,
 )
-from benchmarks.merging import rivals
-from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
-from benchmarks.merging.text import text_cell
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.merging import merge
+from benchmarks.merging import rivals
+from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
+from benchmarks.merging.text import text_cell
 
 FACTORS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3)
 DENSITIES = (0.1, 0.2, 0.4)

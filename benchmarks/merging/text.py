@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmarks.common.harness import Cell
-from benchmarks.merging import rivals
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.merging import merge
+from benchmarks.merging import rivals
 
 BASE, EXPERTS = ("dictionary", "manpages"), ("manual", "python")
 BYTES = 256

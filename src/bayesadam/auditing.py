@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
-from bayesadam._linearised import Moments, linearised
 from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods.moments import Moments
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.predict.call import Forward, batch_size, batches_of, to_device
+from bayesadam.predict import Forward, linearised
+from bayesadam.predict.batches import batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
@@ -30,6 +31,8 @@ _QUARTILE = 0.6744897501960817
 # The class index that torch and transformers leave out of a loss.
 _IGNORED = -100
 _SHOWN = 20
+# δ as a share of the mean curvature, of weights and along a curvature's own axes; B where it is not known.
+_SHARE, _ROTATED_SHARE, _USUAL_BATCH = 1e-3, 1e-4, 100
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,9 @@ def audit(
 ) -> Audit:
     """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
 
-    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label
-    that the network is against, or only just holds on to where other data said little, as it does to one learned by
-    heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own
+    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼, Var[d] at p = 1 and next to no prior: a
+    label that the network is against, or only just holds on to where other data said little, as it does to one learned
+    by heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own
     settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation,
     Nickl et al. 2023).
 
@@ -128,6 +131,7 @@ def audit(
     parts: list[tuple[Moments, Moments | None, Tensor]] = []
     columns: list[dict[str, Tensor]] = []
     noise = posterior.noise_variance if name == "regression" else None
+    by_data = _by_data(posterior) if name in ("classification", "binary") else None
     for batch in batches_of(
         progress(batches, "audit") if isinstance(batches, DataLoader) else batches, posterior.model
     ):
@@ -136,8 +140,7 @@ def audit(
         if y.dim() == 0 or len(y) != size:
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
         own = linearised(posterior, inputs, forward=forward, covariance=True)
-        of_classes = name in ("classification", "binary")
-        data = linearised(posterior.for_novelty, inputs, forward=forward, covariance=True) if of_classes else None
+        data = linearised(by_data, inputs, forward=forward, covariance=True) if by_data else None
         parts.append((own, data, _targets(name, y, own.mean)))
         if name != "regression":
             columns.append(_measured(name, *parts.pop()))
@@ -151,6 +154,14 @@ def audit(
     joined = {key: column.float() if column.is_floating_point() else column for key, column in joined.items()}
     influence = torch.linalg.vector_norm(joined["change"], dim=1)
     return Audit(name, influence=influence, noise_variance=None if noise is None else noise.cpu(), **joined)
+
+
+def _by_data(posterior: Posterior) -> Posterior:
+    """The same at p = s = 1, w = N B and δ a small share of the mean curvature w v̂, whatever the prior."""
+    same = posterior.replace(power=1.0, scale=1.0, batch_size=posterior.batch_size or _USUAL_BATCH, form="map")
+    total = sum(float(curvature.sum(dtype=torch.float64)) for curvature in same.structure.curvatures(1.0))
+    share = _ROTATED_SHARE if same.structure.bases else _SHARE
+    return same.replace(prior_precision=share * same.settings.weight * total / same.n_weights or 1.0)
 
 
 # −log p(y | f) of each example, by f, (n, c), y, and a regression's σ².

@@ -22,10 +22,11 @@ from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.readers import read_checkpoint, read_curvature
 from bayesadam.readers.formats.huggingface import decay_orders, own_names
 from cases import three_steps
+from packages import lazy
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-accelerate = pytest.importorskip("accelerate")
+transformers = lazy("transformers")
+peft = lazy("peft")
+accelerate = lazy("accelerate")
 
 N = 12
 

@@ -23,9 +23,10 @@ from bayesadam.errors import FileError, MatchError, MissingExtraError
 from bayesadam.readers import match_checkpoint, read_checkpoint, read_curvature
 from cases import quick_of, three_steps
 from floats import approx
+from packages import lazy
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = lazy("transformers")
+peft = lazy("peft")
 
 N = 12
 
@@ -298,22 +299,20 @@ def test_the_commands(copied: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     write_config("classifier", trained.folder)
     stored = load_file(trained.folder / "adapter_model.safetensors")
     capsys.readouterr()
-    assert run("inspect", trained.folder, "--json", "--why", "--n-data", N, "--out", tmp_path) == 0
+    assert run("inspect", trained.folder, "--json", "--why", "--n-data", N) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"].keys() == stored.keys()
     assert found["format"] == "PEFT adapter"
     assert "Matched by the trainer's own rule." in found["why"]
-    pruned, drawn = tmp_path / "pruned.safetensors", tmp_path / "drawn.safetensors"
+    pruned = tmp_path / "pruned.safetensors"
     assert run("prune", trained.folder, "--fraction", 0.5, "-o", pruned, "-q") == 0
-    assert run("sample", trained.folder, "--n-data", N, "--prior-precision", 1, "-o", drawn, "-q") == 0
-    zeroed, draw = load_file(pruned), load_file(drawn)
-    assert zeroed.keys() == draw.keys() == stored.keys()
+    zeroed = load_file(pruned)
+    assert zeroed.keys() == stored.keys()
     share = sum(int((w == 0).sum()) for w in zeroed.values()) / sum(w.numel() for w in zeroed.values())
     assert share == approx(0.5, abs=0.01)
-    assert all(draw[name].shape == w.shape and not torch.equal(draw[name], w) for name, w in stored.items())
     # PEFT loads what was written.
     fresh = CASES["classifier"].build()
-    assert not peft.set_peft_model_state_dict(fresh, draw).unexpected_keys
+    assert not peft.set_peft_model_state_dict(fresh, zeroed).unexpected_keys
     # By signal-to-noise ratio, the same weights as with the model.
     posterior = ba.Posterior.from_checkpoint(trained.folder, CASES["classifier"].build(), n_data=N)
     snr = torch.cat([posterior.mode[n].abs().flatten() * v.flatten() ** 0.25 for n, v in second_moments(posterior)])

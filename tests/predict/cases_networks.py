@@ -26,7 +26,7 @@ class Network:
         name: what pytest calls it.
         build: makes the module; run under a fixed seed, in float64.
         inputs: makes the batch.
-        generic: the parameters that must take the generic path, all others being in closed form; "all" of them, or None
+        generic: the parameters that must go through autograd, all others being in closed form; "all" of them, or None
             where either is right.
     """
 
@@ -71,11 +71,6 @@ def posterior_over(
     optimizer.step()
     optimizer.zero_grad()
     return ba.Posterior.from_optimizer(model, optimizer, n_data, prior_precision=prior_precision, **options)
-
-
-def predict(posterior: ba.Posterior, inputs: Any, *, likelihood: str = "regression", **options: Any) -> Any:
-    """`posterior.predict` of numbers, unless another likelihood is given."""
-    return posterior.predict(inputs, likelihood=likelihood, **options)
 
 
 def jacobian(model: nn.Module, names: list[str], output: Tensor) -> Tensor:
@@ -268,6 +263,19 @@ def gated(self: Any, x: Tensor) -> Tensor:
 def late_offset(self: Any, x: Tensor) -> Tensor:
     negative = x[:, :1] < 0
     return self.layer(x) + self.offset * negative if negative.any().item() else self.layer(x)
+
+
+def behind_a_gate(self: Any, x: Tensor) -> Tensor:
+    """A second use of both layers, which the first examples do not reach; the graph is the same for all."""
+    z = self.first(x).tanh()
+    return self.second(z) + (x[:, :1] < 0) * self.second(self.first(z).sin())
+
+
+def scaled(width: int, *, scalar: bool, places: bool = False) -> nn.Module:
+    """A number, or one a feature, times what a layer gives: a copy for each example might be taken along any side."""
+    scale = nn.Parameter(torch.randn(() if scalar else width))
+    end = few_outputs if places else lambda z: z
+    return Lambda(lambda self, x: end(self.layer(x) * self.scale), layer=nn.Linear(3, width), scale=scale)
 
 
 def late_sequence(self: Any, x: Tensor) -> Tensor:
@@ -513,8 +521,15 @@ STRUCTURES = [
     Network("values-decide-the-way", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), normal(7, 3), generic=None),
     Network("values-decide-late", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
     # The first examples say nothing about these weights; the later ones do.
-    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()])),
+    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
     Network("layer-counted-for-later-examples", lambda: Lambda(late_sequence, first=nn.Linear(3, 2), second=nn.Linear(3, 2)), lambda: torch.cat([normal(3, 3, 3)().abs(), -normal(3, 3, 3)().abs()])),
+    Network("second-use-behind-a-gate", lambda: Lambda(behind_a_gate, first=nn.Linear(3, 3), second=nn.Linear(3, 3)), lambda: torch.cat([normal(5, 3)().abs(), -normal(1, 3)().abs()]), generic=None),
+    Network("number-times-features", lambda: scaled(4, scalar=True), normal(5, 3), generic=("scale",)),
+    Network("number-times-as-many-features-as-examples", lambda: scaled(3, scalar=True), normal(3, 3), generic=None),
+    Network("number-times-one-feature", lambda: scaled(1, scalar=True), normal(4, 3), generic=None),
+    Network("features-of-places", lambda: scaled(4, scalar=False, places=True), normal(5, 3, 3), generic=None),
+    Network("features-of-as-many-places-as-examples", lambda: scaled(4, scalar=False, places=True), normal(3, 3, 3), generic=None),
+    Network("features-places-and-examples-alike", lambda: scaled(3, scalar=False, places=True), normal(3, 3, 3), generic=None),
     Network("a-branch-without-gradient", lambda: Lambda(no_gradient_inside, body=nn.Linear(3, 4), head=nn.Linear(4, 2)), normal(4, 3)),
     Network("keyword-calls-inside", lambda: Lambda(lambda self, x: self.b(input=self.a(input=x).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), normal(4, 3)),
     Network("dict-input", lambda: Lambda(lambda self, *, left, right: self.b(self.a(left).tanh() * right), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), lambda: {"left": normal(4, 3)(), "right": normal(4, 4)()}),

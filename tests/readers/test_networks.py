@@ -164,8 +164,8 @@ def test_the_command_line_repeats_the_key(tmp_path: Path) -> None:
     one, two = mlp(4, 8, 1), mlp(4, 8, 1)
     live = stepped(Adam(parameters(two, one)))
     path = saved(tmp_path / "c.pt", {"a": one.state_dict(), "b": two.state_dict(), "o": live.state_dict()})
-    out = tmp_path / "draw.safetensors"
-    command = ["sample", str(path), "-o", str(out), "--n-data", "10", "--prior-precision", "1"]
+    out = tmp_path / "pruned.safetensors"
+    command = ["prune", str(path), "-o", str(out), "--fraction", "0.5"]
     done = CliRunner().invoke(app, [*command, "--weights-key", "b", "--weights-key", "a"])
     assert done.exit_code == 0, done.output
     assert out.exists()

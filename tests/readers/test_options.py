@@ -35,7 +35,7 @@ def test_an_unknown_option_is_refused(function, tmp_path):
         function(tmp_path, groups_in_ordr=True)
 
 
-@pytest.mark.parametrize("command", ["inspect", "prune", "sample"])
+@pytest.mark.parametrize("command", ["inspect", "prune", "export"])
 def test_every_command_takes_them(command):
     told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
     for option in ("--optimizer-file", "--optimizer", "--groups-in-order", "--weights-key", "--optimizer-key"):

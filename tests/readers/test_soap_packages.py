@@ -23,7 +23,7 @@ from floats import approx, assert_close
 BETA, SHAMPOO_BETA, N, DELTA = 0.9, 0.8, 40, 0.3
 # A vector, a matrix, a square one, one with a side of 1, and convolutions' weights; no two of one shape.
 SHAPES = [(3,), (3, 4), (4, 4), (1, 5), (4, 3, 2), (3, 2, 2, 2)]
-SOAPS = ["soap-reference", "soap-pytorch-optimizer", "soap-heavyball"]
+SOAPS = ["soap-reference", "soap-pytorch-optimizer"]
 
 
 class Weights(nn.Module):
@@ -184,7 +184,6 @@ def soap_heavyball(all_kept: Sequence[Kept]) -> dict[str, Any]:
 LAYOUTS: dict[str, Callable[[Sequence[Kept]], dict[str, Any]]] = {
     "soap-reference": soap_reference,
     "soap-pytorch-optimizer": soap_pytorch_optimizer,
-    "soap-heavyball": soap_heavyball,
 }
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+from packages import lazy
+
+transformers = lazy("transformers")
+lazy("accelerate")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402

@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from bayesadam.errors import SettingError
 from bayesadam.gaussian.inputs import InputSide
 from bayesadam.gaussian.noise import draw, stream_seed
 from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
-from bayesadam.gaussian.structure import Named, Types
+from bayesadam.gaussian.structure import Named, Types, outlined
 from bayesadam.readers.rotated import Rotation
 
 
@@ -67,25 +66,32 @@ class Diagonal:
         """Weights by name, with any leading dimensions, as coordinates."""
         if self.independent:
             return named
-        biases, found = {side.bias for side in self.inputs.values()}, {}
+        biases, coordinates = {side.bias for side in self.inputs.values()}, {}
         for name, t in named.items():
-            if name in biases:
-                continue
-            v = self.second_moment[name]
+            if name in self.inputs:
+                side, v = self.inputs[name], self.second_moment[name]
+                coordinates[name] = side.into(t.to(v), None if side.bias is None else named[side.bias])
+            elif name in self.bases:
+                v = self.second_moment[name]
+                coordinates[name] = self.bases[name].into(t.to(v), v.dim())
+            elif name not in biases:
+                coordinates[name] = t
+        return coordinates
+
+    def out_of(self, named: Named, *, variances: bool = False) -> dict[str, Tensor]:
+        """Coordinates by name, with any leading dimensions, as weights; or `variances` of the one as of the other."""
+        weights: dict[str, Tensor] = {}
+        for name, t in named.items():
             if name in self.inputs:
                 side = self.inputs[name]
-                found[name] = side.into(t.to(v), None if side.bias is None else named[side.bias])
+                weights[name], bias = side.diagonal(t) if variances else side.out_of(t)
+                weights |= {} if side.bias is None or bias is None else {side.bias: bias}
+            elif name in self.bases:
+                basis, dims = self.bases[name], outlined(self.second_moment)[name].dim()
+                weights[name] = basis.diagonal(t) if variances else basis.out_of(t, dims)
             else:
-                found[name] = self.bases[name].into(t.to(v), v.dim()) if name in self.bases else t
-        return found
-
-    def _out_of(self, named: Named) -> dict[str, Tensor]:
-        """Coordinates by name, with any leading dimensions, as weights."""
-        back: dict[str, Callable[[Tensor], Any]] = {
-            name: partial(basis.out_of, dims=self.second_moment[name].dim()) for name, basis in self.bases.items()
-        }
-        back |= {name: side.out_of for name, side in self.inputs.items()}
-        return dict(_weights(named, back, self.inputs))
+                weights[name] = t
+        return weights
 
     # --- curvature ----------------------------------------------------------------------------------------------------
 
@@ -113,19 +119,13 @@ class Diagonal:
 
     def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
         """c, or c/R with the shape R of a prior, parameter by parameter; the eigenvalues of Vᵖ."""
-        found = {name: curvature(self.moment(name, power), power) for name in self.second_moment}
-        return [c if shape is None else c / shape[name] for name, c in found.items()]
+        named = {name: curvature(self.moment(name, power), power) for name in self.second_moment}
+        return [c if shape is None else c / shape[name] for name, c in named.items()]
 
     def diagonal(self, name: str) -> Tensor:
         """The diagonal of V in the space of the weights: v̂, or Q_L² v̂ (Q_R²)ᵀ, squared entry by entry."""
         owner = next((n for n, side in self.inputs.items() if side.bias == name), name)
-        if owner in self.inputs:
-            weight, bias = self.inputs[owner].diagonal(self.second_moment[owner])
-            found = weight if owner == name else bias
-            assert found is not None
-            return found
-        v = self.second_moment[name]
-        return self.bases[name].diagonal(v) if name in self.bases else v
+        return self.out_of({owner: self.second_moment[owner]}, variances=True)[name]
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = Σ w c/(w c + δ), the number of directions that the data determine and not the prior."""
@@ -134,11 +134,10 @@ class Diagonal:
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """How many coordinates of each parameter have v̂ = 0 and δ = 0; names without any are left out."""
-        flat = {}
-        for name, v in self.second_moment.items():
-            delta = settings.prior_precision[name]
-            if isinstance(delta, Tensor) or delta == 0:
-                flat[name] = zeros(v + delta if isinstance(delta, Tensor) else v)
+        # A δ above 0 needs no look at v̂.
+        deltas = {name: self._rule(name, settings).delta for name in self.second_moment}
+        improper = [name for name, delta in deltas.items() if isinstance(delta, Tensor) or delta == 0]
+        flat = {name: zeros(self.second_moment[name] + deltas[name]) for name in improper}
         return {name: count for name, count in flat.items() if count}
 
     # --- the Gaussian -------------------------------------------------------------------------------------------------
@@ -150,13 +149,11 @@ class Diagonal:
         """θ in the map form; in the likelihood form its coordinates shrink by w c/(w c + δ)."""
         if settings.form == "map":
             return dict(mode)
-        return self._out_of({name: self._mean(name, theta, settings) for name, theta in self.into(mode).items()})
+        return self.out_of({name: self._mean(name, theta, settings) for name, theta in self.into(mode).items()})
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """The marginal variances of the weights."""
-        back: dict[str, Callable[[Tensor], Any]] = {name: basis.diagonal for name, basis in self.bases.items()}
-        back |= {name: side.diagonal for name, side in self.inputs.items()}
-        return dict(_weights(self.coordinate_variance(settings), back, self.inputs))
+        return self.out_of(self.coordinate_variance(settings), variances=True)
 
     def sample(self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Types) -> dict[str, Tensor]:
         """μ + ε (w c + δ)^(-1/2) in the coordinates, in one pass over θ and v̂; a name's draw is its own."""
@@ -166,7 +163,7 @@ class Diagonal:
             dtype = dtypes[name] if name not in self.bases and name not in self.inputs else v.dtype
             rule = self._rule(name, settings)
             drawn[name] = draw(theta, v, rule, seed=stream_seed(seed, name), n=n, dtype=dtype)
-        return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
+        return {name: tensor.to(dtypes[name]) for name, tensor in self.out_of(drawn).items()}
 
     def squared_distance(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """Σ (w c + δ) (θ − μ)² over coordinates, in float64: rotations keep distances."""
@@ -210,21 +207,6 @@ class Diagonal:
             bases={name: basis.each(change) for name, basis in self.bases.items()},
             inputs={name: side.each(change) for name, side in self.inputs.items()},
         )
-
-
-def _weights(
-    named: Named, back: Mapping[str, Callable[[Tensor], Any]], inputs: Mapping[str, InputSide]
-) -> Iterator[tuple[str, Tensor]]:
-    """Coordinates by name taken back, a bias that is a column of its matrix by a name of its own."""
-    for name, t in named.items():
-        found = back[name](t) if name in back else t
-        if name not in inputs:
-            yield name, found
-            continue
-        weight, bias = found
-        yield name, weight
-        if (own := inputs[name].bias) is not None:
-            yield own, bias
 
 
 def zeros(v: Tensor) -> int:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,9 @@ class Settings:
         batch_size: B, needed for p = 1; None counts as 1.
         form: `"map"`, prior already in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean
             w c/(w c + δ) θ.
-        scale: s, what calibration multiplies N by.
-        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free: calibration multiplies it by
-            one number. At any p but 1 curvature and prior would follow a change of coordinates in different ways.
+        scale: s, a factor on N that held-out data determine.
+        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free. At any p but 1 curvature and
+            prior would follow a change of coordinates in different ways.
         default_prior: whether δ = 1 stands where no prior was given and there was no weight decay.
     """
 
@@ -89,7 +89,8 @@ class CovariantPrior(ABC):
         """δ by parameter name at the trained weights; one number for each parameter in `rotated`."""
 
 
-Prior = Precision | Mapping[str, Precision] | CovariantPrior
+Plain = Precision | Mapping[str, Precision]
+Prior = Plain | CovariantPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,23 +139,22 @@ def check_prior(name: str, delta: object) -> None:
         raise SettingError(f"the prior precision of {name!r} must be finite and at least 0, got {delta!r}")
 
 
-def prior_by_name(prior: Any, like: Mapping[str, Tensor]) -> dict[str, Precision]:
+def prior_by_name(prior: Plain, like: Mapping[str, Tensor]) -> dict[str, Precision]:
     """δ by parameter name, from one for all or from a mapping that names every parameter; tensors placed like these."""
-    if not isinstance(prior, Mapping):
-        prior = dict.fromkeys(like, prior)
-    if prior.keys() != like.keys():
-        missing, unknown = sorted(like.keys() - prior.keys()), sorted(prior.keys() - like.keys())
+    named = prior if isinstance(prior, Mapping) else dict.fromkeys(like, prior)
+    if named.keys() != like.keys():
+        missing, unknown = sorted(like.keys() - named.keys()), sorted(named.keys() - like.keys())
         wrong = f"missing {missing[:4]}, unknown {unknown[:4]}"
         raise SettingError(f"prior_precision must name each parameter of the posterior once: {wrong}")
-    found: dict[str, Precision] = {}
-    for name, theta in like.items():
-        delta = prior[name]
-        check_prior(name, delta)
-        if not isinstance(delta, Tensor) or delta.numel() == 1:
-            found[name] = float(delta)
-        elif delta.shape == theta.shape:
-            found[name] = placed_like(delta.detach(), theta) if is_sharded(theta) else delta.detach()
-        else:
-            own, whole = tuple(delta.shape), tuple(theta.shape)
-            raise SettingError(f"the prior precision of {name!r} has shape {own}, the parameter {whole}")
-    return found
+    return {name: _placed(name, named[name], theta) for name, theta in like.items()}
+
+
+def _placed(name: str, delta: Precision, theta: Tensor) -> Precision:
+    """δ of one parameter, as a number or as a tensor of its shape, sharded as it is."""
+    check_prior(name, delta)
+    if not isinstance(delta, Tensor) or delta.numel() == 1:
+        return float(delta)
+    if delta.shape != theta.shape:
+        shapes = f"shape {tuple(delta.shape)}, the parameter {tuple(theta.shape)}"
+        raise SettingError(f"the prior precision of {name!r} has {shapes}")
+    return placed_like(delta.detach(), theta) if is_sharded(theta) else delta.detach()

@@ -14,10 +14,10 @@ from bayesadam.gaussian.settings import Precision, Settings, curvature
 from bayesadam.gaussian.structure import Named
 from bayesadam.readers.rotated import Rotation, eigenbasis
 
-Given = Sequence[tuple[Diagonal, Settings]]
+Terms = Sequence[tuple[Diagonal, Settings]]
 
 
-def summed(given: Given, like: Named) -> tuple[Diagonal, Settings]:
+def summed(terms: Terms, like: Named) -> tuple[Diagonal, Settings]:
     r"""The structure and the settings, over the parameters `like`, of the precision that has the curvatures of all:
 
     .. math::
@@ -28,35 +28,33 @@ def summed(given: Given, like: Named) -> tuple[Diagonal, Settings]:
     - Diagonal with diagonal: exact.
     - Kronecker with Kronecker or with diagonal: the bases are the eigenvectors of the summed factors, and the second
       moments the diagonal of the sum in them.
-    - A parameter that only one of them has keeps its own. One that has more rows in the later one, a head with new
-      classes, gets the earlier one's curvature in the old rows.
+    - A parameter that only one of them has keeps its precision. One that has more rows in the later one, a head with
+      new classes, gets the earlier one's curvature in the old rows.
     """
-    if any(structure.inputs for structure, _ in given):
+    if any(structure.inputs for structure, _ in terms):
         raise SettingError("posteriors that know their inputs have no sum: add them first, then with_inputs(inputs)")
-    n_data = sum(settings.n_data for _, settings in given)
+    n_data = sum(settings.n_data for _, settings in terms)
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
     for name, theta in like.items():
         # One that knows nothing of a parameter has no say in its bases.
-        known = [each for each in given if name in each[0].second_moment]
+        having = [(structure, settings) for structure, settings in terms if name in structure.second_moment]
         # v with N v = w c.
-        parts = [
-            _grown(curvature(s.second_moment[name], settings.power).mul_(settings.weight / n_data), theta)
-            for s, settings in known
-        ]
-        own = [_grown_basis(s.bases.get(name, Rotation(None, None)), theta) for s, _ in known]
-        common = own[0]
-        if len(known) > 1:
+        parts = [curvature(s.second_moment[name], t.power).mul_(t.weight / n_data) for s, t in having]
+        parts = [_grown(v, theta) for v in parts]
+        before = [_grown_basis(s.bases.get(name, Rotation(None, None)), theta) for s, _ in having]
+        common = before[0]
+        if len(having) > 1:
             # A vector is one row, as `Rotation` sees it.
             rows = [v.unsqueeze(0) if v.dim() < 2 else v.flatten(1) for v in parts]
-            left = _common([v.sum(dim=1) for v in rows], [basis.left for basis in own])
-            common = Rotation(left, _common([v.sum(dim=0) for v in rows], [basis.right for basis in own]))
+            left = _common([v.sum(dim=1) for v in rows], [basis.left for basis in before])
+            common = Rotation(left, _common([v.sum(dim=0) for v in rows], [basis.right for basis in before]))
         if common.left is not None or common.right is not None:
             bases[name] = common
         # The diagonal, in new coordinates, of what is diag(v) in old ones: (U∘U) v (U∘U)ᵀ with U = Q_newᵀ Q_old.
-        turns = [Rotation(_between(b.left, common.left), _between(b.right, common.right)) for b in own]
+        turns = [Rotation(_between(b.left, common.left), _between(b.right, common.right)) for b in before]
         moments[name] = reduce(torch.add, (turn.diagonal(v) for turn, v in zip(turns, parts, strict=True)))
-    prior = {name: _prior(name, given, theta, name in bases) for name, theta in like.items()}
+    prior = {name: _prior(name, terms, theta, name in bases) for name, theta in like.items()}
     return Diagonal(moments, bases), Settings(n_data, prior, power=1.0, batch_size=1)
 
 
@@ -77,14 +75,13 @@ def _grown(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(len(like) - len(tensor), *like.shape[1:])])
 
 
-def _grown_basis(own: Rotation, like: Tensor) -> Rotation:
-    """The coordinates in the place of a parameter; rows that are new have their own."""
-    sides = [own.left, own.right]
+def _grown_basis(basis: Rotation, like: Tensor) -> Rotation:
+    """The coordinates in the place of a parameter; rows that are new have axes of their own."""
+    sides = [basis.left, basis.right]
     longer = 0 if like.dim() > 1 else 1
-    basis = sides[longer]
-    if basis is not None and len(basis) != len(like):
-        new = torch.eye(len(like) - len(basis)).to(basis)
-        sides[longer] = torch.block_diag(basis, new)  # type: ignore[no-untyped-call]
+    q = sides[longer]
+    if q is not None and len(q) != len(like):
+        sides[longer] = torch.block_diag(q, torch.eye(len(like) - len(q)).to(q))  # type: ignore[no-untyped-call]
     return Rotation(*sides).to(like.device, like.dtype)
 
 
@@ -104,9 +101,9 @@ def _between(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new.mT @ old
 
 
-def _prior(name: str, given: Given, theta: Tensor, rotated: bool) -> Precision:
+def _prior(name: str, terms: Terms, theta: Tensor, rotated: bool) -> Precision:
     """δ of a parameter, the larger of the two: both have it for the same prior."""
-    priors = [settings.prior_precision[name] for _, settings in given if name in settings.prior_precision]
+    priors = [settings.prior_precision[name] for _, settings in terms if name in settings.prior_precision]
     if not any(isinstance(delta, Tensor) for delta in priors):
         return max(float(delta) for delta in priors)
     if rotated:

@@ -16,33 +16,24 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
-from bayesadam._extras import require
-from bayesadam._files import replacing
-from bayesadam._shards import box, is_sharded, own_part, whole
+from bayesadam._shards import box, is_sharded, own_part
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.gaussian import files
-from bayesadam.gaussian.bases import built, check_structure, loaded
+from bayesadam.gaussian.bases import built, check_structure
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.files import SETTING_NAMES
+from bayesadam.gaussian.files import SETTING_NAMES, Stored
 from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Named, Stored, outlined
+from bayesadam.gaussian.settings import CovariantPrior, Form, Plain, Precision, Settings, prior_by_name
+from bayesadam.gaussian.structure import AnyPath, Named, outlined
 from bayesadam.gaussian.sums import check_growth, summed
-from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Origin
+from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-# Weights of a layer that its picture is made of.
-_PLOTTED = 1_000_000
-# δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
-# curvature has more very small eigenvalues, which a large δ would hide.
-_SHARE, _ROTATED_SHARE = 1e-3, 1e-4
-# Where nothing says how many examples were behind one gradient.
-_USUAL_BATCH = 100
 # Fewer batches than this in an epoch may divide the steps by chance.
 _FEWEST_BATCHES = 100
 
@@ -69,19 +60,6 @@ class Marginals(ABC):
         """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
         stddev = self.stddev
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
-
-    def plot(self, *, ax: Any = None) -> Any:
-        """The signal-to-noise ratios of the weights above 0, layer by layer, with matplotlib; returns the axes."""
-        require("matplotlib")
-        from bayesadam import _plots as plots
-
-        layers: dict[str, list[Tensor]] = {}
-        for name, values in self.snr().items():
-            flat = whole(values).detach().flatten()
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(flat[:: 1 + flat.numel() // _PLOTTED].cpu())
-        groups = {name: torch.cat(parts).double().numpy() for name, parts in layers.items()}
-        label = "signal-to-noise ratio |μ|/σ of the weights"
-        return plots.spreads(ax, groups, label=label, threshold=1.0, meaning="|μ| = σ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,12 +125,11 @@ class GaussianWeights(Marginals):
         path: AnyPath | Checkpoint,
         n_data: float | None = None,
         *,
-        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        prior_precision: Plain | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
-        form: Form = "map",
         structure: str = "diagonal",
-        **options: Unpack[CheckpointKeywords],
+        **how: Unpack[CheckpointKeywords],
     ) -> GaussianWeights:
         """The Gaussian of a file, without a model: what a trainer saved, or what `save` or `export` wrote.
 
@@ -162,38 +139,37 @@ class GaussianWeights(Marginals):
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
             n_data: N, the number of training examples; None takes what the file says, as of batch_size.
-            prior_precision, power, batch_size, form: as in `Posterior.from_optimizer`.
+            prior_precision, power, batch_size: as in `Posterior.from_optimizer`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
-            **options: how the file is read, see `CheckpointOptions`.
+            **how: how the file is read, see `CheckpointOptions`.
         """
-        reading = readers.CheckpointOptions(**options)
+        options = readers.CheckpointOptions(**how)
         file = path.path if isinstance(path, Checkpoint) else Path(path)
-        if is_saved(path, reading.optimizer_path):
-            if (power, batch_size, form, structure) != (0.5, None, "map", "diagonal"):
+        if is_saved(path, options.optimizer_path):
+            if (power, batch_size, structure) != (0.5, None, "diagonal"):
                 raise SettingError(
-                    f"{file} is a saved posterior with a power, batch_size, form and structure of its own: open it "
-                    "without them, and change settings with .replace(...)"
+                    f"{file} is a saved posterior with a power, batch_size and structure of its own: open it without "
+                    "them, and change settings with .replace(...)"
                 )
             return _open_saved(file, n_data, prior_precision)
         check_structure(structure)
-        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, reading)
+        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, options)
         n_data = checkpoint.n_data_or(n_data)
-        match = readers.match_checkpoint(checkpoint, options=reading)
+        match = readers.match_checkpoint(checkpoint, options=options)
         batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
-        settings = Settings(n_data, {}, power, batch_size, form)
-        warn_of_batches(settings, match)
+        q = of_match(match, Settings(n_data, {}, power, batch_size), prior_precision, structure)
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
         source = Source(file, checkpoint.format, readers.explain(checkpoint, match), checkpoint.weights, match, apart)
-        return replace(of_match(match, settings, prior_precision, structure), source=source)
+        return replace(q, source=source)
 
     @property
     def mean(self) -> dict[str, Tensor]:
         """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
         self.require_weights()
-        found = self.structure.mean(self.mode, self.settings)
-        return found if self.settings.form == "map" else self._with_padding(found)
+        mean = self.structure.mean(self.mode, self.settings)
+        return mean if self.settings.form == "map" else self._with_padding(mean)
 
     @property
     def variance(self) -> dict[str, Tensor]:
@@ -204,20 +180,6 @@ class GaussianWeights(Marginals):
     def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
         return self.structure.coordinate_variance(self.settings)
-
-    @cached_property
-    def for_novelty(self) -> Self:
-        """The same at p = s = 1, w = N B and δ = ε mean(w c) over all weights; ε mean(w c/R) R with a prior of shape R.
-
-        Neither calibration nor the units of the loss change it. A wrong B scales all variances alike.
-        """
-        batch = self.batch_size or _USUAL_BATCH
-        base = replace(self.settings, power=1.0, scale=1.0, batch_size=batch, form="map")
-        total = sum(float(whole(c.sum(dtype=c.dtype))) for c in self.structure.curvatures(1.0, base.prior_shape))
-        share = _ROTATED_SHARE if self.structure.bases else _SHARE
-        prior = base.prior_at(share * base.weight * total / self.n_weights or 1.0)
-        prior = prior if isinstance(prior, dict) else dict.fromkeys(self.prior_precision, prior)
-        return replace(self, settings=replace(base, prior_precision=prior))
 
     @property
     def effective_dimension(self) -> float:
@@ -236,7 +198,7 @@ class GaussianWeights(Marginals):
 
     @property
     def scale(self) -> float:
-        """s, the factor on N that calibration finds; 1 before."""
+        """s, the factor on N that `tune` finds; 1 before."""
         return self.settings.scale
 
     @property
@@ -328,26 +290,20 @@ class GaussianWeights(Marginals):
         """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
         if unknown := sorted(changes.keys() - {*SETTING_NAMES}):
             raise SettingError(f"cannot replace {unknown}; the settings are {', '.join(SETTING_NAMES)}")
-        return replace(self, settings=self._changed_settings(changes))
-
-    def _changed_settings(self, changes: dict[str, Any]) -> Settings:
         if "prior_precision" in changes:
-            prior = self._prior(changes["prior_precision"])
+            if isinstance(changes["prior_precision"], CovariantPrior):
+                raise SettingError(f"{type(changes['prior_precision']).__name__} needs a model: give it to a Posterior")
+            prior = prior_by_name(changes["prior_precision"], outlined(self.mode))
             changes = {"covariant": False, "default_prior": False, **changes, "prior_precision": prior}
-        return replace(self.settings, **changes)
-
-    def _prior(self, prior: Prior) -> dict[str, Precision]:
-        if isinstance(prior, CovariantPrior):
-            raise SettingError(f"{type(prior).__name__} needs a model: give it to a Posterior")
-        return prior_by_name(prior, outlined(self.mode))
+        return replace(self, settings=replace(self.settings, **changes))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same on another device or in another floating type; a model stays where it is."""
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             raise SettingError(f"a posterior is in float32 or float64, not {dtype}; draws follow the parameters")
-        return self._each(lambda tensor: tensor.to(device=device, dtype=dtype))
+        return self.each(lambda tensor: tensor.to(device=device, dtype=dtype))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with every tensor changed."""
         prior = {name: change(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
         return replace(
@@ -365,16 +321,16 @@ class GaussianWeights(Marginals):
         """
         if not isinstance(later, GaussianWeights):
             return NotImplemented
-        for each in (self, later):
-            each.require_whole("a sum of posteriors")
+        self.require_whole("a sum of posteriors")
+        later.require_whole("a sum of posteriors")
         if not self.mode.keys() & later.mode.keys():
             raise MatchError("the posteriors have no parameter in common: add those of one model, the later one last")
         network = later.network_tensors()
         gone = [name for name in self.mode if network is not None and name not in network]
         mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
-        for name in (each for each in self.mode if each in later.mode):
+        for name in (name for name in self.mode if name in later.mode):
             check_growth(name, self.mode[name].shape, mode[name].shape, "the first posterior", "the second")
-        structure, settings = summed([(each.structure, each.settings) for each in (self, later)], mode)
+        structure, settings = summed([(q.structure, q.settings) for q in (self, later)], mode)
         omitted = {name: reason for name, reason in later.omitted.items() if name not in mode}
         types = {**(self.dtypes or {}), **(later.dtypes or {})}
         return replace(
@@ -396,7 +352,7 @@ class GaussianWeights(Marginals):
 
         Args:
             weights: False leaves out θ_t, for a file beside the weights, which stands for their optimiser state.
-            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser.
+            compress: `"factored"`, rows and columns of v̂ alone: next to no bytes, and coarser.
         """
         if not weights or compress is not None:
             self.require_whole("a file without weights, or a compressed one,")
@@ -417,29 +373,6 @@ class GaussianWeights(Marginals):
         self.require_weights()
         return files.packed(self, weights=weights, compress=compress)
 
-    def write_sample(self, out: AnyPath, *, seed: int = 0) -> None:
-        """Draw weights and write them, tensor by tensor, to a safetensors file with all else that the network has.
-
-        The numbers are those of `sample(generator=torch.Generator().manual_seed(seed))`. Buffers and frozen weights are
-        written as they are; a tied tensor has one draw under all its names.
-        """
-        require_safetensors(out)
-        self.require_whole("a file of weights")
-        drawn = fresh_seed(torch.Generator().manual_seed(seed))
-        tensors = self.network_tensors() or self.mode
-        identity = readers.identities(tensors)
-        owners = {identity[name]: name for name in self.mode}
-        together = {} if self.structure.by_parameter else self._drawn(drawn, None)
-
-        def load(name: str) -> Tensor:
-            owner = owners.get(identity[name])
-            if owner is None:
-                return tensors[name]
-            return together[owner] if owner in together else self.part(owner)._drawn(drawn, None)[owner]
-
-        with replacing(out) as temporary:
-            storage.write_tensors(temporary, outlined(tensors), load)
-
     def network_tensors(self) -> Named | None:
         """Every tensor of the network by name; None where only those of the Gaussian are known."""
         return None if self.source is None else self.source.weights
@@ -456,11 +389,11 @@ class GaussianWeights(Marginals):
         """Weights by name, which are written to, with θ in the rows that stand for padding."""
         for name, row in self.padding.items():
             theta = self.mode[name]
-            # Of shards, what this process has of it.
-            own, source = own_part(named[name]), own_part(theta)
+            # A process may have a part of the rows, or none of them.
+            target, source = own_part(named[name]), own_part(theta)
             at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
             if 0 <= at < len(source):
-                own.select(own.dim() - source.dim(), at).copy_(source[at].detach())
+                target.select(target.dim() - source.dim(), at).copy_(source[at].detach())
         return named
 
     def require_proper(self) -> None:
@@ -486,8 +419,21 @@ class GaussianWeights(Marginals):
             )
 
 
-def of_match(match: Match, settings: Settings, prior_precision: Any, structure: str = "diagonal") -> GaussianWeights:
-    """The Gaussian of parameters matched to optimiser states; tensors are read, and checked, when accessed."""
+def of_match(
+    match: Match,
+    settings: Settings,
+    prior: Plain | None,
+    structure: str = "diagonal",
+    *,
+    curvature: Curvature | None = None,
+    gradients: Named | None = None,
+) -> GaussianWeights:
+    """The Gaussian of parameters matched to optimiser states.
+
+    Without `curvature`, which has v̂ of them in memory, tensors are read, and checked, when they are accessed. With
+    recorded `gradients` these stand for the optimiser's state.
+    """
+    warn_of_batches(settings, match)
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
     like = {name: meta(tuple(e.parameter.shape), readers.working_dtype(types[name])) for name, e in entries.items()}
@@ -495,11 +441,16 @@ def of_match(match: Match, settings: Settings, prior_precision: Any, structure: 
     def moment(name: str) -> Tensor:
         return readers.read_match(replace(match, entries=(entries[name],))).second_moment[name]
 
-    mode = Lazy(like, lambda name: entries[name].weight.to(like[name].dtype))
-    decays = {name: entry.weight_decay for name, entry in entries.items()}
-    settings = with_prior(settings, prior_precision, decays, like)
-    found = built(structure, match, Lazy(like, moment))
-    return GaussianWeights(mode, found, settings, match.omitted, origin=readers.origin_of(match), dtypes=types)
+    omitted: Mapping[str, str] = match.omitted
+    moments: Named = Lazy(like, moment)
+    if curvature is not None:
+        omitted, moments = curvature.omitted, curvature.second_moment
+        like = dict(moments)
+    outline = {name: meta(tuple(v.shape), v.dtype) for name, v in like.items()}
+    mode = Lazy(outline, lambda name: entries[name].weight.to(outline[name].dtype))
+    settings = with_prior(settings, prior, {name: entries[name].weight_decay for name in like}, like)
+    q = built(structure, match, moments, gradients)
+    return GaussianWeights(mode, q, settings, omitted, origin=readers.origin_of(match), dtypes=types)
 
 
 def warn_of_batches(settings: Settings, match: Match) -> None:
@@ -523,7 +474,7 @@ def _whole_epochs(steps: float, n: float, batch_size: int | None) -> bool:
     return batch_size is not None and any(not steps % max(size, 1) for size in (n // batch_size, -(-n // batch_size)))
 
 
-def with_prior(settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Named) -> Settings:
+def with_prior(settings: Settings, prior: Plain | None, weight_decay: Mapping[str, float], like: Named) -> Settings:
     """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
     if prior is not None:
         return replace(settings, prior_precision=prior_by_name(prior, like))
@@ -539,28 +490,18 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
     if kind not in ("diagonal", "inputs", "kronecker", "low-rank", "low-rank+diagonal"):
         raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
     try:
-        names: list[str] = header["parameters"]
-        numbers: dict[str, Any] = dict(header["settings"])
-        stored = Stored(path, files.decoded(tensors, str(path)), names, parameters)
-        structure = loaded(kind, stored, header)
-        has_weights = bool(header.get("has_weights", True))
-        if has_weights:
-            mode = stored.weights("mode")
-        elif parameters is not None:
-            mode = files.weights_of_model(stored)
-        else:
-            # Zeros of the parameters' shapes, each in the memory of one number.
-            like = outlined(structure.second_moment)
-            mode = {name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape) for name in names}
-        known: dict[str, Any] = dict(numbers.pop("prior_precision"))
-        prior = {name: stored.tensors.get(f"prior_precision.{name}", known.get(name)) for name in names}
+        names, numbers = list(header["parameters"]), dict(header["settings"])
+        stored = Stored(path, tensors, names, parameters)
+        structure, has_weights = stored.structure(kind, header), bool(header.get("has_weights", True))
+        mode = stored.mode(structure, has_weights=has_weights)
+        known, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
+        prior = {name: tensors[key] if key in tensors else known[name] for name, key in keys.items()}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
         omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
     except (KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{path} is damaged: its header or tensors lack something ({error})") from None
-    return GaussianWeights(
-        mode, structure, settings, omitted, origin=origin, has_weights=has_weights or parameters is not None
-    )
+    has_weights = has_weights or parameters is not None
+    return GaussianWeights(mode, structure, settings, omitted, origin=origin, has_weights=has_weights)
 
 
 def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) -> bool:
@@ -570,15 +511,15 @@ def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) 
     return optimizer_path is None and readers.format_of(Path(path)).name == "posterior"
 
 
-def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights:
+def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> GaussianWeights:
     tensors, header = storage.read_mapped(path)
-    found = unpacked(path, tensors, header, None)
-    changes = {"n_data": n_data, "prior_precision": prior}
-    found = found.replace(**{key: value for key, value in changes.items() if value is not None})
-    weights = "with" if found.has_weights else "without"
+    settings = {"n_data": n_data, "prior_precision": prior}
+    changes = {key: value for key, value in settings.items() if value is not None}
+    q = unpacked(path, tensors, header, None).replace(**changes)
+    weights = "with" if q.has_weights else "without"
     kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
-    why = f"{path}: a {found.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
-    return replace(found, source=Source(path, "posterior", (why,), found.mode))
+    why = f"{path}: a {q.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
+    return replace(q, source=Source(path, "posterior", (why,), q.mode))
 
 
 def check_draws(n: int | None) -> None:

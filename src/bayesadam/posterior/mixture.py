@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,12 +19,11 @@ from bayesadam._checks import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.gaussian.structure import AnyPath, Named
 from bayesadam.gaussian.weights import Marginals, check_draws
-from bayesadam.posterior.distribution import Distribution, picks, stream_of
-from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
-from bayesadam.posterior.report import CalibrationReport, described, table
+from bayesadam.posterior.posterior import Posterior, copy_into, described, warn_of_calibration
+from bayesadam.predict import Forward
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -31,7 +31,7 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture(Marginals, Distribution):
+class Mixture(Marginals):
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
     Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
@@ -44,34 +44,23 @@ class Mixture(Marginals, Distribution):
     >>> mixture = Mixture([member(0), member(1)])
     >>> mixture.sample(3)["weight"].shape, mixture.weights
     (torch.Size([3, 1, 2]), (0.5, 0.5))
-    >>> mixture.predict(torch.zeros(4, 2), likelihood="regression").mean.shape
-    torch.Size([4, 1])
 
     Attributes:
         members: the posteriors, over parameters of the same names and shapes.
         weights: π, positive, of sum 1.
-        calibration: what `calibrate` did to the whole.
     """
 
     members: tuple[Posterior, ...]
     weights: tuple[float, ...]
-    calibration: CalibrationReport | None
 
-    def __init__(
-        self,
-        members: Iterable[Posterior],
-        weights: Iterable[float] | Tensor | None = None,
-        *,
-        calibration: CalibrationReport | None = None,
-    ) -> None:
+    def __init__(self, members: Iterable[Posterior], weights: Iterable[float] | Tensor | None = None) -> None:
         if isinstance(members, Posterior):
             raise SettingError("a mixture is of several posteriors: Mixture([first, second, ...])")
-        given = tuple(members)
-        _check_members(given)
-        object.__setattr__(self, "members", given)
-        object.__setattr__(self, "weights", _normalised(weights, len(given)))
-        object.__setattr__(self, "calibration", calibration)
-        _warn_of_shared_statistics(given)
+        members = tuple(members)
+        _check_members(members)
+        object.__setattr__(self, "members", members)
+        object.__setattr__(self, "weights", _normalised(weights, len(members)))
+        _warn_of_shared_statistics(members)
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -81,14 +70,11 @@ class Mixture(Marginals, Distribution):
     @property
     def variance(self) -> dict[str, Tensor]:
         """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
-        means, centre = [member.mean for member in self.members], self.mean
-        found = [member.variance for member in self.members]
-        for variance, mean in zip(found, means, strict=True):
-            for name, mu in mean.items():
-                variance[name].add_((mu - centre[name]).square_())
-        return self._averaged(found)
+        centre, pairs = self.mean, [(member.variance, member.mean) for member in self.members]
+        apart = [{name: v + (mean[name] - centre[name]).square() for name, v in var.items()} for var, mean in pairs]
+        return self._averaged(apart)
 
-    def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _averaged(self, named: Sequence[Named]) -> dict[str, Tensor]:
         """Σ π_m x_m by name."""
         shares = list(zip(self.weights, named, strict=True))
         return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
@@ -97,6 +83,11 @@ class Mixture(Marginals, Distribution):
     def n_weights(self) -> int:
         """The number of weights of one network."""
         return self.members[0].n_weights
+
+    @property
+    def likelihood(self) -> str | None:
+        """The likelihood of its members' outputs."""
+        return next((member.likelihood for member in self.members if member.likelihood is not None), None)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draws from q, each from a member picked with probability π_m, in the types of the models' parameters.
@@ -124,6 +115,21 @@ class Mixture(Marginals, Distribution):
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
 
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        draws: int | None = None,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """p(y) = Σ π_m p_m(y) of a batch, or of a loader, as `Posterior.predict` has it; `draws` are of each member."""
+        from bayesadam.predicting import predict
+
+        self.require_proper()
+        how: Any = {"draws": draws, "forward": forward, "generator": generator}
+        return predict(self.members, self.weights, inputs, **how)
+
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
@@ -133,27 +139,30 @@ class Mixture(Marginals, Distribution):
         with self.members[number].sampled(generator=stream_of(seed, number)) as model:
             yield model
 
+    def require_proper(self) -> None:
+        """Raise unless every weight of every member has a finite variance."""
+        for member in self.members:
+            member.require_proper()
+
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
         return Mixture([member.replace(**changes) for member in self.members], self.weights)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Mixture:
         """The same mixture on another device or in another floating type; the models stay where they are."""
-        return Mixture([m.to(device, dtype) for m in self.members], self.weights, calibration=self.calibration)
+        return Mixture([member.to(device, dtype) for member in self.members], self.weights)
 
     def save(self, path: AnyPath) -> None:
         """Write one safetensors file, with all in which the networks differ, in place of an older one once complete."""
         tensors: dict[str, Tensor] = {}
         headers = []
         for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
-            own, of_member = member.packed()
-            tensors |= {f"{number}.{key}": own[key] for key in own}
+            parts, header = member.packed()
+            tensors |= {f"{number}.{key}": parts[key] for key in parts}
             tensors |= {f"{number}.{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
-            headers.append(of_member)
-        header: dict[str, Any] = {"version": __version__, "structure": _KIND}
-        header |= {"weights": list(self.weights), "members": headers}
-        add_report(self.calibration, tensors, header)
-        storage.write(path, tensors, header)
+            headers.append(header)
+        about = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
+        storage.write(path, tensors, about)
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Mixture:
@@ -163,39 +172,28 @@ class Mixture(Marginals, Distribution):
         """
         if not isinstance(model, nn.Module):
             raise SettingError(f"Mixture.load takes one model for all members, got {type(model).__name__}")
-        tensors, header = storage.read(path)
-        if header.get("structure") != _KIND:
-            kind = header.get("structure")
+        tensors, about = storage.read(path)
+        if about.get("structure") != _KIND:
+            kind = about.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
-        weights, headers = header.get("weights"), header.get("members")
+        weights, headers = about.get("weights"), about.get("members")
         if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
             raise FileError(f"{path} is damaged: its header has not a weight for every member")
         members = []
-        for number, own in enumerate(headers):
-            if not isinstance(own, dict):
+        for number, header in enumerate(headers):
+            if not isinstance(header, dict):
                 raise FileError(f"{path} is damaged: member {number} has no header")
             parts = storage.under(f"{number}.", tensors)
-            of_member = _with(path, model, storage.under(f"{_BESIDES}.", parts))
+            besides = storage.under(f"{_BESIDES}.", parts)
             parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
-            members.append(Posterior.unpacked(path, parts, own, of_member))
-            members[-1].require_whole("a mixture")
+            members.append(Posterior.unpacked(path, parts, header, _with(path, model, besides)))
         try:
-            found = cls(members, weights, calibration=read_report(path, tensors, header))
+            mixture = cls(members, weights)
         except (MatchError, SettingError) as error:
             raise FileError(f"{path} is damaged: {error}") from error
+        warn_of_calibration(path, about, *headers)
         copy_into(model, members[0].mean)
-        return found
-
-    @property
-    def likelihood(self) -> str | None:
-        """The likelihood of its members' outputs, or the one that it was calibrated for."""
-        report = None if self.calibration is None else self.calibration.likelihood
-        return next((member.likelihood for member in self.members if member.likelihood is not None), report)
-
-    def require_proper(self) -> None:
-        """Raise unless every weight of every member has a finite variance."""
-        for member in self.members:
-            member.require_proper()
+        return mixture
 
     def __len__(self) -> int:
         return len(self.members)
@@ -203,23 +201,27 @@ class Mixture(Marginals, Distribution):
     def __iter__(self) -> Iterator[Posterior]:
         return iter(self.members)
 
-    @property
-    def _kinds(self) -> str:
-        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
-        return f"{kinds}, {self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
-
     def __repr__(self) -> str:
+        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
+        size = f"{self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
         shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {self._kinds}, weights=({shares}))"
+        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {kinds}, {size}, weights=({shares}))"
 
     def __str__(self) -> str:
-        lines = [
-            ("structure", self._kinds),
-            ("members", f"{len(self)}, weights {', '.join(f'{weight:.3g}' for weight in self.weights)}"),
-            ("data", "N = " + " / ".join(dict.fromkeys(f"{member.n_data:,.10g}" for member in self.members))),
-            *described(self),
-        ]
-        return table(f"Mixture over {type(self.members[0].model).__name__}", lines)
+        shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
+        title = f"Mixture over {type(self.members[0].model).__name__}"
+        return "\n".join([title, *described(self.members, members=f"{len(self)}, weights {shares}")])
+
+
+def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
+    """n members' numbers, drawn with probabilities π from a stream of their own."""
+    random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+    return list(map(int, np.searchsorted(np.cumsum(weights)[:-1], random.random(n), side="right")))
+
+
+def stream_of(seed: int, number: int) -> torch.Generator:
+    """A member's own random numbers."""
+    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
 
 
 def require_one_network(posterior: object, what: str) -> None:
@@ -236,7 +238,7 @@ def require_posterior(posterior: object, what: str) -> None:
     require_kind(posterior, Posterior, "posterior")
 
 
-def _check_members(members: tuple[Posterior, ...]) -> None:
+def _check_members(members: Sequence[Posterior]) -> None:
     """Refuse what is no set of whole posteriors over one architecture, naming the first difference."""
     if not members:
         raise SettingError("a mixture needs at least one member")
@@ -244,9 +246,9 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
         require_kind(member, Posterior, f"member {number}")
         member.require_whole("a mixture")
         for name in {**members[0].mode, **member.mode}:
-            first, own = members[0].mode.get(name), member.mode.get(name)
-            if first is None or own is None or (first.shape, first.device) != (own.shape, own.device):
-                kinds = ["none" if t is None else f"{tuple(t.shape)} on {t.device}" for t in (first, own)]
+            first, other = members[0].mode.get(name), member.mode.get(name)
+            if first is None or other is None or (first.shape, first.device) != (other.shape, other.device):
+                kinds = ["none" if t is None else f"{tuple(t.shape)} on {t.device}" for t in (first, other)]
                 raise MatchError(
                     f"the members of a mixture have the same parameters, but {name!r} is {kinds[0]} in member 0 and "
                     f"{kinds[1]} in member {number}"
@@ -256,16 +258,16 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
     """Weights of sum 1, equal ones for None."""
     try:
-        given = [1.0] * count if weights is None else [float(weight) for weight in weights]
+        numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
     except (TypeError, ValueError):
-        given = []
-    if len(given) != count or not all(0 < weight < math.inf for weight in given):
+        numbers = []
+    if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
         raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
-    total = math.fsum(given)
-    return tuple(given) if math.isclose(total, 1, rel_tol=1e-15) else tuple(weight / total for weight in given)
+    total = math.fsum(numbers)
+    return tuple(numbers) if math.isclose(total, 1, rel_tol=1e-15) else tuple(weight / total for weight in numbers)
 
 
-def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
+def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
     """Networks that differ in their weights differ in their batch norms' running statistics."""
     owners: dict[int, Posterior] = {}
     for member in members:
@@ -280,12 +282,12 @@ def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
             return
 
 
-def _different(members: tuple[Posterior, ...]) -> list[dict[str, Tensor]]:
+def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
     """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
-    found = [_besides(member.model, member.mode) for member in members]
-    names = dict.fromkeys(name for besides in found for name in besides)
-    odd = [name for name in names if not all(_same(found[0].get(name), besides.get(name)) for besides in found[1:])]
-    return [{name: besides[name] for name in odd if name in besides} for besides in found]
+    besides = [_besides(member.model, member.mode) for member in members]
+    names = dict.fromkeys(name for tensors in besides for name in tensors)
+    odd = [name for name in names if not all(_same(besides[0].get(name), tensors.get(name)) for tensors in besides)]
+    return [{name: tensors[name] for name in odd if name in tensors} for tensors in besides]
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -302,9 +304,9 @@ def _with(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
     if not besides:
         return model
     storage.check_owner(path, {name: tensor.shape for name, tensor in besides.items()}, _besides(unwrap(model), {}))
-    own = copy.deepcopy(unwrap(model))
-    held = _besides(own, {})
+    network = copy.deepcopy(unwrap(model))
+    places = _besides(network, {})
     with torch.no_grad():
         for name, tensor in besides.items():
-            held[name].copy_(tensor)
-    return own
+            places[name].copy_(tensor)
+    return network

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,43 +15,38 @@ from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
 from bayesadam import readers
-from bayesadam._alone import alone_with, listed_optimizers, unwrap
+from bayesadam._alone import alone_with, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
-from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.bases import built, check_structure
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.gaussian.bases import check_structure
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder
-from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
-from bayesadam.gaussian.structure import AnyPath, Named, outlined
-from bayesadam.gaussian.weights import GaussianWeights, unpacked, warn_of_batches, with_prior
-from bayesadam.leverage import Layer, Leverage, from_structure, layers_of, observed
+from bayesadam.gaussian.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
+from bayesadam.gaussian.structure import AnyPath, Named
+from bayesadam.gaussian.weights import GaussianWeights, of_match, unpacked
 from bayesadam.likelihoods import likelihood as likelihood_named
-from bayesadam.posterior.distribution import Distribution
-from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import (
     other_statistics,
     running_statistics,
     warn_of_other_statistics,
     writes_to_statistics,
 )
-from bayesadam.predict.call import Call, Forward
-from bayesadam.predict.moments import parameters_at_mean
-from bayesadam.predict.sides import input_sides
-from bayesadam.readers import Recorder
-from bayesadam.readers.formats.lazy import Lazy
+from bayesadam.predict import Forward, input_sides
+from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
-_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged", "spread", "leverage")
-_GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
+    from bayesadam.predicting import Function
+
+_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Posterior(GaussianWeights, Distribution):
+class Posterior(GaussianWeights):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
     A `GaussianWeights` with a model and a likelihood: see there for the equation, `sample`, `log_prob` and `save`.
@@ -72,12 +67,8 @@ class Posterior(GaussianWeights, Distribution):
         model: the model; only `sampled` and `copy_mean_to_model` write to it.
         likelihood: the name of the likelihood of its outputs, such as `"classification"`; None where none was given.
         noise_variance: σ² of a regression's observations, by output, or the most that heteroscedastic noise can be;
-            None until it is calibrated or given.
+            None until it is tuned or given.
         temperature: T, by which logits are divided before they become probabilities.
-        averaged: whether probabilities average over the posterior; else they are the mean network's at T.
-        spread: v of the predictive `"forward"`, Var[f] = v r, by target; None unless it was calibrated for that.
-        leverage: how far layers have to extrapolate, relative to held-out inputs; None until it is calibrated.
-        calibration: what `calibrate` did, as long as nothing was changed since.
         padding: None for the padding rows of the model's embeddings.
     """
 
@@ -86,10 +77,6 @@ class Posterior(GaussianWeights, Distribution):
     likelihood: str | None = field(default=None, kw_only=True)
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
-    averaged: bool = field(default=True, kw_only=True)
-    spread: Tensor | None = field(default=None, kw_only=True)
-    leverage: Leverage | None = field(default=None, kw_only=True)
-    calibration: CalibrationReport | None = field(default=None, kw_only=True)
     running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -103,12 +90,7 @@ class Posterior(GaussianWeights, Distribution):
         if self.running is None:
             object.__setattr__(self, "running", (writes_to_statistics(self.model), running_statistics(self.model)))
 
-    @property
-    def moved_statistics(self) -> list[str]:
-        """Running statistics of the model's batch norms that have changed since the posterior was read."""
-        assert self.running is not None
-        writes, before = self.running
-        return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
+    # --- where it is from ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_optimizer(
@@ -116,17 +98,18 @@ class Posterior(GaussianWeights, Distribution):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         n_data: float,
-        *,
         likelihood: str | None = None,
+        *,
         prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
-        form: Form = "map",
         structure: str = "diagonal",
-        recorder: Recorder | None = None,
         reader: str | readers.StateReader | None = None,
     ) -> Posterior:
         """Read the posterior off a live optimiser; no data, no change to either.
+
+        The mean is θ. The paper's other form, in which the prior is applied after training and shrinks the mean, is
+        `posterior.replace(form="likelihood")`.
 
         Args:
             optimizer: the optimiser that trained it, or a list of several over one model.
@@ -138,24 +121,14 @@ class Posterior(GaussianWeights, Distribution):
                 of each parameter's group, and 1 where there is none. 0.0 is the paper's equation to the letter.
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
             batch_size: examples behind one gradient; needed for power=1. None takes what `track` was told.
-            form: `"map"` or `"likelihood"`.
-            structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP or those of recorded gradients.
-                See `with_inputs` for the third.
-            recorder: a `Recorder` of the optimiser, whose gradients then stand for its state.
+            structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP. See `from_recorder` for those of
+                recorded gradients, and `with_inputs` for the input side of the layers.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
         check_structure(structure)
-        given = set(map(id, listed_optimizers(optimizer)))
-        if recorder is not None and given != set(map(id, recorder.optimizers)):
-            raise MatchError(
-                "the recorder is attached to another optimiser than the one given, or to none: gradients of "
-                "Recorder.from_batches are read by Posterior.from_recorder(model, recorder, n_data)"
-            )
-        # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
-        chosen = reader if recorder is None else "ogd"
-        match = match_optimizers(model, optimizer, chosen)
-        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
-        return cls._from_match(model, match, structure, settings, prior_precision, likelihood, recorder=recorder)
+        match = match_optimizers(model, optimizer, reader)
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size))
+        return cls._of_match(model, match, settings, prior_precision, likelihood, structure)
 
     @classmethod
     def from_recorder(
@@ -163,28 +136,22 @@ class Posterior(GaussianWeights, Distribution):
         model: nn.Module,
         recorder: Recorder,
         n_data: float,
-        *,
         likelihood: str | None = None,
-        structure: str = "kronecker",
-        prior_precision: Prior = 1.0,
+        *,
+        prior_precision: Prior | None = 1.0,
         power: float = 1.0,
         batch_size: int | None = None,
+        structure: str = "kronecker",
     ) -> Posterior:
-        """Of recorded gradients alone: `Recorder.from_batches`, which knows the batch size, serves any trained one."""
+        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size; as above."""
         require_kind(recorder, Recorder, "recorder")
-        found = cls.from_optimizer(
-            model,
-            recorder.optimizers,
-            n_data,
-            likelihood=likelihood,
-            prior_precision=prior_precision,
-            power=power,
-            batch_size=batch_size or recorder.batch_size,
-            structure=structure,
-            recorder=recorder,
-        )
-        readers.warn_of_few(found.origin, "the posterior")
-        return found
+        check_structure(structure)
+        match = match_optimizers(model, list(recorder.optimizers), "ogd")
+        size = batch_size or recorder.batch_size
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, size))
+        q = cls._of_match(model, match, settings, prior_precision, likelihood, structure, recorder=recorder)
+        readers.warn_of_few(q.origin, "the posterior")
+        return q
 
     @classmethod
     def from_state_dict(
@@ -192,14 +159,13 @@ class Posterior(GaussianWeights, Distribution):
         model: nn.Module,
         state_dict: Mapping[str, Any],
         n_data: float,
-        *,
         likelihood: str | None = None,
+        *,
         optimizer: str | readers.StateReader = "adam",
         param_names: Sequence[str] | None = None,
         prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
-        form: Form = "map",
         structure: str = "diagonal",
     ) -> Posterior:
         """The same from `optimizer.state_dict()`, with the model's weights as they are now; the rest as above.
@@ -210,8 +176,8 @@ class Posterior(GaussianWeights, Distribution):
         """
         check_structure(structure)
         match = match_state_dict(model, state_dict, optimizer, param_names)
-        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size), form)
-        return cls._from_match(model, match, structure, settings, prior_precision, likelihood)
+        settings = Settings(n_data, {}, power, readers.batch_size_or_tracked(match, batch_size))
+        return cls._of_match(model, match, settings, prior_precision, likelihood, structure)
 
     @classmethod
     def from_checkpoint(
@@ -219,116 +185,216 @@ class Posterior(GaussianWeights, Distribution):
         path: AnyPath,
         model: nn.Module,
         n_data: float | None = None,
-        *,
         likelihood: str | None = None,
-        optimizer_path: AnyPath | None = None,
-        optimizer: str | readers.StateReader | None = None,
-        param_names: Sequence[str] | None = None,
-        groups_in_order: bool = False,
-        weights_key: str | None = None,
-        optimizer_key: str | None = None,
+        *,
         prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
-        form: Form = "map",
         structure: str = "diagonal",
+        **how: Unpack[CheckpointKeywords],
     ) -> Posterior:
         """The same from what a trainer saved; the model gets the weights and buffers of the file.
-
-        The rest is as in `from_optimizer`, and as in `CheckpointOptions`.
 
         Args:
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
+            **how: how the file is read, such as `optimizer_path`: see `CheckpointOptions`.
         """
         check_structure(structure)
-        keys = weights_key, optimizer_key
-        options = readers.CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, *keys)
+        options = readers.CheckpointOptions(**how)
         checkpoint = readers.read_checkpoint(path, options)
         n_data = checkpoint.n_data_or(n_data)
         match = readers.match_checkpoint(checkpoint, model, options)
         batch_size = readers.batch_size_or_tracked(match, checkpoint.batch_size_or(batch_size))
-        settings = Settings(n_data, {}, power, batch_size, form)
+        settings = Settings(n_data, {}, power, batch_size)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
         load = partial(readers.load_weights, checkpoint, model)
-        return cls._from_match(model, match, structure, settings, prior_precision, likelihood, load=load)
+        return cls._of_match(model, match, settings, prior_precision, likelihood, structure, load=load)
+
+    @classmethod
+    def from_second_moment(
+        cls,
+        model: nn.Module,
+        second_moment: Named,
+        n_data: float,
+        likelihood: str | None = None,
+        *,
+        mean: Named | None = None,
+        prior_precision: Plain = 1.0,
+        power: float = 0.5,
+        batch_size: int | None = None,
+    ) -> Posterior:
+        """From v̂ by parameter name, free of bias, whoever kept it; θ is the model's, or `mean`."""
+        parameters = own_parameters(model)
+        theta: Named = parameters if mean is None else mean
+        for name, v in second_moment.items():
+            if name not in parameters or name not in theta or v.shape != parameters[name].shape:
+                raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
+            if not bool((torch.isfinite(v) & (v >= 0)).all()):
+                raise SettingError(f"the second moment of {name!r} must be finite and not negative")
+        kinds = {name: readers.working_dtype(theta[name].dtype) for name in second_moment}
+        mode = {name: theta[name].detach().to(kind, copy=True) for name, kind in kinds.items()}
+        moments = {name: v.detach().to(mode[name], copy=True) for name, v in second_moment.items()}
+        settings = Settings(n_data, prior_by_name(prior_precision, mode), power, batch_size)
+        omitted = {name: "not given" for name in parameters if name not in mode}
+        return cls(mode, Diagonal(moments), settings, omitted, model=unwrap(model), likelihood=likelihood)
 
     @classmethod
     def from_moments(
-        cls, model: nn.Module, mean: Named, variance: Named, n_data: float, *, likelihood: str | None = None
+        cls, model: nn.Module, mean: Named, variance: Named, n_data: float, likelihood: str | None = None
     ) -> Posterior:
         """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
 
         Kept as power 1 with v = 1/(N σ²) and no prior, so that it can do all that one read off an optimiser can.
         """
-        parameters = own_parameters(model)
         for name, sigma in variance.items():
-            if name not in parameters or name not in mean or sigma.shape != parameters[name].shape:
-                raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
             if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
                 raise SettingError(f"the variance of {name!r} must be finite and positive")
-        mode = {name: mean[name].detach().to(readers.working_dtype(mean[name].dtype), copy=True) for name in variance}
-        moments = {name: (n_data * sigma.detach().to(mode[name])).reciprocal() for name, sigma in variance.items()}
-        settings = Settings(n_data, dict.fromkeys(variance, 0.0), power=1.0, batch_size=1)
-        omitted = {name: "not given" for name in parameters if name not in variance}
-        return cls(mode, Diagonal(moments), settings, omitted, model=unwrap(model), likelihood=likelihood)
+        wide = {name: sigma.detach().to(readers.working_dtype(sigma.dtype)) for name, sigma in variance.items()}
+        v = {name: (n_data * sigma).reciprocal() for name, sigma in wide.items()}
+        how: Any = {"mean": mean, "prior_precision": 0.0, "power": 1.0, "batch_size": 1}
+        return cls.from_second_moment(model, v, n_data, likelihood, **how)
 
     @classmethod
-    def _from_match(
+    def _of_match(
         cls,
         model: nn.Module,
         match: Match,
-        structure: str,
         settings: Settings,
         prior_precision: Prior | None,
         likelihood: str | None,
+        structure: str,
         *,
         recorder: Recorder | None = None,
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
-        warn_of_batches(settings, match)
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
-        moments = curvature.second_moment
-        found = built(structure, match, moments, gradients)
         follows = isinstance(prior_precision, CovariantPrior)
+        plain = None if isinstance(prior_precision, CovariantPrior) else prior_precision
         settings = replace(settings, covariant=follows)
-        settings = with_prior(settings, None if follows else prior_precision, curvature.weight_decay, moments)
+        q = of_match(match, settings, plain, structure, curvature=curvature, gradients=gradients)
         if load is not None:
             load()
             match.settle()
-        parameters = own_parameters(model)
-        mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
-        if isinstance(prior_precision, CovariantPrior):
-            prior = prior_by_name(prior_precision.at(unwrap(model), mode, found.bases), mode)
-            settings = replace(settings, prior_precision=prior, default_prior=False)
-        origin = readers.origin_of(match)
+        parameters, v = own_parameters(model), curvature.second_moment
+        mode = {name: parameters[name].detach().to(v[name].dtype, copy=True) for name in v}
+        origin = q.origin
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
-        fields: Any = {"origin": origin, "model": unwrap(model), "likelihood": likelihood}
-        return cls(mode, found, settings, curvature.omitted, **fields)
+        model = unwrap(model)
+        posterior = cls(mode, q.structure, q.settings, q.omitted, origin=origin, model=model, likelihood=likelihood)
+        return posterior.replace(prior_precision=prior_precision) if follows else posterior
 
-    @property
-    def members(self) -> tuple[Posterior, ...]:
-        """Itself: a mixture of one."""
-        return (self,)
+    @classmethod
+    def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
+        """Read a saved posterior for `model`, which gets its mean as weights.
 
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The weight of its one member, 1."""
-        return (1.0,)
+        A file without weights leaves the model's as they are, which must be those that were trained: they are compared
+        with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
+        not those it was saved with. The model may be plain or sharded, over any number of processes, whatever the
+        posterior was saved from; a folder is read by all processes together.
+        """
+        parameters = own_parameters(model)
+        tensors, header = read_folder(path, parameters) if os.path.isdir(path) else storage.read(path)
+        posterior = cls.unpacked(path, tensors, header, model)
+        warn_of_calibration(path, header)
+        if header.get("has_weights", True):
+            posterior.copy_mean_to_model()
+        return posterior
 
-    @cached_property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers whose matrices it is over."""
-        return layers_of(self.model, self.mode)
+    @classmethod
+    def unpacked(cls, path: AnyPath, tensors: Named, header: Mapping[str, Any], model: nn.Module) -> Posterior:
+        """The posterior that `packed` gave, for `model`; errors name `path`, the file it was read from."""
+        parameters = own_parameters(model)
+        q = unpacked(path, tensors, header, parameters)
+        for name in q.mode:
+            readers.check_parameter(name, parameters[name])
+        warn_of_other_statistics(path, header.get("running_statistics"), model)
+        return cls(
+            q.mode,
+            q.structure,
+            q.settings,
+            q.omitted,
+            origin=q.origin,
+            model=unwrap(model),
+            # Files of releases before 0.3 have it in their calibration alone.
+            likelihood=header.get("likelihood") or (header.get("calibration") or {}).get("likelihood"),
+            noise_variance=_noise(header.get("noise_variance")),
+            temperature=header.get("temperature", 1.0),
+        )
 
-    @cached_property
-    def state_leverage(self) -> Leverage:
-        """The leverage that the curvature in the optimiser's state gives, relative to nothing yet."""
-        return from_structure(self.layers, self.structure)
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
+        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
+        tensors, header = super().packed(weights=weights, compress=compress)
+        header |= {
+            "likelihood": self.likelihood,
+            "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
+            "temperature": self.temperature,
+            "running_statistics": running_statistics(self.model),
+        }
+        return tensors, header
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        draws: int | None = None,
+        covariance: bool | Literal["joint"] = False,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """The prediction of a batch, f ~ N(f(x; μ), J Σ Jᵀ), exactly; the model is as before when it returns.
+
+        Of a loader an iterator of predictions, one for each batch, whose targets are left out. Where the inputs require
+        gradients, moments have them. Of 20,000 outputs, or of one of many positions, ask for those that matter:
+        `forward=lambda model, x: model(x)[:, index]`.
+
+        Args:
+            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
+                comes first. Arrays of numpy may stand for tensors. Or a loader.
+            draws: so many networks are drawn instead, f(x; θ), θ ~ q.
+            covariance: the outputs' covariance too, of each example, or `"joint"`: of all examples together.
+            forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs.
+            generator: makes draws reproducible.
+        """
+        from bayesadam.predicting import predict
+
+        how: Any = {"draws": draws, "covariance": covariance, "forward": forward, "generator": generator}
+        return predict((self,), (1.0,), inputs, **how)
+
+    def draw(self, seed: int, *, forward: Forward | None = None) -> Function:
+        """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
+
+        It is f(x; μ) + J (θ − μ), whose moments `predict` has, with gradients with respect to inputs.
+        """
+        from bayesadam.predicting import Function
+
+        return Function(self, seed, forward)
+
+    def novelty(
+        self, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
+    ) -> Tensor:
+        """How unlike familiar inputs each example is, (batch,), by one forward pass; see `predicting.novelty`."""
+        from bayesadam.predicting import novelty
+
+        return novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
+
+    def tune(
+        self,
+        held_out: Any,
+        *,
+        method: Literal["evidence", "validation"] | None = None,
+        forward: Forward | None = None,
+    ) -> Posterior:
+        """N's scale s, δ and σ² or T fitted to held-out data, by evidence or validation; see `tuning`."""
+        from bayesadam.tuning import tune
+
+        return tune(self, held_out, method=method, forward=forward)
 
     def with_inputs(self, inputs: Any, *, forward: Forward | None = None) -> Self:
         """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
@@ -344,8 +410,7 @@ class Posterior(GaussianWeights, Distribution):
         self.require_whole("the input side")
         if not self.structure.independent:
             raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        call, params = Call(self.model, forward), parameters_at_mean(self)
-        known = input_sides(call, params, self._batches(inputs, "with_inputs"))
+        known = input_sides(self, inputs, forward=forward)
         v, prior = self.structure.second_moment, dict(self.prior_precision)
         sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
         for name, side in sides.items():
@@ -357,16 +422,56 @@ class Posterior(GaussianWeights, Distribution):
         for name, side in sides.items():
             moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
         settings = replace(self.settings, prior_precision=prior)
-        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings, calibration=None)
+        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
 
-    def relative_to(self, familiar: Iterable[Any], forward: Forward | None = None) -> Self:
-        """The same with leverage relative to batches of familiar inputs."""
-        leverage = self.leverage or self.state_leverage
-        seen = [observed(self, leverage.layers, batch, forward)[1] for batch in familiar]
-        leverage = leverage.among(seen[0])
-        if not leverage.layers:
-            return self
-        return replace(self, leverage=leverage.against(torch.cat([leverage.log_h(each) for each in seen])))
+    def replace(self, **changes: Any) -> Self:
+        """A new one with other settings.
+
+        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance and temperature.
+        """
+        if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
+            names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))
+            raise SettingError(f"cannot replace {unknown}; the settings are {names}")
+        outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
+        outputs["noise_variance"] = _noise(outputs["noise_variance"])
+        positive("temperature", outputs["temperature"], "by which logits are divided")
+        prior = changes.get("prior_precision")
+        if isinstance(prior, CovariantPrior):
+            named = prior.at(self.model, self.mode, self.structure.bases)
+            changes = {"covariant": True, **changes, "prior_precision": named}
+        return replace(super().replace(**changes), **outputs)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same posterior on another device or in another floating type; the model stays where it is."""
+        noise = None if self.noise_variance is None else self.noise_variance.to(device, dtype)
+        return replace(super().to(device, dtype), noise_variance=noise)
+
+    def gathered(self, model: nn.Module) -> Posterior:
+        """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
+
+        For all that a sharded posterior cannot do, such as predictions. Every process must call it.
+        """
+        named = own_parameters(model)
+        for name, theta in self.mode.items():
+            if name not in named or named[name].shape != theta.shape or is_sharded(named[name]):
+                shape = tuple(theta.shape)
+                raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
+        return replace(self.each(whole), model=unwrap(model))
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, which must still be those of the posterior."""
+        parameters = own_parameters(self.model)
+        for name, shape in self.shapes.items():
+            if name not in parameters or parameters[name].shape != shape:
+                raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
+        return parameters
+
+    def network_tensors(self) -> Named:
+        """Every tensor of the model by name."""
+        state = self.model.state_dict(keep_vars=True)
+        return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of the model's parameters."""
@@ -376,6 +481,13 @@ class Posterior(GaussianWeights, Distribution):
         # The model must still be the one that was trained.
         self.parameters()
         return super()._drawn(seed, n)
+
+    @property
+    def moved_statistics(self) -> list[str]:
+        """Running statistics of the model's batch norms that have changed since the posterior was read."""
+        assert self.running is not None
+        writes, before = self.running
+        return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
@@ -390,8 +502,8 @@ class Posterior(GaussianWeights, Distribution):
         with alone_with(self.model), holding(self.model, shards):
             parameters = self.parameters()
             originals = {name: parameters[name].data for name in draw}
-            held = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
-            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in held]
+            slots = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
+            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in slots]
             try:
                 for name, value in draw.items():
                     parameters[name].data = value.to(originals[name].device)
@@ -408,143 +520,44 @@ class Posterior(GaussianWeights, Distribution):
         """Write μ into the model's parameters, for good."""
         copy_into(self.model, self.mean)
 
-    def replace(self, **changes: Any) -> Self:
-        """A new one with other settings.
-
-        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance, temperature,
-        averaged, spread and leverage. What calibration said of the old one does not hold for the new one, which has no
-        report and gives no guarantees; but for a likelihood that only repeats it.
-        """
-        if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
-            names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))
-            raise SettingError(f"cannot replace {unknown}; the settings are {names}")
-        if changes == {"likelihood": self.likelihood}:
-            return self
-        outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
-        outputs |= {name: _noise(outputs[name]) for name in ("noise_variance", "spread")}
-        positive("temperature", outputs["temperature"], "by which logits are divided")
-        if isinstance(changes.get("prior_precision"), CovariantPrior):
-            changes.setdefault("covariant", True)
-        return replace(self, settings=self._changed_settings(changes), calibration=None, **outputs)
-
-    def _prior(self, prior: Prior) -> dict[str, Precision]:
-        if isinstance(prior, CovariantPrior):
-            prior = prior.at(self.model, self.mode, self.structure.bases)
-        return super()._prior(prior)
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The same posterior on another device or in another floating type; the model stays where it is."""
-        noise, spread = (None if v is None else v.to(device, dtype) for v in (self.noise_variance, self.spread))
-        leverage = None if self.leverage is None else self.leverage.to(device, dtype)
-        return replace(super().to(device, dtype), noise_variance=noise, spread=spread, leverage=leverage)
-
-    def gathered(self, model: nn.Module) -> Posterior:
-        """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
-
-        For all that a sharded posterior cannot do: calibration, pruning. Every process must call it.
-        """
-        named = own_parameters(model)
-        for name, theta in self.mode.items():
-            if name not in named or named[name].shape != theta.shape or is_sharded(named[name]):
-                shape = tuple(theta.shape)
-                raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
-        return replace(self._each(whole), model=unwrap(model))
-
-    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Lazy, dict[str, Any]]:
-        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
-        tensors, header = super().packed(weights=weights, compress=compress)
-        more: dict[str, Tensor] = {}
-        header |= {
-            "likelihood": self.likelihood,
-            "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
-            "temperature": self.temperature,
-            "averaged": self.averaged,
-            "spread": None if self.spread is None else self.spread.double().tolist(),
-            "running_statistics": running_statistics(self.model),
-        }
-        add_report(self.calibration, more, header)
-        if self.leverage is not None:
-            header["leverage"] = self.leverage.header()
-            more |= {f"{_LEVERAGE}{name}": tensor for name, tensor in self.leverage.tensors().items()}
-        return Lazy({**outlined(tensors), **more}, tensors.__getitem__), header
-
-    @classmethod
-    def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
-        """Read a saved posterior for `model`, which gets its mean as weights.
-
-        A file without weights leaves the model's as they are, which must be those that were trained: they are compared
-        with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
-        not those it was saved with. The model may be plain or sharded, over any number of processes, whatever the
-        posterior was saved from; a folder is read by all processes together.
-        """
-        parameters = own_parameters(model)
-        tensors, header = read_folder(path, parameters) if os.path.isdir(path) else storage.read(path)
-        found = cls.unpacked(path, tensors, header, model)
-        if header.get("has_weights", True):
-            found.copy_mean_to_model()
-        return found
-
-    @classmethod
-    def unpacked(cls, path: AnyPath, tensors: Named, header: Mapping[str, Any], model: nn.Module) -> Posterior:
-        """The posterior that `packed` gave, for `model`; errors name `path`, the file it was read from."""
-        parameters = own_parameters(model)
-        found = unpacked(path, tensors, header, parameters)
-        for name in found.mode:
-            readers.check_parameter(name, parameters[name])
-        report, leverage = read_report(path, tensors, header), None
-        if "leverage" in header:
-            layers = layers_of(model, found.mode)
-            leverage = Leverage.loaded(path, layers, header["leverage"], storage.under(_LEVERAGE, tensors))
-        elif report is not None:
-            # Files of releases before leverage have the scores of another novelty.
-            kept = {name: scores for name, scores in report.guarantee.items() if name != "novelty"}
-            report = replace(report, guarantee=kept)
-        warn_of_other_statistics(path, header.get("running_statistics"), model)
-        return cls(
-            found.mode,
-            found.structure,
-            found.settings,
-            found.omitted,
-            origin=found.origin,
-            model=unwrap(model),
-            # Files of releases before 0.3 have it in the report alone.
-            likelihood=header.get("likelihood") or (None if report is None else report.likelihood),
-            noise_variance=_noise(header.get("noise_variance")),
-            temperature=header.get("temperature", 1.0),
-            averaged=header.get("averaged", True),
-            spread=_noise(header.get("spread")),
-            leverage=leverage,
-            calibration=report,
-        )
-
-    def __add__(self, later: GaussianWeights) -> GaussianWeights:
-        """The precisions of both around the mean of `later`, which was trained anchored to this one."""
-        found = super().__add__(later)
-        return replace(found, calibration=None, leverage=None) if isinstance(found, Posterior) else found
-
-    def network_tensors(self) -> Named:
-        """Every tensor of the model by name."""
-        held = self.model.state_dict(keep_vars=True)
-        return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
-
     def __str__(self) -> str:
-        batch = "" if self.batch_size is None else f", B = {self.batch_size:,}"
-        lines = [
-            ("structure", f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters"),
-            ("data", f"N = {self.n_data:,.10g}{batch}"),
-            ("curvature", f"v̂^{self.power:g}, {self.form} form"),
-            *([] if self.origin.tracked is None else [("tracked", str(self.origin.tracked))]),
-            *described(self),
-        ]
-        return table(f"Posterior over {type(self.model).__name__}", lines)
+        return "\n".join([f"Posterior over {type(self.model).__name__}", *described([self])])
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, which must still be those of the posterior."""
-        parameters = own_parameters(self.model)
-        for name, shape in self.shapes.items():
-            if name not in parameters or parameters[name].shape != shape:
-                raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
-        return parameters
+
+def described(posteriors: Sequence[Posterior], **more: str) -> list[str]:
+    """The settings line by line, names and values aligned; of several posteriors the range of each number."""
+    first = posteriors[0]
+    parts = [(q.structure.kind, f"{q.n_data:,.10g}", str(q.batch_size or "")) for q in posteriors]
+    kinds, sizes, batches = (" / ".join(dict.fromkeys(words)) for words in zip(*parts, strict=True))
+    lines = more | {
+        "structure": f"{kinds}, {first.n_weights:,} weights in {len(first.mode)} parameters",
+        "data": f"N = {sizes}" + (f", B = {batches}" if batches else ""),
+        "curvature": f"v̂^{first.power:g}, {first.form} form",
+        "likelihood": first.likelihood or "",
+        "scale": _range("s", [q.scale for q in posteriors]),
+        "prior precision": _range("δ", [delta for q in posteriors for delta in q.prior_precision.values()]),
+        "noise variance": _range("σ²", [q.noise_variance for q in posteriors if q.noise_variance is not None]),
+        "temperature": _range("T", [q.temperature for q in posteriors if q.temperature != 1]),
+        "tracked": "; ".join(dict.fromkeys(str(q.origin.tracked) for q in posteriors if q.origin.tracked)),
+    }
+    if any(q.settings.default_prior for q in posteriors):
+        lines["prior precision"] += " (1 where there is no weight decay)"
+    width = max(len(name) for name, value in lines.items() if value)
+    return [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
+
+
+def _range(symbol: str, values: Sequence[float | Tensor]) -> str:
+    """The least and the greatest; one number where they are the same, nothing where there is none."""
+    tensors = [whole(torch.as_tensor(value)).double() for value in values]
+    ends = [float(end) for tensor in tensors for end in tensor.aminmax()]
+    numbers = dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))) if ends else ()
+    return f"{symbol} = {' to '.join(numbers)}" if numbers else ""
+
+
+def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
+    """Warn once of what releases before 0.4 kept of their calibration."""
+    if any(header.get("calibration") is not None for header in headers):
+        warn(f"{path} was calibrated by an earlier release, of which the settings alone are read: calibrate again")
 
 
 def copy_into(model: nn.Module, values: Named) -> None:
@@ -568,25 +581,9 @@ def padding_rows(model: nn.Module) -> dict[str, int]:
         row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
         for parameter in module._parameters.values():
             rows.setdefault(id(parameter), set()).add(row)
-    only = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
-    return {name: row for name, found in only.items() if len(found) == 1 and (row := next(iter(found))) is not None}
-
-
-def add_report(report: CalibrationReport | None, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Add what `calibrate` had to say to what a file holds."""
-    if report is not None:
-        header["calibration"] = report.header()
-        tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.items()}
-
-
-def read_report(path: AnyPath, tensors: Named, header: Mapping[str, Any]) -> CalibrationReport | None:
-    """What `calibrate` had to say, out of a file; None where there is nothing."""
-    if header.get("calibration") is None:
-        return None
-    try:
-        return CalibrationReport.of(header["calibration"], storage.under(_GUARANTEE, tensors))
-    except TypeError as error:
-        raise FileError(f"{path} is damaged: its calibration is not one ({error})") from None
+    by_name = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
+    only = {name: next(iter(kept)) for name, kept in by_name.items() if len(kept) == 1}
+    return {name: row for name, row in only.items() if row is not None}
 
 
 def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
@@ -596,11 +593,11 @@ def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
 
 
-def _noise(value: Any) -> Tensor | None:
+def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:
     if value is None:
         return None
     noise = torch.as_tensor(value)
     noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
-        raise SettingError(f"noise_variance and spread must be finite and at least 0, got {value!r}")
+        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise

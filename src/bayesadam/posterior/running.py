@@ -37,14 +37,14 @@ def writes_to_statistics(model: nn.Module) -> int:
     In training the count of `num_batches_tracked` rises, that of the others when a state is loaded.
     """
     names = (*_NAMES, "num_batches_tracked")
-    held = (buffer for name, buffer in unwrap(model).named_buffers() if name.rpartition(".")[2] in names)
-    return sum(0 if buffer.is_inference() else buffer._version for buffer in held)
+    buffers = (buffer for name, buffer in unwrap(model).named_buffers() if name.rpartition(".")[2] in names)
+    return sum(0 if buffer.is_inference() else buffer._version for buffer in buffers)
 
 
 def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
     """The running statistics of a model that are not the saved ones."""
-    own = running_statistics(model)
-    return [name for name, numbers in own.items() if name in saved and not _close(numbers, saved[name])]
+    now = running_statistics(model)
+    return [name for name, numbers in now.items() if name in saved and not _close(numbers, saved[name])]
 
 
 def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -67,17 +67,17 @@ def biases_before_norms(
     weight, and they have as many entries as some running mean. `moment` gives v̂ of a parameter, or of some of its
     entries; `widths` are those of the batch norms, see `norm_widths`.
     """
-    found = []
+    biases = []
     for name in names:
         weight = f"{name.removesuffix('bias')}weight"
-        if name.endswith("bias") and weight in names and (own := moment(name)).numel() in widths:
+        if name.endswith("bias") and weight in names and (v := moment(name)).numel() in widths:
             felt = float(moment(weight).mean())
-            if 0 <= float(own.mean()) <= _ROUNDING * felt and felt > 0:
-                found.append(name)
-    return tuple(sorted(found))
+            if 0 <= float(v.mean()) <= _ROUNDING * felt and felt > 0:
+                biases.append(name)
+    return tuple(sorted(biases))
 
 
-def warn_of_other_statistics(path: AnyPath, saved: Any, model: nn.Module) -> None:
+def warn_of_other_statistics(path: AnyPath, saved: object, model: nn.Module) -> None:
     """Warn where a posterior was saved with other statistics than the model has."""
     if not isinstance(saved, Mapping):
         return

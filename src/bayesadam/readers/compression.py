@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from bayesadam.errors import FileError, SettingError, StateError
 from bayesadam.readers.registry import working_dtype
 
-Compression = Literal["8bit", "factored"]
+Compression = Literal["factored"]
 Named = Mapping[str, Tensor]
 BLOCK = 512
 _LAST = 255
@@ -31,56 +31,35 @@ def check_compression(compress: str | None) -> None:
 def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     r"""A tensor of finite numbers, none of them negative, as the parts that a file holds, by the suffix of their role.
 
-    `None` keeps it as it is. `"8bit"` takes blocks of 512 entries in the flat order. With a and b the smallest positive
-    and the largest entry of a block, code 0 is zero and code k = 1, …, 255 stands for
-
-    .. math::
-        v = a \, (b / a)^{(k - 1) / 254}, \qquad |\hat v - v| \le v \, \big( (b / a)^{1 / 508} - 1 \big)
-
-    and 10⁻⁵ v more, since log a and log b are float32 (float64 for float64 values). The error is multiplicative, as the
-    uses of v are: 0.9 % where a block spans two decades, 3.7 % for eight, 9.5 % for twenty. Zeros stay zeros, and
-    nothing else becomes one.
-
-    `"factored"` keeps of two or more dimensions the sums r of the rows and c of the columns, over the matrix (first
-    dimension, all others): :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not
-    fill a row or a column are lost: a weight that no gradient reached then has some curvature. Vectors become 8 bits.
+    `None` keeps it as it is. `"factored"` keeps of two or more dimensions the sums r of the rows and c of the columns,
+    over the matrix (first dimension, all others): :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank
+    one. Zeros that do not fill a row or a column are lost: a weight that no gradient reached then has some curvature.
     """
     check_compression(compress)
-    if compress is None:
+    if compress is None or values.dim() < 2:
         return {"": values}
     values = values.detach().cpu()
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise StateError("second moments that are negative, NaN or infinite cannot be compressed: training has failed")
-    if compress == "factored" and values.dim() > 1:
-        matrix = values.flatten(1)
-        rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
-        share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        return {_ROWS: share.to(values.dtype), _COLUMNS: columns.to(values.dtype).reshape(values.shape[1:])}
-    blocks = _blocks(values)
-    positive, logs = blocks > 0, blocks.log()
-    low, high = torch.where(positive, logs, torch.inf).amin(dim=1, keepdim=True), logs.amax(dim=1, keepdim=True)
-    # A block of zeros has no logarithms.
-    low, high = (torch.where(positive.any(dim=1, keepdim=True), end, 0.0) for end in (low, high))
-    spread = (high - low).clamp_(min=torch.finfo(values.dtype).tiny)
-    codes = torch.where(positive, (logs - low).div_(spread).mul_(_LAST - 1).round_() + 1, 0.0)
-    flat = codes.to(torch.uint8).flatten()[: values.numel()]
-    return {"": flat.reshape(values.shape), _RANGE: torch.cat([low, high], dim=1)}
+    matrix = values.flatten(1)
+    rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
+    share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return {_ROWS: share.to(values.dtype), _COLUMNS: columns.to(values.dtype).reshape(values.shape[1:])}
 
 
 def outline(shape: torch.Size, dtype: torch.dtype, compress: str | None) -> dict[str, Tensor]:
     """The parts that `encode` gives, without values."""
-    sides: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    if compress is None:
-        sides = {"": (shape, dtype)}
-    elif compress == "factored" and len(shape) > 1:
-        sides = {_ROWS: (shape[:1], dtype), _COLUMNS: (shape[1:], dtype)}
-    else:
-        sides = {"": (shape, torch.uint8), _RANGE: ((-(-shape.numel() // BLOCK), 2), dtype)}
-    return {end: torch.empty(side, dtype=kind, device="meta") for end, (side, kind) in sides.items()}
+    factored = compress == "factored" and len(shape) > 1
+    sides = {_ROWS: shape[:1], _COLUMNS: shape[1:]} if factored else {"": shape}
+    return {end: torch.empty(side, dtype=dtype, device="meta") for end, side in sides.items()}
 
 
 def decode(parts: Named, source: str) -> Tensor:
-    """The tensor behind the parts that `encode` gave; an error names `source`."""
+    r"""The tensor behind the parts that `encode` gave; an error names `source`.
+
+    Releases before 0.4 wrote eight bits too, in blocks of 512 entries in the flat order: with a and b the smallest
+    positive and the largest entry of a block code 0 is zero, code k = 1, …, 255 :math:`a \, (b / a)^{(k - 1) / 254}`.
+    """
     if _RANGE in parts:
         codes, ends = parts.get("", torch.zeros(0)), parts[_RANGE]
         if codes.dtype != torch.uint8 or ends.shape != (-(-codes.numel() // BLOCK), 2):

@@ -18,7 +18,8 @@ from bayesadam.gaussian.settings import Settings
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.report import CalibrationReport
-from bayesadam.predict.call import Batch, Forward, batches_of
+from bayesadam.predict import Forward
+from bayesadam.predict.batches import Batch, batches_of
 from bayesadam.readers.tracking import Tracker, What
 from bayesadam.readers.tracking import track as attach_tracker
 
