@@ -106,9 +106,9 @@ def audit(
 
     With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼, Var[d] at p = 1 and next to no prior: a
     label that the network is against, or only just holds on to where other data said little, as it does to one learned
-    by heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own
-    settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation,
-    Nickl et al. 2023).
+    by heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's
+    own settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory
+    perturbation, Nickl et al. 2023).
 
     Args:
         posterior: over the network that was trained.
@@ -216,14 +216,15 @@ def _measured(
     loss: Tensor = _NLL[name](f, y, noise)
     (error,) = torch.autograd.grad(loss.sum(), f)
     f, loss = f.detach(), loss.detach()
-    covariance = own.covariance.double()  # type: ignore[union-attr]
+    assert own.covariance is not None
+    covariance = own.covariance.double()
     if data is not None:
         suspicion, predicted = _against(name, f, data, y)
     else:
         predicted, variance = _of_numbers(name, f, covariance.diagonal(dim1=1, dim2=2))
         away = y - predicted
-        if name == "regression":
-            whole = covariance + torch.diag_embed(noise.expand(f.shape))  # type: ignore[union-attr]
+        if noise is not None:
+            whole: Tensor = covariance + torch.diag_embed(noise.expand(f.shape))
             suspicion = (away * torch.linalg.solve(whole, away)).sum(dim=1).sqrt()
         else:
             suspicion = (away.square() / variance).sum(dim=1).sqrt()

@@ -115,7 +115,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-_RANKINGS = "snr (default), snr-posterior, magnitude, saliency."
+_RANKINGS = "snr (default), magnitude, saliency."
 
 
 @app.command()
