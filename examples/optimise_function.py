@@ -43,7 +43,7 @@ def learn(x: Tensor, y: Tensor) -> BadamModel:
             nn.functional.mse_loss(network(x), target).backward()
             optimizer.step()
             schedule.step()
-        q = ba.Posterior.from_optimizer(network, optimizer, len(x), likelihood="regression", prior_precision=10.0)
+        q = ba.Posterior.from_optimizer(network, optimizer, len(x), likelihood="regression", prior_precision=1000.0)
         members.append(q.replace(noise_variance=float((2 / y.std()) ** 2)))
     return BadamModel(ba.Mixture(members), outcome_transform=standard.eval())
 

@@ -91,7 +91,7 @@ def test_networks_that_disagree_about_a_number_add_to_the_covariance():
     members = [classes(seed, 2, "regression").replace(noise_variance=0.1) for seed in (0, 1)]
     pool = torch.randn(6, 2).double()
     mean, joint = acquiring._moments(ba.Mixture(members, [1, 3]), pool, None, joint=True)
-    each = [acquiring._moments(q, pool, None, joint=True) for q in members]
+    each = [acquiring._moments(ba.Mixture([q]), pool, None, joint=True) for q in members]
     away = (each[0][0] - each[1][0]).flatten()
     expected = 0.25 * each[0][1] + 0.75 * each[1][1] + 0.25 * 0.75 * torch.outer(away, away)
     assert torch.allclose(mean, 0.25 * each[0][0] + 0.75 * each[1][0])

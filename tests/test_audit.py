@@ -240,7 +240,7 @@ def test_loaders_that_shuffle_are_refused():
         (lambda x, y: (x, y[:, None].expand(-1, 3)), "one row per example"),
         (lambda x, y: (x, y[:-1]), "one for each example"),
         (lambda x, y: (x, y + 1), "class indices must be 0 to 3"),
-        (lambda x, y: [], "nothing to audit"),
+        (lambda x, y: iter(()), "nothing to audit"),
         (lambda x, y: (x, y.double()), r"one whole number for each, its class, not torch\.float64"),
     ],
 )

@@ -94,7 +94,7 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
 
 
 def test_the_names_in_the_help_are_those_of_the_library(capsys):
-    from bayesadam.compress.pruning import RANKINGS
+    from bayesadam.compress import RANKINGS
 
     from bayesadam.merging import METHODS
 

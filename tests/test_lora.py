@@ -130,7 +130,7 @@ def adapted(request: pytest.FixtureRequest) -> Adapted:
 
 
 def posterior_of(adapted: Adapted) -> ba.Posterior:
-    return ba.Posterior.from_optimizer(adapted.model, adapted.optimizer, adapted.n_data)
+    return ba.Posterior.from_optimizer(adapted.model, adapted.optimizer, adapted.n_data, "classification")
 
 
 def test_the_posterior_is_over_the_adapter_and_nothing_else(adapted):
@@ -171,10 +171,10 @@ def test_the_predictive_variance_is_that_of_the_full_jacobian(adapted, last_toke
         expected_mean = forward(adapted.model, inputs).detach()
     variance = posterior.variance
     expected = sum((jacobians[name].square() * variance[name]).flatten(expected_mean.dim()).sum(-1) for name in own)
-    found = posterior.predict(inputs, likelihood="classification", forward=forward)
-    assert_close(found.mean, expected_mean, rtol=1e-9, atol=1e-9)
-    assert_close(found.variance, expected.detach(), rtol=1e-8, atol=1e-12)
-    assert (found.variance > 0).all()
+    found = posterior.predict(inputs, forward=forward)
+    assert_close(found.f_mean, expected_mean, rtol=1e-9, atol=1e-9)
+    assert_close(found.f_variance, expected.detach(), rtol=1e-8, atol=1e-12)
+    assert (found.f_variance > 0).all()
 
 
 def test_a_saved_adapter_posterior_fits_the_adapter_again(adapted, tmp_path):

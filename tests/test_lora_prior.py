@@ -84,7 +84,13 @@ def read(
     for number in range(36):
         step(model, optimizer, number)
     form = options.pop("form", "map")
-    settings = {"prior_precision": ba.LoraPrior(), "power": 1, "batch_size": BATCH, **options}
+    settings = {
+        "prior_precision": ba.LoraPrior(),
+        "power": 1,
+        "batch_size": BATCH,
+        "likelihood": "classification",
+        **options,
+    }
     if recorder is not None:
         return ba.Posterior.from_recorder(model, recorder, 60, structure=structure, **settings)
     q = ba.Posterior.from_optimizer(model, optimizer, 60, structure=structure, **settings)
@@ -126,12 +132,12 @@ KINDS = [
 
 def assert_same_predictions(found: ba.Posterior, expected: ba.Posterior) -> None:
     x, _ = data(20, seed=5)
-    a, b = (each.predict(x, likelihood="classification", covariance=True) for each in (found, expected))
-    for name in ("mean", "variance", "covariance", "probs"):
+    a, b = (each.predict(x, covariance=True) for each in (found, expected))
+    for name in ("f_mean", "f_variance", "covariance", "probs"):
         ours, theirs = getattr(a, name), getattr(b, name)
         assert ours is not None
         assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()), msg=name)
-    assert_close(a.variance, b.variance, **CLOSE)
+    assert_close(a.f_variance, b.f_variance, **CLOSE)
 
 
 # --- the symmetry ---------------------------------------------------------------------------------------------------
@@ -161,7 +167,7 @@ def test_one_number_for_both_factors_does_not_have_the_symmetry(adapted):
     found = []
     for c in (by_adapter(1.0, 1.0, 1.0), ONE_EACH):
         move(adapted, c)
-        found.append(read(adapted, prior_precision=1.0).predict(x, likelihood="classification").variance)
+        found.append(read(adapted, prior_precision=1.0).predict(x).f_variance)
     assert ((found[0] / found[1]).log().abs() > 0.05).any()
 
 

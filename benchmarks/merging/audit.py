@@ -163,8 +163,11 @@ def labels_cell(name: str, network: str, length: str, seed: int, options: Any) -
         "loss averaged over the epochs": trained.average_loss,
     }
     given: Any = {"batch_size": min(BATCH, len(x)), "power": 1.0, "prior_precision": PRIOR}
-    for title, richer in zip(OURS, ({}, {"structure": "kronecker", "recorder": trained.recorder}), strict=True):
-        posterior = ba.Posterior.from_optimizer(trained.model, trained.optimizer, len(x), **given, **richer)
+    for title in OURS:
+        if title == OURS[0]:
+            posterior = ba.Posterior.from_optimizer(trained.model, trained.optimizer, len(x), **given)
+        else:
+            posterior = ba.Posterior.from_recorder(trained.model, trained.recorder, len(x), **given)
         began = time.perf_counter()
         found = audit(posterior, list(zip(x.split(CHUNK), y.split(CHUNK), strict=True)), likelihood="classification")
         seconds[title] = time.perf_counter() - began

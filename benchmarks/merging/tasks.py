@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiments.data import load_split
+from bayesadam.data import load_split
+from benchmarks.common.networks import lenet, mlp
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import DataError
-from benchmarks.common.networks import lenet, mlp
 
 BATCH = 100
 KEEP = 100
@@ -140,7 +140,7 @@ def train(
     rich = None
     if recorder is not None:
         recorder.remove()
-        rich = ba.Posterior.from_optimizer(model, optimizer, len(x), structure="kronecker", recorder=recorder, **shared)
+        rich = ba.Posterior.from_recorder(model, recorder, len(x), **shared)
     elif soap:
         rich = ba.Posterior.from_optimizer(model, optimizer, len(x), structure="kronecker", **shared)
     return Trained(model, diagonal, rich)

@@ -1,6 +1,6 @@
 """The public names, each from the module that has it; `bayesadam` imports this one with the first of them."""
 
-from bayesadam import bandits, compress, errors, likelihoods, optim, readers, scores, sklearn, trainers
+from bayesadam import bandits, compress, errors, likelihoods, merging, optim, readers, scores, sklearn, trainers
 from bayesadam._version import __version__
 from bayesadam.acquiring import acquire
 from bayesadam.anchoring import anchor
@@ -43,6 +43,7 @@ __all__ = [
     "likelihoods",
     "load",
     "merge",
+    "merging",
     "optim",
     "prune",
     "readers",

@@ -11,16 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bayesadam._alone import in_eval_mode
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as record_of
-from bayesadam.predict import linearised
+from bayesadam.posterior import Mixture, Posterior
+from bayesadam.predict import Forward, linearised, mean_outputs
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
-from bayesadam.predict.network import Call, Forward, means
-from bayesadam.weights.mixture import Mixture
-from bayesadam.weights.posterior import Posterior
 
 __all__ = ["acquire"]
 
@@ -60,24 +57,25 @@ def acquire(
     """
     require_kind(posterior, (Posterior, Mixture), "posterior")
     count("k", k, "inputs")
+    mixture = posterior if isinstance(posterior, Mixture) else Mixture([posterior])
     name = likelihood or posterior.likelihood
     if name is None:
         raise SettingError("acquire needs to know what the labels are: likelihood='classification', 'regression', …")
-    batches = _batches(posterior.members[0].model, pool)
+    batches = _batches(mixture.members[0].model, pool)
     if name in ("classification", "binary"):
         errors, hidden = [], []
         for batch in batches:
-            pairs = [_gradients(member, batch, name, forward) for member in posterior.members]
+            pairs = [_gradients(member, batch, name, forward) for member in mixture.members]
             errors.append(torch.stack([e for e, _ in pairs]))
             hidden.append(torch.stack([h for _, h in pairs]))
         return _spread(torch.cat(errors, dim=1), torch.cat(hidden, dim=1), k, seed)
-    parts = [(batch, _information(posterior, batch, name, forward)) for batch in batches]
+    parts = [(batch, _information(mixture, batch, name, forward)) for batch in batches]
     own = torch.cat([information for _, information in parts])
     _check_size(len(own), k)
     candidates = own.argsort(descending=True, stable=True)[: max(k, _CANDIDATES)].cpu()
     whole = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *(b for b, _ in parts))
-    mean, covariance = _moments(posterior, chosen_examples(whole, candidates), forward, joint=True)
-    return candidates[_most_information(covariance, _hessian(posterior, mean, name), k)]
+    mean, covariance = _moments(mixture, chosen_examples(whole, candidates), forward, joint=True)
+    return candidates[_most_information(covariance, _hessian(mixture, mean, name), k)]
 
 
 def _batches(model: nn.Module, pool: Any) -> Iterator[Any]:
@@ -105,8 +103,7 @@ def _gradients(posterior: Posterior, inputs: Any, name: str, forward: Forward | 
     layers = [module for module in posterior.model.modules() if isinstance(module, nn.Linear)]
     handles = [layer.register_forward_pre_hook(lambda _, given: features.append(given[0])) for layer in layers]
     try:
-        with in_eval_mode(posterior.model):
-            outputs = Call(posterior.model, forward)(means(posterior), inputs)
+        outputs = mean_outputs(posterior, inputs, forward=forward)
     finally:
         for handle in handles:
             handle.remove()
@@ -136,7 +133,7 @@ def _spread(errors: Tensor, hidden: Tensor, k: int, seed: int) -> Tensor:
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _moments(q: Posterior | Mixture, inputs: Any, forward: Forward | None, *, joint: bool) -> tuple[Tensor, Tensor]:
+def _moments(q: Mixture, inputs: Any, forward: Forward | None, *, joint: bool) -> tuple[Tensor, Tensor]:
     """E[f], (n, c), and Cov[f], (n, c, c), or between inputs too, (n c, n c), of the mixture's members together."""
     moments = [linearised(member, inputs, forward=forward, covariance=not joint, joint=joint) for member in q.members]
     means = torch.stack([m.mean.reshape(len(m.mean), -1).double() for m in moments])
@@ -149,19 +146,19 @@ def _moments(q: Posterior | Mixture, inputs: Any, forward: Forward | None, *, jo
     return mean, total[0] if joint else total
 
 
-def _hessian(posterior: Posterior | Mixture, mean: Tensor, name: str) -> Tensor:
+def _hessian(q: Mixture, mean: Tensor, name: str) -> Tensor:
     """H of −log p(y | f) at the mean, (n, c)."""
-    record, noise = record_of(name), posterior.members[0].noise_variance
+    record, noise = record_of(name), q.members[0].noise_variance
     if name == "regression" and (noise is None or not bool((noise > 0).all())):
         raise SettingError("the noise of a label is not known: posterior.replace(noise_variance=...)")
     diagonal: Tensor = record.hessian_diagonal(mean, None if noise is None else noise.to(mean))
     return diagonal
 
 
-def _information(posterior: Posterior | Mixture, inputs: Any, name: str, forward: Forward | None) -> Tensor:
+def _information(q: Mixture, inputs: Any, name: str, forward: Forward | None) -> Tensor:
     """I(y; θ) of each input by itself, (n,)."""
-    mean, covariance = _moments(posterior, inputs, forward, joint=False)
-    root = _hessian(posterior, mean, name).sqrt()
+    mean, covariance = _moments(q, inputs, forward, joint=False)
+    root = _hessian(q, mean, name).sqrt()
     inner = torch.eye(mean.shape[1]).to(mean) + root[:, :, None] * covariance * root[:, None, :]
     information: Tensor = torch.linalg.slogdet(inner).logabsdet / 2
     return information

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,12 +16,11 @@ from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict import linearised
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_posterior
+from bayesadam.predict import Forward, linearised
 from bayesadam.predict.batches import batch_size, batches_of, to_device
-from bayesadam.predict.network import Forward
 from bayesadam.readers import warn_of_few
-from bayesadam.weights.mixture import require_posterior
-from bayesadam.weights.posterior import Posterior
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
 
@@ -29,11 +28,11 @@ Column = Literal["suspicion", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 # A normal variable is within this many standard deviations half of the time.
 _QUARTILE = 0.6744897501960817
-# Where nothing says how many examples were behind one gradient.
-_USUAL_BATCH = 100
 # The class index that torch and transformers leave out of a loss.
 _IGNORED = -100
 _SHOWN = 20
+# δ as a share of the mean curvature, of weights and along a curvature's own axes; B where it is not known.
+_SHARE, _ROTATED_SHARE, _USUAL_BATCH = 1e-3, 1e-4, 100
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,11 @@ def audit(
 ) -> Audit:
     """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
 
-    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label
-    that the network is against, or only just holds on to where other data said little, as it does to one learned by
-    heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own
-    settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation,
-    Nickl et al. 2023).
+    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼, Var[d] at p = 1 and next to no prior: a
+    label that the network is against, or only just holds on to where other data said little, as it does to one learned
+    by heart. For numbers it is the residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's
+    own settings and e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory
+    perturbation, Nickl et al. 2023).
 
     Args:
         posterior: over the network that was trained.
@@ -132,6 +131,7 @@ def audit(
     parts: list[tuple[Moments, Moments | None, Tensor]] = []
     columns: list[dict[str, Tensor]] = []
     noise = posterior.noise_variance if name == "regression" else None
+    by_data = _by_data(posterior) if name in ("classification", "binary") else None
     for batch in batches_of(
         progress(batches, "audit") if isinstance(batches, DataLoader) else batches, posterior.model
     ):
@@ -140,8 +140,7 @@ def audit(
         if y.dim() == 0 or len(y) != size:
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
         own = linearised(posterior, inputs, forward=forward, covariance=True)
-        of_classes = name in ("classification", "binary")
-        data = linearised(_by_data_alone(posterior), inputs, forward=forward, covariance=True) if of_classes else None
+        data = linearised(by_data, inputs, forward=forward, covariance=True) if by_data else None
         parts.append((own, data, _targets(name, y, own.mean)))
         if name != "regression":
             columns.append(_measured(name, *parts.pop()))
@@ -157,19 +156,12 @@ def audit(
     return Audit(name, influence=influence, noise_variance=None if noise is None else noise.cpu(), **joined)
 
 
-def _by_data_alone(posterior: Posterior) -> Posterior:
-    """The same at p = s = 1, w = N B and δ = ε mean(w c), or ε mean(w c/R) R with a prior of shape R.
-
-    Neither tuning nor the units of the loss change it. A wrong B scales all variances alike.
-    """
-    size = posterior.batch_size or _USUAL_BATCH
-    base = replace(posterior.settings, power=1.0, scale=1.0, batch_size=size, form="map")
-    total = sum(float(c.sum()) for c in posterior.structure.curvatures(1.0, base.prior_shape))
-    # Along its own axes a curvature has more very small eigenvalues, which a large δ would hide.
-    share = 1e-3 if posterior.structure.independent else 1e-4
-    prior = base.prior_at(share * base.weight * total / posterior.n_weights or 1.0)
-    named = prior if isinstance(prior, dict) else dict.fromkeys(posterior.prior_precision, prior)
-    return replace(posterior, settings=replace(base, prior_precision=named))
+def _by_data(posterior: Posterior) -> Posterior:
+    """The same at p = s = 1, w = N B and δ a small share of the mean curvature w v̂, whatever the prior."""
+    same = posterior.replace(power=1.0, scale=1.0, batch_size=posterior.batch_size or _USUAL_BATCH, form="map")
+    total = sum(float(curvature.sum(dtype=torch.float64)) for curvature in same.structure.curvatures(1.0))
+    share = _ROTATED_SHARE if same.structure.bases else _SHARE
+    return same.replace(prior_precision=share * same.settings.weight * total / same.n_weights or 1.0)
 
 
 # −log p(y | f) of each example, by f, (n, c), y, and a regression's σ².
@@ -224,14 +216,15 @@ def _measured(
     loss: Tensor = _NLL[name](f, y, noise)
     (error,) = torch.autograd.grad(loss.sum(), f)
     f, loss = f.detach(), loss.detach()
-    covariance = own.covariance.double()  # type: ignore[union-attr]
+    assert own.covariance is not None
+    covariance = own.covariance.double()
     if data is not None:
         suspicion, predicted = _against(name, f, data, y)
     else:
         predicted, variance = _of_numbers(name, f, covariance.diagonal(dim1=1, dim2=2))
         away = y - predicted
-        if name == "regression":
-            whole = covariance + torch.diag_embed(noise.expand(f.shape))  # type: ignore[union-attr]
+        if noise is not None:
+            whole: Tensor = covariance + torch.diag_embed(noise.expand(f.shape))
             suspicion = (away * torch.linalg.solve(whole, away)).sum(dim=1).sqrt()
         else:
             suspicion = (away.square() / variance).sum(dim=1).sqrt()

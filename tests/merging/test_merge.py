@@ -143,9 +143,8 @@ def test_trimmed_changes_do_not_count(tuned, method):
 def recorded(base, keep=60, n_data=960.0):
     found = []
     for seed in range(2):
-        model, optimizer, recorder = fine_tuned(base, seed, keep=keep, steps=keep)
-        options = {"structure": "kronecker", "recorder": recorder, "prior_precision": 1.0}
-        found.append(ba.Posterior.from_optimizer(model, optimizer, n_data, **options))
+        model, _, recorder = fine_tuned(base, seed, keep=keep, steps=keep)
+        found.append(ba.Posterior.from_recorder(model, recorder, n_data, batch_size=16, power=0.5))
     return found
 
 

@@ -115,7 +115,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-_RANKINGS = "snr (default), snr-posterior, magnitude, saliency."
+_RANKINGS = "snr (default), magnitude, saliency."
 
 
 @app.command()
@@ -165,7 +165,7 @@ def export(
     checkpoint: Checkpoint,
     n_data: NData = None,
     batch_size: Annotated[int | None, Option(metavar="B", help="Examples behind one gradient.")] = None,
-    compress: Annotated[str | None, Option(metavar="NAME", help="8bit or factored.")] = None,
+    compress: Annotated[str | None, Option(metavar="NAME", help="bfloat16 or factored.")] = None,
     structure: Annotated[str, Option(metavar="NAME", help="diagonal, or kronecker for SOAP.")] = "diagonal",
     out: Out = Path("out/export"),
     quiet: Quiet = False,

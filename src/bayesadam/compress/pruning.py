@@ -66,8 +66,7 @@ def prune(
     with alone_with(posterior.model):
         model = copy.deepcopy(posterior.model)
     settings = replace(posterior.settings, prior_precision=prior)
-    fields: Any = {"model": model, "running": None, "calibration": None, "leverage": None, "spread": None}
-    small = replace(posterior, mode=mode, settings=settings, **fields)
+    small = replace(posterior, mode=mode, settings=settings, model=model, running=None)
     copy_into(model, small.mean)
     apply_masks(model, kept)
     return small
