@@ -16,7 +16,7 @@ import bayesadam as ba
 from bayesadam import anchoring
 from bayesadam.anchoring import Anchor, anchor
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
-from bayesadam.gaussian.settings import Settings
+from bayesadam.weights.settings import Settings
 from cases import mlp
 from floats import assert_close
 

@@ -15,9 +15,10 @@ from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as record_of
-from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict import Forward, linearised, mean_outputs
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 __all__ = ["acquire"]
 

@@ -16,11 +16,11 @@ from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict import Forward, linearised
 from bayesadam.predict.batches import batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.posterior import Posterior
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
 

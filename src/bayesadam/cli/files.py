@@ -16,7 +16,7 @@ from bayesadam import inspecting
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.calibrated import load
-from bayesadam.compress.pruning import prune_checkpoint
+from bayesadam.compress import prune_checkpoint
 from bayesadam.errors import FileError, SettingError
 from bayesadam.inspecting import diagnose_checkpoint
 from bayesadam.merging import merge_checkpoints
