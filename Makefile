@@ -2,15 +2,16 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 OUT    ?= out
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 .PHONY: help demo reproduce goldens test test-all test-gpu check bench peers peers-test mergekit-test botorch-test wild docs serve build release-test clean
 
 help:
-	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
+	@echo "make demo    train a small network, draw its posterior's error bars (out/demo)"
 	@echo "make reproduce   Figures 1 and 2 and Table 1 on one page (out/reproduce/report.html); QUICK=1 in minutes"
 	@echo "make goldens   the numbers that no change may lose, beside the frozen ones"
 	@echo "make test    the test suite, doctests included, without what trains long or starts processes: minutes"
@@ -27,19 +28,24 @@ help:
 	@echo "make botorch-test   the BoTorch model, in an environment of its own, under botorch's acquisition functions"
 	@echo "make peers-test   import every peer, run every benchmark at its smallest size"
 
-$(READY): pyproject.toml constraints.txt
+# The package alone, which is all that the demo needs; what the tests need comes on top.
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@# timm declares torchvision, which only its models need; the tests read these two packages' optimisers' states.
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm pytorch_optimizer
 	@touch $@
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/bayesadam demo --out $(OUT)/demo
 
 # Hours on a CPU, minutes on a GPU; stopped, it resumes. The quick version keeps its runs apart and leaves these alone.
 reproduce: $(READY)
-	$(BIN)/bayesadam paper report $(OUT)/reproduce $(if $(QUICK),--quick)
+	$(BIN)/python -m experiments report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 goldens: $(READY)
 	$(BIN)/python -m benchmarks.goldens
@@ -54,8 +60,8 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m cuda tests
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples contrib docs/theme
-	$(BIN)/ruff format --check src tests benchmarks examples contrib docs/theme
+	$(BIN)/ruff check src experiments tests benchmarks examples contrib docs/theme
+	$(BIN)/ruff format --check src experiments tests benchmarks examples contrib docs/theme
 	$(BIN)/mypy
 	$(BIN)/mypy contrib/curvature.py
 
@@ -99,7 +105,7 @@ release-test: build
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --editable '.[sklearn,transformers,data,onnx,serve]' onnxruntime pytest
+	  --editable '.[sklearn,transformers,onnx,serve]' onnxruntime pooch pytest
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt
 	@touch $@
 
@@ -127,25 +133,25 @@ mergekit-test: $(MERGEKIT)/.ready
 
 # botorch's releases may ask for another torch: it is installed without its own dependencies.
 BOTORCH := .venv-botorch
-$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/surrogate/botorch.txt
+$(BOTORCH)/.ready: pyproject.toml constraints.txt tests/botorch.txt
 	$(PYTHON) -m venv $(BOTORCH)
 	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sklearn]' pytest
-	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/surrogate/botorch.txt
+	$(BOTORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/botorch.txt
 	@touch $@
 
 botorch-test: $(BOTORCH)/.ready
-	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/surrogate
+	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/test_botorch.py
 
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild
-$(WILD)%/.ready: benchmarks/wild.txt benchmarks/wild-lightning1.txt constraints.txt
+$(WILD)%/.ready: benchmarks/checkpoints/wild.txt benchmarks/checkpoints/wild-lightning1.txt constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(if $(filter 1,$*),benchmarks/wild-lightning1.txt,benchmarks/wild.txt)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(if $(filter 1,$*),benchmarks/checkpoints/wild-lightning1.txt,benchmarks/checkpoints/wild.txt)
 	@touch $@
 
 wild: $(WILD)2/.ready $(WILD)1/.ready
-	$(WILD)2/bin/python benchmarks/wild.py --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
+	$(WILD)2/bin/python -m benchmarks.checkpoints.wild --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(BOTORCH) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

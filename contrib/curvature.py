@@ -147,7 +147,7 @@ class Curvature:
         parts = [role for role in roles if role.startswith("second_moment")]
         compress = self.header.get("compress")
         allowed = {None: [["second_moment"]], "8bit": [["second_moment", _RANGE]]}
-        allowed["factored"] = [["second_moment", _RANGE], [_ROWS, _COLUMNS]]
+        allowed["factored"] = [["second_moment"], ["second_moment", _RANGE], [_ROWS, _COLUMNS]]
         if parts not in allowed[compress]:
             raise self._fault(name, f"with compress {compress!r} it cannot have {parts or 'no second moment'}")
         for role in roles:

@@ -1,6 +1,4 @@
-"""Anchors beside a dense minimiser of the proximal problem, and sums of posteriors beside dense matrices, in
-float64.
-"""
+"""Anchors beside a dense minimiser of the proximal problem, in float64."""
 
 from __future__ import annotations
 
@@ -15,14 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam import anchoring
 from bayesadam.anchoring import Anchor, anchor
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
-from bayesadam.gaussian.settings import Settings
+from bayesadam.weights.settings import Settings
 from cases import mlp
 from floats import assert_close
 
 N, BATCH = 64, 8
 KINDS = ("diagonal", "kronecker")
+
+
+@pytest.fixture
+def every_step(monkeypatch):
+    """An implicit step after each one of the optimiser."""
+    monkeypatch.setattr(anchoring, "_EVERY", 1)
 
 
 def batches(seed: int, count: int = 20, inputs: int = 3, outputs: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
@@ -49,7 +54,7 @@ def network(*sizes: int) -> nn.Sequential:
 def posterior(kind: str, model: nn.Module | None = None, seed: int = 0, **settings: Any) -> ba.Posterior:
     model = network() if model is None else model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    recorder = None if kind == "diagonal" else ba.Recorder(optimizer, keep=6, every=2)
+    recorder = None if kind == "diagonal" else ba.Recorder(optimizer, keep=6)
     fit(model, optimizer, seed)
     options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, **settings}
     return ba.Posterior.from_optimizer(model, optimizer, N, structure=kind, recorder=recorder, **options)
@@ -103,7 +108,7 @@ ADAM = {
 
 
 @pytest.mark.parametrize("name", ADAM)
-def test_a_step_minimises_the_proximal_problem(name):
+def test_a_step_minimises_the_proximal_problem(name, every_step):
     """The third step of two runs that share the first two: without an anchor, and with one for the last alone."""
     before = posterior("diagonal")
     mu, precision = flat(before.mean), dense(before)
@@ -116,7 +121,7 @@ def test_a_step_minimises_the_proximal_problem(name):
         optimizer.step()
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
-    with anchor(optimizer, before, strength=3.0, n_data=100, every=1):
+    with anchor(optimizer, before, strength=3.0, n_data=100):
         plain, twin = copy.deepcopy((model, optimizer))
         for copied, original in zip(plain.parameters(), model.parameters(), strict=True):
             copied.grad = original.grad.clone()
@@ -139,14 +144,14 @@ def test_a_step_minimises_the_proximal_problem(name):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_sgd_has_one_price_for_every_weight(kind, make, metric):
+def test_sgd_has_one_price_for_every_weight(kind, make, metric, every_step):
     """And then the step is exact for every structure."""
     before = posterior(kind)
     mu, precision = flat(before.mean), dense(before)
     optimizer = make(before.model.parameters())
     plain = copy.deepcopy(before.model)
     other = make(plain.parameters())
-    with anchor(optimizer, before, every=1) as held:
+    with anchor(optimizer, before) as held:
         fit(before.model, optimizer, seed=3, count=1)
     fit(plain, other, seed=3, count=1)
     theta = flat(plain.named_parameters())
@@ -169,8 +174,8 @@ def test_every_optimiser_with_its_own_price(name):
     make, rule = OTHERS[name]
     plain = copy.deepcopy(before.model)
     other, optimizer = make(plain.parameters(), lr=0.05), make(before.model.parameters(), lr=0.05)
-    # k = 3: one pull after three steps, three times as far.
-    with anchor(optimizer, before, every=3):
+    # One pull for three steps, at the end, three times as far.
+    with anchor(optimizer, before):
         fit(before.model, optimizer, seed=3, count=3)
     fit(plain, other, seed=3, count=3)
     metric = torch.cat([rule(other.state[p], 3, p).flatten() for p in plain.parameters()]) / 0.15
@@ -178,45 +183,13 @@ def test_every_optimiser_with_its_own_price(name):
     assert_close(flat(before.model.named_parameters()), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_huge_strength_holds_the_weights_where_they_were(kind):
-    before = posterior(kind)
-    optimizer = torch.optim.Adam(before.model.parameters(), lr=1e-2)
-    with anchor(optimizer, before, strength=1e12, every=1):
-        fit(before.model, optimizer, seed=5)
-    assert_close(flat(before.model.named_parameters()), flat(before.mean), atol=1e-8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_rests_where_loss_and_penalty_balance(kind):
-    """Full batches of a linear model: the minimum of mean loss + (λ/2N) (θ − μ)ᵀ P (θ − μ) in closed form."""
-    before = posterior(kind, network(3, 2))
-    mu, precision = flat(before.mean), dense(before)
-    x, y = (torch.cat(parts) for parts in zip(*batches(9), strict=True))
-    ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
-    # Weights row by row, then biases; the loss is a mean over both outputs.
-    order = torch.tensor([0, 1, 2, 6, 3, 4, 5, 7])
-    gram = torch.block_diag(ones.T @ ones, ones.T @ ones) / len(x)
-    right = torch.cat([ones.T @ y[:, k] for k in range(2)]) / len(x)
-    inverse = order.argsort()
-    gram, right = gram[inverse][:, inverse], right[inverse]
-    expected = torch.linalg.solve(gram + precision / N, right + precision @ mu / N)
-    optimizer = torch.optim.SGD(before.model.parameters(), lr=0.2)
-    with anchor(optimizer, before, every=1):
-        for _ in range(300):
-            optimizer.zero_grad()
-            F.mse_loss(before.model(x), y).backward()
-            optimizer.step()
-    assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_the_optimiser_and_the_recorder_see_the_data_alone():
+def test_the_optimiser_and_the_recorder_see_the_data_alone(every_step):
     """Held so hard that θ never moves, its moments are those of gradients at μ, to the last digit."""
     before = posterior("diagonal")
     model = before.model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-9)
     recorder = ba.Recorder(optimizer, keep=5, every=1)
-    with anchor(optimizer, before, strength=1e9, every=1):
+    with anchor(optimizer, before, strength=1e9):
         fit(model, optimizer, seed=5, count=5)
     alone = network()
     alone.load_state_dict(before.mode)
@@ -231,7 +204,7 @@ def test_the_optimiser_and_the_recorder_see_the_data_alone():
 # --- what leaves the weights alone ----------------------------------------------------------------------------------
 
 
-def test_no_rate_or_no_gradient_leaves_a_weight_alone():
+def test_no_rate_or_no_gradient_leaves_a_weight_alone(every_step):
     before = posterior("diagonal")
     model = before.model
     with torch.no_grad():
@@ -239,7 +212,7 @@ def test_no_rate_or_no_gradient_leaves_a_weight_alone():
             parameter.add_(1.0)
     kept = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    with anchor(optimizer, before, every=1):
+    with anchor(optimizer, before):
         fit(model, optimizer, seed=1, count=3)
         assert all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
         optimizer.param_groups[0]["lr"] = 0.1
@@ -250,12 +223,12 @@ def test_no_rate_or_no_gradient_leaves_a_weight_alone():
     assert changed == {"0.weight"}
 
 
-def test_a_skipped_step_of_a_fused_optimiser_pulls_nothing():
+def test_a_skipped_step_of_a_fused_optimiser_pulls_nothing(every_step):
     before = posterior("diagonal")
     model = before.model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
-    held = anchor(optimizer, before, every=1)
+    held = anchor(optimizer, before)
     fit(model, optimizer, seed=1, count=1)
     assert held.state_dict()["steps"] == [0]
     optimizer.found_inf = torch.zeros(())
@@ -266,35 +239,11 @@ def test_a_skipped_step_of_a_fused_optimiser_pulls_nothing():
     assert held.state_dict()["steps"] == [1]
 
 
-def test_closures_work_as_plain_steps():
-    found = []
-    for with_closure in (False, True):
-        before = posterior("diagonal")
-        model = before.model
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-        with anchor(optimizer, before, every=2):
-            for x, y in batches(4, 6):
-
-                def closure(model: nn.Module = model, x: Tensor = x, y: Tensor = y, o: Any = optimizer) -> Tensor:
-                    o.zero_grad()
-                    loss = F.mse_loss(model(x), y)
-                    loss.backward()
-                    return loss
-
-                if with_closure:
-                    optimizer.step(closure)
-                else:
-                    closure()
-                    optimizer.step()
-        found.append(flat(model.named_parameters()))
-    assert_close(found[0], found[1])
-
-
 # --- which parameters -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_grew_is_held_in_its_old_rows(kind):
+def test_a_head_that_grew_is_held_in_its_old_rows(kind, every_step):
     before = posterior(kind)
     model = before.model
     old = model[2]
@@ -303,7 +252,7 @@ def test_a_head_that_grew_is_held_in_its_old_rows(kind):
         model[2].weight[:2], model[2].bias[:2] = old.weight, old.bias
     fresh = model[2].weight.detach()[2:].clone()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with anchor(optimizer, before, strength=1e12, every=1) as held:
+    with anchor(optimizer, before, strength=1e12) as held:
         fit(model, optimizer, seed=2)
     assert held.free == ()
     assert_close(model[2].weight[:2], before.mode["2.weight"], atol=1e-8)
@@ -332,36 +281,10 @@ class Heads(nn.Module):
         return self.heads[self.task](self.body(x).tanh())
 
 
-def test_parameters_without_a_past_are_free_and_listed():
-    model = Heads(2)
-    first = torch.optim.Adam([*model.body.parameters(), *model.heads[0].parameters()])
-    for x, y in batches(0):
-        first.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        first.step()
-    before = ba.Posterior.from_optimizer(model, first, N, prior_precision=1.0)
-    second = torch.optim.Adam([*model.body.parameters(), *model.heads[1].parameters()])
-    with anchor(second, before) as held:
-        assert held.anchored == ("body.weight", "body.bias")
-        assert held.free == ("heads.1.weight", "heads.1.bias")
-        assert (len(held.anchored), len(held.free)) == (2, 2)
-    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
-        anchor(torch.optim.Adam(model.heads[1].parameters()), before)
-    smaller = nn.ModuleDict({"body": model.body})
-    with pytest.raises(MatchError, match=r"free=\['heads\.0\.weight'"):
-        anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller)
-    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller, free=["heads"]) as held:
-        assert (held.anchored, held.free) == (("body.weight", "body.bias"), ())
-    with anchor(second, before, free=["body.bias", "heads"]) as held:
-        assert held.anchored == ("body.weight",)
-    with pytest.raises(MatchError, match="no parameters or modules"):
-        anchor(second, before, free=["bdy"])
-
-
 def test_settings_that_would_switch_it_off_are_refused():
     before = posterior("diagonal")
     optimizer = torch.optim.Adam(before.model.parameters())
-    for wrong in ({"strength": 0.0}, {"strength": float("inf")}, {"n_data": 0}, {"every": 0}):
+    for wrong in ({"strength": 0.0}, {"strength": float("inf")}, {"n_data": 0}):
         with pytest.raises(SettingError, match=f"{next(iter(wrong))} must be a"):
             anchor(optimizer, before, **wrong)
     empty = ba.Posterior(before.mode, type(before.structure)({n: 0 * t for n, t in before.mode.items()}),
@@ -401,25 +324,6 @@ def test_the_steps_since_the_last_pull_count_at_the_end(kind):
     assert torch.equal(before.model.state_dict()["0.weight"], kept)
 
 
-def test_the_number_of_examples_is_not_taken_for_a_strength():
-    before = posterior("diagonal")
-    with pytest.raises(TypeError, match="positional"):
-        anchor(torch.optim.Adam(before.model.parameters()), before, 643)
-
-
-def test_what_else_pulls_at_the_weights_is_warned_of():
-    before = posterior("diagonal")
-    optimizer = torch.optim.Adam(before.model.parameters())
-    with anchor(optimizer, before, free="0"), anchor(optimizer, before, free=["2"]) as other:
-        assert other.anchored == ("0.weight", "0.bias")
-    with pytest.warns(ba.errors.BayesAdamWarning, match=r"weight decay of 0\.01"):
-        anchor(torch.optim.AdamW(before.model.parameters()), before).remove()
-    x, y = map(torch.cat, zip(*batches(5), strict=True))
-    calibrated = ba.calibrate(before, (x, y), likelihood="regression")
-    with pytest.warns(ba.errors.BayesAdamWarning, match="before calibrate"):
-        anchor(optimizer, calibrated).remove()
-
-
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -438,7 +342,7 @@ def test_an_anchor_survives_a_checkpoint(kind):
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
             # Another posterior and settings than those in the state, which has the last word.
             given = before if saved is None else posterior(kind, network(), seed=8)
-            held = Anchor(optimizer, given, strength=2.0 if saved is None else 1.0, n_data=50, every=4, model=model)
+            held = Anchor(optimizer, given, strength=2.0 if saved is None else 1.0, n_data=50, model=model)
             if saved is not None:
                 state = torch.load(io.BytesIO(saved), weights_only=True)
                 optimizer.load_state_dict(state["optimizer"])
@@ -468,126 +372,6 @@ def test_the_state_of_something_else_is_refused():
         held.load_state_dict(state)
 
 
-# --- sums -----------------------------------------------------------------------------------------------------------
-
-
-def pair(first: str, second: str, sizes: tuple[int, ...] = (3, 4, 2)) -> tuple[ba.Posterior, ba.Posterior]:
-    model = network(*sizes)
-    a = posterior(first, model, seed=0, power=0.5, prior_precision=0.7).replace(scale=0.3)
-    return a, posterior(second, model, seed=1, prior_precision=0.5)
-
-
-def test_a_sum_of_diagonals_is_exact():
-    a, b = pair("diagonal", "diagonal")
-    total = a + b
-    assert total.structure.kind == "diagonal"
-    assert (total.n_data, total.settings.power, total.settings.weight) == (2 * N, 1.0, 2 * N)
-    assert_close(dense(total, prior=False), dense(a, prior=False) + dense(b, prior=False), rtol=1e-6, atol=1e-8)
-    # The prior is the same one; the larger, since one of them may have had none.
-    assert set(total.prior_precision.values()) == {0.7}
-    assert_close(flat(total.mean), flat(b.mean))
-
-
-@pytest.mark.parametrize(("first", "second"), [("kronecker", "kronecker"), ("diagonal", "kronecker")])
-def test_a_kronecker_sum_is_the_diagonal_in_the_eigenbases_of_the_summed_factors(first, second):
-    a, b = pair(first, second)
-    total = a + b
-    whole = dense(a, prior=False) + dense(b, prior=False)
-    start = 0
-    for name, v in total.structure.second_moment.items():
-        block = whole[start : start + v.numel(), start : start + v.numel()]
-        start += v.numel()
-        rows = v.shape[0] if v.dim() > 1 else 1
-        four = block.reshape(rows, v.numel() // rows, rows, v.numel() // rows)
-        rotation = total.structure.bases.get(name)
-        sides = (rotation.left, rotation.right) if rotation else (None, None)
-        for side, factor in zip(
-            sides, (four.diagonal(dim1=1, dim2=3).sum(-1), four.diagonal(dim1=0, dim2=2).sum(-1)), strict=True
-        ):
-            if side is not None:
-                turned = side.T @ factor @ side
-                assert_close(turned, torch.diag(turned.diagonal()), atol=1e-8 * float(turned.max()))
-        left, right = (
-            torch.eye(n, dtype=v.dtype) if s is None else s for s, n in zip(sides, four.shape[:2], strict=True)
-        )
-        both = torch.kron(left, right)
-        expected = (both.T @ block @ both).diagonal().reshape(v.shape)
-        assert_close(total.settings.weight * v, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_a_kronecker_posterior_added_to_one_of_the_same_bases_is_exact():
-    a, _ = pair("kronecker", "kronecker")
-    assert_close(dense(a + a, prior=False), 2 * dense(a, prior=False), rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
-def test_a_sum_with_a_head_that_grew(kind):
-    model = network()
-    a = posterior(kind, model)
-    model[2] = nn.Linear(4, 5).double()
-    b = posterior(kind, model, seed=1)
-    total = a + b
-    assert total.mode["2.weight"].shape == (5, 4)
-    # Old weights of the larger head; the rest has none of the first.
-    size = sum(t.numel() for t in b.mode.values())
-    large = {name: torch.arange(t.numel()).reshape(t.shape) for name, t in b.mode.items()}
-    offsets = dict(zip(b.mode, [0, *torch.tensor([t.numel() for t in b.mode.values()]).cumsum(0)[:-1]], strict=True))
-    places = torch.cat([(offsets[n] + large[n][: len(t)]).flatten() for n, t in a.mode.items()])
-    before = torch.zeros(size, size, dtype=torch.float64)
-    before[places[:, None], places] = dense(a, prior=False)
-    expected = before + dense(b, prior=False)
-    found = dense(total, prior=False)
-    if kind == "kronecker":
-        # What a projection keeps: the trace, parameter by parameter.
-        assert_close(found.trace(), expected.trace())
-        head = slice(int(offsets["2.weight"]), int(offsets["2.bias"]))
-        assert_close(found[head, head].trace(), expected[head, head].trace())
-    else:
-        assert_close(found, expected, rtol=1e-6, atol=1e-8)
-    total.sample()
-
-
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
-def test_parameters_of_one_part_keep_theirs(kind):
-    model = Heads(2)
-    parts = []
-    for task in range(2):
-        model.task = task
-        optimizer = torch.optim.Adam([*model.body.parameters(), *model.heads[task].parameters()])
-        recorder = ba.Recorder(optimizer, keep=6, every=2)
-        for x, y in batches(task):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-        options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, "structure": kind, "recorder": recorder}
-        parts.append(ba.Posterior.from_optimizer(model, optimizer, N, **options))
-    total = parts[0] + parts[1]
-    assert set(total.mode) == {name for name, _ in model.named_parameters()}
-    assert total.omitted == {}
-    for part, head in zip(parts, ("heads.0", "heads.1"), strict=True):
-        for end in ("weight", "bias"):
-            name = f"{head}.{end}"
-            assert_close(total.mode[name], part.mode[name])
-            expected = part.settings.weight * part.structure.second_moment[name]
-            assert_close(total.settings.weight * total.structure.second_moment[name], expected)
-
-
-def test_what_has_no_sum_is_refused(tmp_path):
-    a, b = pair("kronecker", "diagonal")
-    with pytest.raises(SettingError, match="add them first"):
-        a + b.with_inputs(torch.randn(30, 3).double())
-    with pytest.raises(TypeError):
-        a + 1
-    with pytest.raises(MatchError, match="no parameter in common"):
-        a + posterior("kronecker", nn.Sequential(nn.Identity(), mlp(3, 2).double()))
-    other = posterior("diagonal", network(3, 5, 2))
-    with pytest.raises(MatchError, match=r"'0\.weight' has shape \(5, 3\) in the first posterior"):
-        other + posterior("diagonal")
-    total = a + a
-    total.save(tmp_path / "sum.safetensors")
-    assert_close(dense(ba.Posterior.load(tmp_path / "sum.safetensors", a.model)), dense(total))
-
-
 # --- two tasks ------------------------------------------------------------------------------------------------------
 
 
@@ -608,7 +392,7 @@ def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
         before = None
         for x, y in tasks:
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            recorder = ba.Recorder(optimizer, keep=70, every=2)
+            recorder = ba.Recorder(optimizer, keep=70)
             held = anchor(optimizer, before, n_data=len(x)) if before is not None and method != "plain" else None
             for _ in range(150):
                 rows = torch.randint(len(x), (40,))
@@ -624,3 +408,28 @@ def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
         with torch.no_grad():
             error[method] = max(float(F.mse_loss(model(x), y)) for x, y in tasks)
     assert error[kind] < 0.6 * error["plain"]
+
+
+def test_parameters_without_a_past_are_free_and_listed():
+    model = Heads(2)
+    first = torch.optim.Adam([*model.body.parameters(), *model.heads[0].parameters()])
+    for x, y in batches(0):
+        first.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        first.step()
+    before = ba.Posterior.from_optimizer(model, first, N, prior_precision=1.0)
+    second = torch.optim.Adam([*model.body.parameters(), *model.heads[1].parameters()])
+    with anchor(second, before) as held:
+        assert held.anchored == ("body.weight", "body.bias")
+        assert held.free == ("heads.1.weight", "heads.1.bias")
+    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
+        anchor(torch.optim.Adam(model.heads[1].parameters()), before)
+    smaller = nn.ModuleDict({"body": model.body})
+    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller) as held:
+        assert (held.anchored, held.free) == (("body.weight", "body.bias"), ())
+
+
+def test_a_weight_decay_beside_it_is_warned_of():
+    before = posterior("diagonal")
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"weight decay of 0\.01"):
+        anchor(torch.optim.AdamW(before.model.parameters()), before).remove()

@@ -1,7 +1,6 @@
 """Every recipe of CONTRIBUTING.md, followed: its code is taken from there, registered as it says, and used.
 
-In most tests the new line enters the registry by monkeypatch, so that nothing stays. One test writes the files and the
-lines into a copy of the package: they are all that an extension needs.
+The new line enters the registry by monkeypatch, so that nothing stays.
 """
 
 from __future__ import annotations
@@ -11,46 +10,25 @@ import importlib
 import json
 import math
 import re
-import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
-from torch import Tensor, nn
+from torch import Tensor
 
 import bayesadam as ba
-from bayesadam.bandits import Agent, agent_settings, make_agent, replay, reward_problem, simulate
-from bayesadam.bandits.agents import REGISTRY
-from bayesadam.engine import RULES, Network, Stack
-from bayesadam.engine.network import forward, unflatten
-from bayesadam.engine.stack import constant
-from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, SettingError
-from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.likelihoods import LIKELIHOODS
-from bayesadam.paper import methods
 from bayesadam.readers import registry as readers
 from bayesadam.readers.formats import registry as formats
 from cases import mlp
-from floats import approx, assert_close
-from processes import run_python
+from floats import assert_close
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src"
-TITLES = (
-    "optimiser reader",
-    "likelihood",
-    "covariance structure",
-    "checkpoint format",
-    "training rule",
-    "bandit agent",
-)
+TITLES = ("optimiser reader", "likelihood", "checkpoint format")
 
 
 class Recipe(NamedTuple):
@@ -93,62 +71,9 @@ class Recipe(NamedTuple):
         exec(compile(self.code, self.file, "exec"), vars(found))
         return found
 
-    def write(self, source: Path) -> None:
-        """Follow the recipe in a copy of the sources: the file, its import, the line."""
-        registry, names = source.parent / self.registry, re.findall(r"\b[A-Z]\w+\b", self.line)
-        text = registry.read_text(encoding="utf-8")
-        node = next(
-            node
-            for node in ast.parse(text).body
-            if isinstance(node, ast.Assign | ast.AnnAssign) and _is(node, self.name)
-        )
-        assert node.value is not None
-        # The end of the tuple or of the dictionary, before its bracket.
-        display = next(each for each in ast.walk(node.value) if isinstance(each, ast.Tuple | ast.Dict))
-        lines = text.splitlines(keepends=True)
-        at = display.end_lineno - 1
-        before, after = _cut(lines[at], display.end_col_offset - 1)
-        comma = "" if before.rstrip().endswith(",") or not before.strip() else ","
-        lines[at] = f"{before}{comma} {self.line}\n{after}"
-        if self.file == self.registry:
-            lines[node.lineno - 1] = f"{self.code}\n\n{lines[node.lineno - 1]}"
-        elif self.file:
-            lines[node.lineno - 1] = f"from {_dotted(self.file)} import {names[0]}\n{lines[node.lineno - 1]}"
-            (source.parent / self.file).write_text(self.code, encoding="utf-8")
-        registry.write_text("".join(lines), encoding="utf-8")
-
 
 def _dotted(path: str) -> str:
     return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def _is(node: ast.Assign | ast.AnnAssign, name: str) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
-
-
-def _cut(line: str, column: int) -> tuple[str, str]:
-    """A line before and after a column, which ast counts in bytes."""
-    raw = line.encode()
-    return raw[:column].decode(), raw[column:].decode()
-
-
-# --- the files and lines are enough ---------------------------------------------------------------------------------
-
-SEEN = """
-import bayesadam
-from bayesadam.bandits import AGENTS
-from bayesadam.engine import RULES
-from bayesadam.gaussian.files import STRUCTURES
-from bayesadam.likelihoods import LIKELIHOODS
-from bayesadam.paper.methods import METHODS
-from bayesadam.readers import registered, registered_formats
-
-names = {each.name for each in (*registered(), *registered_formats())}
-print(bayesadam.__file__)
-print(sorted({"padam", "tinytrain"} & names), [list(each)[-1] for each in (LIKELIHOODS, STRUCTURES, RULES, AGENTS)])
-print("adagrad" in METHODS)
-"""
 
 
 def test_the_page_has_these_recipes_with_code():
@@ -161,19 +86,6 @@ def test_the_page_has_these_recipes_with_code():
     for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+\.\w+)`", text):
         if "NAME" not in path:
             assert (ROOT / path).is_file(), path
-
-
-@pytest.mark.slow
-def test_one_file_and_one_line_are_all_that_an_extension_needs(tmp_path):
-    shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    for title in TITLES:
-        Recipe.of(title).write(tmp_path / "src")
-    done = run_python(SEEN, env={"PYTHONPATH": str(tmp_path / "src")})
-    assert done.returncode == 0, done.stderr
-    where, found, method = done.stdout.splitlines()
-    assert Path(where).is_relative_to(tmp_path)
-    assert found == "['padam', 'tinytrain'] ['waiting', 'one-sided', 'adagrad', 'averages']"
-    assert method == "True"
 
 
 # --- an optimiser reader --------------------------------------------------------------------------------------------
@@ -264,84 +176,19 @@ def test_a_likelihood(monkeypatch):
     found = ba.calibrate(posterior, (x[rest], y[rest]), likelihood=name)
     p = found.predict(x[rest], likelihood=name)
 
-    # p(y) by scipy: an exponential variable whose log-mean is Gaussian.
-    for number in (0, 1, 2):
-        at, mean, sd = float(y[rest][number]), float(p.mean[number]), float(p.variance[number].sqrt())
-
-        def density(f: float, at: float = at, mean: float = mean, sd: float = sd) -> float:
-            return float(stats.expon.pdf(at, scale=math.exp(f)) * stats.norm.pdf(f, mean, sd))
-
-        mass, _ = integrate.quad(density, mean - 9 * sd, mean + 9 * sd, points=[mean])
-        assert_close(p.log_prob(y[rest])[number], math.log(mass), rtol=1e-6)
-    draws = p.sample(40_000, generator=torch.Generator().manual_seed(0))
-    assert_close(draws.mean(dim=0), p.predicted_mean, rtol=0.05)
-    assert_close(draws.var(dim=0), p.total_variance, rtol=0.2)
+    # p(y) by the trapezoidal rule: an exponential variable whose log-mean is Gaussian.
+    mean, sd = p.mean, p.variance.sqrt()
+    z = torch.linspace(-9, 9, 2001, dtype=torch.float64)
+    rate = (-(mean + sd * z)).exp()
+    density = rate * (-rate * y[rest]).exp() * (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    assert_close(p.log_prob(y[rest]).flatten(), torch.trapezoid(density, z, dim=1).log(), rtol=1e-6)
+    draws = p.sample(10_000, generator=torch.Generator().manual_seed(0))
+    assert_close(draws.mean(dim=0), p.predicted_mean, rtol=0.1)
+    assert_close(draws.var(dim=0), p.total_variance, rtol=0.4)
 
     best = -torch.distributions.Exponential((-1 - x[rest].sin()).exp()).log_prob(y[rest]).mean()
     assert ba.scores.nll(p, y[rest]) < float(best) + 0.15
     assert 0.8 < ba.scores.coverage(p, y[rest], level=0.9) <= 1
-    assert len(ba.audit(found, (x, y)).suspects(5)) == 5
-    assert ba.Mixture([found, found]).predict(x, likelihood=name).entropy().isfinite().all()
-
-
-# --- a covariance structure -----------------------------------------------------------------------------------------
-
-
-def test_a_covariance_structure(monkeypatch, tmp_path):
-    spec = Recipe.of("covariance structure").entered(monkeypatch)
-    monkeypatch.setitem(STRUCTURES, spec.name, spec)
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    record = ba.Recorder(optimizer, keep=8, every=1)
-    gradients = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        (model(torch.randn(5, 3).double()) - 1).square().mean().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.step()
-    with pytest.raises(SettingError, match="recorded gradients"):
-        ba.Posterior.from_optimizer(model, optimizer, 40, structure="one-sided")
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 40, structure="one-sided", recorder=record)
-
-    # The dense covariance, weights in the order of W.flatten(), then the bias; δ = N × weight decay = 4.
-    stack = torch.stack([each["weight"] for each in gradients])
-    basis = torch.linalg.eigh(sum(g @ g.T for g in stack)).eigenvectors.contiguous()
-    turn = torch.kron(basis, torch.eye(3).double())
-    squares = (basis.T @ stack).square().mean(dim=0)
-    bias = torch.stack([each["bias"] for each in gradients]).square().mean(dim=0)
-    dense = torch.block_diag(
-        turn @ torch.diag(1 / (40 * squares.flatten().sqrt() + 4)) @ turn.T, torch.diag(1 / (40 * bias.sqrt() + 4))
-    )
-    mean = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
-    reference = torch.distributions.MultivariateNormal(mean, dense)
-
-    def flat(named: Any) -> Tensor:
-        return torch.cat([named["weight"].flatten(-2), named["bias"]], dim=-1)
-
-    for found in (posterior, posterior.to(dtype=torch.float64)):
-        assert found.structure.kind == "one-sided"
-        assert_close(flat(found.variance), dense.diagonal())
-    drawn = posterior.sample(20_000, generator=torch.Generator().manual_seed(0))
-    assert_close(flat(drawn).mean(dim=0), mean, atol=5 * float(dense.diagonal().max().sqrt()) / 20_000**0.5)
-    assert_close(flat(drawn).T.cov(), dense, rtol=0.05)
-    assert_close(posterior.log_prob(drawn)[:5], reference.log_prob(flat(drawn)[:5]))
-    assert_close(posterior.entropy(), reference.entropy())
-
-    posterior.save(tmp_path / "p.safetensors")
-    for again in (
-        ba.Posterior.load(tmp_path / "p.safetensors", model),
-        ba.GaussianWeights.open(tmp_path / "p.safetensors"),
-    ):
-        assert type(again.structure) is type(posterior.structure)
-        assert_close(again.log_prob(drawn)[:5], posterior.log_prob(drawn)[:5])
-        assert [again.part(name).structure.kind for name in again.mode] == ["one-sided"] * 2
-
-    # A linear network: Var[f] = J Σ Jᵀ.
-    x = torch.randn(4, 3).double()
-    jacobian = torch.cat([torch.kron(torch.eye(2).double(), x[:1]), torch.eye(2).double()], dim=1)
-    p = posterior.predict(x, likelihood="regression", covariance=True)
-    assert_close(p.covariance[0], jacobian @ dense @ jacobian.T)
 
 
 # --- a checkpoint format --------------------------------------------------------------------------------------------
@@ -392,85 +239,3 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     path.write_text(json.dumps({"another": 7}))
     with pytest.raises(FileError, match="no known format"):
         ba.readers.read_checkpoint(path)
-
-
-# --- a training rule ------------------------------------------------------------------------------------------------
-
-
-def test_a_training_rule(monkeypatch):
-    ((name, rule),) = Recipe.of("training rule").entered(monkeypatch).items()
-    monkeypatch.setitem(RULES, name, rule)  # type: ignore[arg-type]
-    network, seeds, steps, n_data = Network(2, (4,), 1), (0, 1), 6, 50
-    torch.manual_seed(0)
-    x, y = torch.randn(n_data, 2), torch.randn(n_data, 1)
-
-    # Two networks as a stack, against the equations in float64.
-    stack = Stack(network, rule(), seeds, lambda rows: (x[rows], lambda f: 2 * (f - y[rows]) / 10), n_data=n_data)
-    theta, total = stack.weights.double().clone(), torch.zeros_like(stack.weights, dtype=torch.float64)
-    rows = torch.randint(n_data, (steps, len(seeds), 10))
-    stack.prepare(rows, constant(0.05))
-    stack.run(steps)
-    for batch in rows:
-        theta.requires_grad_()
-        f = forward(network, unflatten(network, theta), x[batch].double())
-        loss = (f - y[batch].double()).square().mean(dim=(1, 2)).sum()
-        (g,) = torch.autograd.grad(loss, theta)
-        total += g.square()
-        theta = theta.detach() - 0.05 * g / (total.sqrt() + 1e-8)
-    found = stack.gaussian()
-    assert found is not None
-    assert_close(found.mean, theta, rtol=1e-4)
-    assert_close(found.variance, 1 / (n_data * (total / steps).sqrt() + 1), rtol=1e-4)
-
-    # As a method, which the import of `methods` makes of every rule.
-    monkeypatch.setitem(methods.METHODS, name, partial(methods.fit_rule, name))  # type: ignore[arg-type]
-    x = torch.linspace(-1, 1, 200)[:, None]
-    y = x.square() + 0.1 * torch.randn(x.shape)
-    fitted = methods.fit(name, x, y, likelihood="regression", hidden=(16,), epochs=100, seeds=(0, 1))
-    assert len(fitted.posteriors) == 2
-    for posterior, p in zip(fitted.posteriors, fitted.predict(x), strict=True):
-        assert all(bool((v > 0).all() and (v <= 1).all()) for v in posterior.variance.values())
-        # The parabola's own standard deviation is 0.3.
-        assert float((posterior.model(x) - x.square()).detach().square().mean().sqrt()) < 0.1
-        assert p.log_prob(y).isfinite().all()
-
-
-# --- a bandit agent -------------------------------------------------------------------------------------------------
-
-
-def test_a_bandit_agent(monkeypatch, tmp_path):
-    ((name, entry),) = Recipe.of("bandit agent").entered(monkeypatch).items()
-    monkeypatch.setitem(REGISTRY, name, entry)  # type: ignore[arg-type]
-    assert (agent_settings(name).noise_variance, agent_settings(name, "paper").noise_variance) == (0.1, 1.0)
-    with pytest.raises(SettingError, match="noise_variance must be positive and finite, got -1"):
-        agent_settings(name, noise_variance=-1)
-
-    # Arm 2 pays most; a bandit without contexts finds it.
-    source = np.random.default_rng(0)
-    pays = np.array([0.0, 0.3, 1.0]) + 0.3 * source.normal(size=(400, 3))
-    found = simulate(reward_problem(source.normal(size=(400, 2)), pays), name, runs=3)
-    late = (found.reward[:, -1] - found.reward[:, 199]) / 200
-    assert late.min() > 0.9
-    assert simulate(reward_problem(source.normal(size=(400, 2)), pays), "uniform").reward[:, -1].max() < 250
-
-    agent = make_agent(name, 2, 3, noise_variance=1.0, initial_pulls=0, forget=50.0)
-    agent.log(tmp_path / "log.jsonl")
-    arms, rewards = source.integers(3, size=200), source.normal(size=200)
-    for arm, reward in zip(arms, rewards, strict=True):
-        agent.update([0.0, 1.0], int(arm), reward=float(reward))
-    # The closed form, with weights 2^(−age/50), in its own draws.
-    weights = 2.0 ** (-np.arange(199, -1, -1) / 50)
-    precision = np.array([1 + weights[arms == arm].sum() for arm in range(3)])
-    mean = np.array([(weights * rewards)[arms == arm].sum() for arm in range(3)]) / precision
-    draws = agent._actor._draws(torch.zeros(1, 1, 2), 50_000, Streams([0], "test"))[0, 0]
-    assert_close(draws.mean(dim=0), mean, atol=5 / math.sqrt(50_000 * precision.min()))
-    assert_close(draws.var(dim=0), 1 / precision, rtol=0.05)
-
-    decision = agent.decide([0.0, 1.0], draws=20_000)
-    share = float((draws.argmax(dim=1) == decision.arm).float().mean())
-    assert decision.probability == approx(share, abs=0.03)
-    agent.save(tmp_path / "agent")
-    for again in (Agent.load(tmp_path / "agent"), replay(tmp_path / "log.jsonl")):
-        assert (again.settings, again.pending) == (agent.settings, (decision.id,))
-        for key, tensor in agent._actor.tensors().items():
-            assert_close(again._actor.tensors()[key], tensor)

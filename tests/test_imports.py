@@ -3,9 +3,7 @@
 import ast
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
@@ -14,10 +12,9 @@ from types import ModuleType
 import pytest
 
 import bayesadam
-from bayesadam import __version__
 from bayesadam._extras import EXTRA_OF, require
 from bayesadam.errors import MissingExtraError
-from processes import PATIENCE
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
@@ -45,23 +42,12 @@ def modules() -> dict[str, Path]:
     return {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-
-
 # --- from outside ---------------------------------------------------------------------------------------------------
 
 
 def test_the_library_needs_torch_numpy_and_safetensors_only():
     # A refusal that was caught counts too: what is optional is asked for when it is needed, not on import.
-    done = python("-c", BARE + "from bayesadam import *\nprint(Posterior.__name__, refused)\nimport bayesadam.cli")
+    done = run_python(BARE + "from bayesadam import *\nprint(Posterior.__name__, refused)\nimport bayesadam.cli")
     assert done.stdout == "Posterior []\n", done.stderr
     # The refusal is real.
     assert done.returncode == 1
@@ -69,19 +55,9 @@ def test_the_library_needs_torch_numpy_and_safetensors_only():
 
 
 def test_torch_is_imported_with_the_first_name_and_not_before():
-    lines = (
-        "import sys, bayesadam",
-        "print('torch' in sys.modules)",
-        "bayesadam.Posterior",
-        "print('torch' in sys.modules)",
-    )
-    done = python("-c", "\n".join(lines))
+    asked = "print('torch' in sys.modules)"
+    done = run_python(f"import sys, bayesadam\n{asked}\nbayesadam.Posterior\n{asked}")
     assert done.stdout == "False\nTrue\n", done.stderr
-
-
-def test_the_command_runs_from_a_plain_checkout():
-    done = python("-m", "bayesadam", "--version")
-    assert (done.returncode, done.stdout) == (0, f"bayesadam {__version__}\n"), done.stderr
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -93,17 +69,17 @@ def public_modules() -> list[str]:
 
 
 def test_every_public_module_is_what_its_name_gives():
+    # Those of other packages take long to import, and hide behind no function.
     for name in public_modules():
-        try:
-            module = importlib.import_module(name)
-        except MissingExtraError:
+        if name.startswith(("bayesadam.trainers.", "bayesadam.botorch.")):
             continue
+        module = importlib.import_module(name)
         # As `import a.b.c as x` finds it: a function of the same name, imported by the parent, would come instead.
         assert reduce(getattr, name.split(".")[1:], bayesadam) is module, name
 
 
 def test_no_public_name_is_a_function_and_a_module():
-    assert {"bayesadam.calibration", "bayesadam.pruning", "bayesadam.diagnosis"} <= set(public_modules())
+    assert {"bayesadam.calibration", "bayesadam.compress", "bayesadam.diagnosis"} <= set(public_modules())
     for name in bayesadam.__all__:
         is_module = f"bayesadam.{name}" in public_modules()
         assert isinstance(getattr(bayesadam, name), ModuleType) == is_module, name
@@ -114,11 +90,7 @@ def test_what_is_not_there_is_an_attribute_error():
         _ = bayesadam.Posteriour
     assert not hasattr(bayesadam, "__wrapped__")
     assert set(bayesadam.__all__) <= set(dir(bayesadam))
-
-
-def test_public_names_are_sorted_and_complete():
     assert bayesadam.__all__ == sorted(bayesadam.__all__)
-    assert len(bayesadam.__all__) < 36
 
 
 # --- extras ---------------------------------------------------------------------------------------------------------
@@ -149,7 +121,7 @@ def test_extras_agree_with_the_packaging():
     def names(requirements: list[str]) -> set[str]:
         return {re.match(r"[\w-]+", requirement).group() for requirement in requirements}
 
-    imported = {"scikit-learn": "sklearn"}
+    imported = {"scikit-learn": "sklearn", "torch-pruning": "torch_pruning"}
     declared = {
         imported.get(name, name): extra
         for extra, requirements in project["optional-dependencies"].items()
@@ -165,23 +137,22 @@ def test_extras_agree_with_the_packaging():
 
 # Lowest first; "" is the package's own __init__. A module may import from floors below its own, and from itself.
 FLOORS = (
-    {"errors", "_version"},
+    {"errors", "_linearised", "_version"},
     {"_alone", "_checks", "_extras", "_files", "_options", "_progress", "_shards", "_tables", "_warnings"},
-    {"_plots", "_storage", "data"},
+    {"_storage"},
     {"readers"},
-    {"gaussian", "likelihoods"},
+    {"likelihoods", "weights"},
     {"engine", "lora", "predict"},
     {"leverage"},
-    {"posterior"},
-    {"diagnosis", "merging", "optim", "pruning"},
+    {"weights.posterior"},
+    {"weights.mixture"},
+    {"compress", "diagnosis", "merging", "optim"},
     {"anchoring", "deploying", "inspect", "monitoring", "scores"},
     {"acquiring", "auditing", "calibration"},
     {"bandits", "sklearn", "trainers"},
     {"botorch"},
     {"_public"},
     {""},
-    {"commands"},
-    {"paper", "play"},
     {"cli"},
     {"__main__"},
 )
@@ -202,14 +173,16 @@ def imports(tree: ast.AST, package: str) -> set[str]:
         for target in targets:
             root, _, rest = target.partition(".")
             if root == "bayesadam":
-                part = rest.partition(".")[0]
+                part = part_of(rest.replace(".", "/"))
                 found.add(part if part in FLOOR else "")
     return found
 
 
 def part_of(relative: str) -> str:
-    first = Path(relative).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    """The part that a module belongs to, by its path in the package; some modules are on floors of their own."""
+    parts = relative.removesuffix(".py").split("/")
+    whole = ".".join(parts[:2])
+    return whole if whole in FLOOR else parts[0].removesuffix("__init__")
 
 
 def test_no_floor_imports_a_higher_one():
@@ -228,11 +201,12 @@ def test_no_floor_imports_a_higher_one():
         ("import bayesadam", {""}),
         ("import bayesadam.diagnosis as d, os", {"diagnosis"}),
         ("from bayesadam import Posterior, readers", {"", "readers"}),
-        ("from bayesadam.gaussian.noise import draw", {"gaussian"}),
+        ("from bayesadam.weights.draws import draw", {"weights"}),
         ("def f():\n    from ..cli import app", {"cli"}),
-        ("from . import storage", {"posterior"}),
+        ("from bayesadam.weights.posterior import Posterior", {"weights.posterior"}),
+        ("from . import storage", {"weights"}),
         ("import torch", set()),
     ],
 )
 def test_imports_are_found_in_every_spelling(line, expected):
-    assert imports(ast.parse(line), "bayesadam.posterior") == expected
+    assert imports(ast.parse(line), "bayesadam.weights") == expected

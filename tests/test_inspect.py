@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.__main__ import main
-from bayesadam.commands import plots as command
-from bayesadam.errors import FileError, SettingError
-from bayesadam.inspect import inspect_checkpoint
+from bayesadam.errors import FileError
+from bayesadam.inspecting import diagnose_checkpoint
 from bayesadam.readers import explain, read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
@@ -59,7 +57,7 @@ def path(trained_pair: Any, tmp_path: Path) -> Path:
 
 def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Path) -> None:
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=0.0)
-    found = inspect_checkpoint(path, n_data=500)
+    found = inspect(path, n_data=500)
     assert [row.name for row in found.parameters] == list(posterior.mode)
     for row in found.parameters:
         snr = posterior.snr()[row.name]
@@ -76,7 +74,7 @@ def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Pa
 
 
 def test_without_n_only_the_order_is_told(path: Path) -> None:
-    plain, scaled = inspect_checkpoint(path), inspect_checkpoint(path, n_data=400)
+    plain, scaled = inspect(path), inspect(path, n_data=400)
     assert (plain.n_data, plain.below) == (None, None)
     assert "only the order" in str(plain)
     assert scaled.n_data == 400
@@ -89,51 +87,22 @@ def test_n_is_taken_from_the_file_where_the_trainer_wrote_it_down(trained_pair: 
     model, optimizer = trained_pair
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 160}
     torch.save(tree, tmp_path / "c.pt")
-    assert inspect_checkpoint(tmp_path / "c.pt").n_data == 160
-    assert inspect_checkpoint(tmp_path / "c.pt", n_data=5).n_data == 5
-
-
-def test_quantiles_of_large_tensors_come_from_a_sample(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = inspect_checkpoint(path, n_data=1)
-    monkeypatch.setattr(inspect, "_SAMPLE", 200)
-    sampled = inspect_checkpoint(path, n_data=1)
-    assert sampled == inspect_checkpoint(path, n_data=1)
-    for one, other in zip(exact.parameters, sampled.parameters, strict=True):
-        assert (one.weights, one.dead, one.below) == (
-            other.weights,
-            other.dead,
-            other.below,
-        )
-        assert (one.quantiles[1] == other.quantiles[1]) == (one.weights <= 200)
-        assert other.quantiles[1] == approx(one.quantiles[1], rel=0.3)
+    assert inspect(tmp_path / "c.pt").n_data == 160
+    assert inspect(tmp_path / "c.pt", n_data=5).n_data == 5
 
 
 def test_the_doctor_is_asked(path: Path) -> None:
-    found = inspect_checkpoint(path, n_data=500)
+    found = inspect(path, n_data=500)
     assert {"few-steps", "zero-curvature", "implied-prior"} <= set(found.diagnosis.codes())
     assert found.diagnosis.summary == "c.pt trained by adamw: 541 weights in 6 parameters have a second moment"
 
 
-def test_damaged_values_are_reported_and_do_not_stop_it(trained_pair: Any, tmp_path: Path) -> None:
-    model, optimizer = trained_pair
-    optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = torch.nan
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    found = inspect_checkpoint(tmp_path / "c.pt", n_data=10)
-    assert found.diagnosis.codes()[0] == "bad-values"
-    assert found.parameters[2].quantiles[1] != found.parameters[2].quantiles[1]
-
-
-def test_settings_are_checked(path: Path) -> None:
-    with pytest.raises(SettingError, match="n_data"):
-        inspect_checkpoint(path, n_data=-1)
-
-
 def test_a_read_checkpoint_will_do(path: Path) -> None:
-    assert inspect_checkpoint(read_checkpoint(path)) == inspect_checkpoint(path)
+    assert inspect(read_checkpoint(path)) == inspect(path)
 
 
 def test_it_prints_as_a_table(path: Path) -> None:
-    lines = str(inspect_checkpoint(path, n_data=500)).splitlines()
+    lines = str(inspect(path, n_data=500)).splitlines()
     (heading,) = [line for line in lines if line.startswith("parameter")]
     assert heading.split()[-2:] == ["<", "1"]
     (row,) = [line for line in lines if line.startswith("0.weight")]
@@ -141,15 +110,6 @@ def test_it_prints_as_a_table(path: Path) -> None:
     (total,) = [line for line in lines if line.startswith("total")]
     assert total.split()[1] == "541"
     assert len({len(line) for line in (heading, row, total)}) == 1
-
-
-def test_the_columns_are_explained(path: Path) -> None:
-    known, unknown = inspect_checkpoint(path, n_data=500), inspect_checkpoint(path)
-    for found in (known, unknown):
-        for heading in ("v = 0:", "5 %, median, 95 %:"):
-            assert heading in str(found)
-    assert "\n< 1: the share of weights with |μ|/σ below that" in str(known)
-    assert "\n<" not in str(unknown)
 
 
 # --- saved posteriors -----------------------------------------------------------------------------------------------
@@ -178,18 +138,18 @@ def agrees(found: inspect.Inspection, expected: Mapping[str, torch.Tensor]) -> N
 def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_path: Path, changes: Any) -> None:
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500).replace(**changes)
     posterior.save(tmp_path / "p.safetensors")
-    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    found = inspect(tmp_path / "p.safetensors")
     assert (found.n_data, found.has_weights, found.optimizer) == (500, True, "AdamW")
     agrees(found, posterior.snr())
     assert found.dead == 20
-    assert found == inspect_checkpoint(read_checkpoint(tmp_path / "p.safetensors"))
+    assert found == inspect(read_checkpoint(tmp_path / "p.safetensors"))
     assert {"few-steps", "zero-curvature"} <= set(found.diagnosis.codes())
     # The live one is inspected by the same function.
-    live = inspect_checkpoint(posterior)
+    live = inspect(posterior)
     agrees(live, posterior.snr())
     assert (live.source, live.format, live.dead, live.rule) == ("Sequential", "posterior", 20, found.rule)
     # Another N than the file's.
-    agrees(inspect_checkpoint(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
+    agrees(inspect(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
 
 
 def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, tmp_path: Path) -> None:
@@ -199,7 +159,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         warnings.simplefilter("ignore")
         ba.GaussianWeights.open(path, 500).export(tmp_path / "e.safetensors")
     for file in ("p.safetensors", "e.safetensors"):
-        found = inspect_checkpoint(tmp_path / file)
+        found = inspect(tmp_path / file)
         assert (found.has_weights, found.quantity, found.below) == (False, "σ", None)
         agrees(found, posterior.stddev)
         assert found.dead == 20
@@ -220,7 +180,7 @@ def test_of_richer_structures_the_marginals_are_told(structure: str, weights: bo
     given: Any = {"n_data": 200, "structure": structure, "prior_precision": 2.0, "recorder": recorder}
     posterior = ba.Posterior.from_optimizer(model, optimizer, **given)
     posterior.save(tmp_path / "p.safetensors", weights=weights)
-    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr() if weights else posterior.stddev)
     assert structure in found.rule
 
@@ -229,80 +189,14 @@ def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500)
     posterior = posterior.replace(prior_precision={n: 1 + t.abs() for n, t in posterior.mode.items()})
     posterior.save(tmp_path / "p.safetensors")
-    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr())
     ba.Mixture([posterior, posterior]).save(tmp_path / "m.safetensors")
     with pytest.raises(FileError, match="a mixture of posteriors"):
-        inspect_checkpoint(tmp_path / "m.safetensors")
+        inspect(tmp_path / "m.safetensors")
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_the_command_writes_a_picture_and_metrics(path: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    assert run("inspect", path, "--n-data", 500, "--out", out) == 0
-    captured = capsys.readouterr()
-    assert captured.out.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
-    assert "0.weight" in captured.out
-    assert "zero-curvature" in captured.out
-    assert (out / "inspect.png").read_bytes().startswith(b"\x89PNG")
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics) == {"command", "version", "seed", "device", "seconds", "settings", "results"}
-    assert (metrics["command"], metrics["settings"]["n_data"]) == ("inspect", 500)
-    found = inspect_checkpoint(path, n_data=500)
-    assert metrics["results"]["dead"] == 20
-    assert metrics["results"]["parameters"]["2.bias"]["quantiles"][1] == found.parameters[3].quantiles[1]
-
-
-def test_nothing_is_written_unless_it_is_asked_for(path: Path, monkeypatch: Any, capsys: Any) -> None:
-    here = path.parent / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert run("inspect", path, "--n-data", 500) == 0
-    printed = capsys.readouterr().out
-    assert list(here.iterdir()) == []
-    assert "0.weight" in printed
-    # The columns are explained below the table.
-    assert printed.index("5 %, median, 95 %:") > printed.index("total")
-    assert run("inspect", path, "--json", "-q") == 0
-    assert json.loads(capsys.readouterr().out)["dead"] == 20
-    assert list(here.iterdir()) == []
-
-
-def test_plot_draws_to_a_file_that_is_told(path: Path, monkeypatch: Any, capsys: Any) -> None:
-    here = path.parent / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert run("inspect", path, "--plot", "-q") == 0
-    assert capsys.readouterr().out == "c-snr.png\n"
-    assert run("inspect", path, "--plot", "-q", "--out", "layers.png") == 0
-    assert capsys.readouterr().out.splitlines() == ["layers.png", "layers.metrics.json"]
-    for name in ("c-snr.png", "layers.png"):
-        assert (here / name).read_bytes().startswith(b"\x89PNG")
-    assert run("inspect", path, "--out", "layers.svg") == 2
-    assert "a file that ends in .png" in capsys.readouterr().err
-
-
-def test_the_picture_has_the_medians_of_the_table(path: Path) -> None:
-    found = inspect_checkpoint(path, n_data=500)
-    lines = command.inspection_picture(found).axes[0].lines
-    medians = [float(line.get_xdata()[0]) for line in lines if line.get_marker() == "o"]
-    assert medians == [row.quantiles[1] for row in found.parameters]
-
-
-def test_the_doctor_is_a_command(path: Path, tmp_path: Path, trained_pair: Any, capsys: Any) -> None:
-    model, optimizer = trained_pair
-    live = ba.doctor(model, optimizer, n_data=500)
-    assert run("doctor", path, "--n-data", 500, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(each["code"], each["message"]) for each in found["findings"]] == [
-        (each.code, each.message) for each in live.findings
-    ]
-    assert found["healthy"] is False
-    assert run("doctor", path, "--out", tmp_path / "out") == 0
-    assert "zero-curvature" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["summary"] == found["summary"]
 
 
 def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
@@ -313,15 +207,15 @@ def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     live = ba.doctor(model, optimizer)
     assert "batch-norm" in live.codes()
-    assert inspect.diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
-    assert inspect_checkpoint(tmp_path / "c.pt").diagnosis.findings == live.findings
+    assert diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
+    assert inspect(tmp_path / "c.pt").diagnosis.findings == live.findings
 
 
 def test_the_prior_of_a_saved_posterior_is_its_own(trained_pair: Any, tmp_path: Path) -> None:
     for delta, severity in ((0.0, "warning"), (2.0, "note")):
         posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=delta)
         posterior.save(tmp_path / "p.safetensors")
-        found = {each.code: each for each in inspect.diagnose_checkpoint(tmp_path / "p.safetensors").findings}
+        found = {each.code: each for each in diagnose_checkpoint(tmp_path / "p.safetensors").findings}
         assert found["zero-curvature"].severity == severity
 
 
@@ -337,13 +231,6 @@ def test_the_doctor_ends_with_code_1_where_no_posterior_can_be_read(
     assert capsys.readouterr().err.startswith("bayesadam: no file at")
 
 
-def test_quiet_prints_the_paths_alone(path: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run("inspect", path, "--out", tmp_path / "out", "--quiet") == 0
-    captured = capsys.readouterr()
-    assert captured.out.splitlines() == [str(tmp_path / "out" / name) for name in ("inspect.png", "metrics.json")]
-    assert captured.err == ""
-
-
 def test_json_is_one_object_and_nothing_else(path: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert run("inspect", path, "--n-data", 500, "--out", out, "--json") == 0
@@ -351,37 +238,12 @@ def test_json_is_one_object_and_nothing_else(path: Path, tmp_path: Path, capsys:
     found = json.loads(captured.out)
     assert found == json.loads((out / "metrics.json").read_text())["results"]
     assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(path), "adamw", 500, 20)
-    assert list(found["parameters"]) == [row.name for row in inspect_checkpoint(path).parameters]
+    assert list(found["parameters"]) == [row.name for row in inspect(path).parameters]
     assert captured.err.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
 
 
-def test_json_has_no_word_for_what_is_not_finite(trained_pair: Any, tmp_path: Path, capsys: Any) -> None:
-    model, optimizer = trained_pair
-    optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = torch.nan
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--json", "--quiet") == 0
-    assert json.loads(capsys.readouterr().out)["parameters"]["2.weight"]["quantiles"][1] is None
-
-
-def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, capsys: Any) -> None:
-    model = mlp(3, 4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    train(model, optimizer, steps=2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    for file, message in (("c.pt", "the optimiser is sgd"), ("nowhere.pt", "no file at")):
-        assert run("inspect", tmp_path / file, "--out", tmp_path / "out", "--json") == 2
-        captured = capsys.readouterr()
-        (line,) = captured.out.splitlines()
-        found = json.loads(line)
-        assert list(found) == ["error"]
-        assert found["error"].startswith(message)
-        # In the words of the command line.
-        assert "optimizer=" not in found["error"]
-        assert captured.err.splitlines()[-1] == f"bayesadam: {found['error']}"
-
-
 def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any) -> None:
-    why = inspect_checkpoint(path).why
+    why = inspect(path).why
     assert why == explain(read_checkpoint(path))
     assert why
     assert run("inspect", path, "--out", tmp_path / "out", "--why") == 0
@@ -391,75 +253,3 @@ def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any)
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["why"] == list(why)
     assert run("inspect", path, "--out", tmp_path / "out") == 0
     assert why[0] not in " ".join(capsys.readouterr().out.split())
-
-
-def test_two_files_and_the_optimiser_by_name(trained_pair: Any, tmp_path: Path) -> None:
-    model, optimizer = trained_pair
-    torch.save(model.state_dict(), tmp_path / "w.pt")
-    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
-    arguments = ("--optimizer-file", tmp_path / "o.pt", "--optimizer", "NAdam", "--out", tmp_path / "out", "-q")
-    assert run("inspect", tmp_path / "w.pt", *arguments) == 0
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["optimizer"] == "nadam"
-
-
-def test_groups_in_order_is_the_users_word(tmp_path: Path, capsys: Any) -> None:
-    model = mlp(3, 3, 3, 3)
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    optimizer = torch.optim.AdamW([{"params": weights}, {"params": [p for p in model.parameters() if p.dim() == 1]}])
-    train(model, optimizer, steps=3)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out") == 2
-    assert "--groups-in-order" in capsys.readouterr().err
-    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--groups-in-order", "--quiet") == 0
-
-
-def test_a_missing_file_is_one_line_and_code_2(tmp_path: Path, capsys: Any) -> None:
-    assert run("inspect", tmp_path / "nowhere.pt", "--out", tmp_path / "out") == 2
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("bayesadam: no file at")
-    assert captured.out == ""
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-@pytest.fixture
-def long_names(tmp_path: Path) -> tuple[Path, list[str]]:
-    torch.manual_seed(0)
-    model: nn.Module = mlp(3, 2)
-    for name in ("in_proj_of_the_attention", "self_attention", "layers_of_the_encoder"):
-        model = nn.Sequential(OrderedDict({name: model}))
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, steps=2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    return tmp_path / "c.pt", [name for name, _ in model.named_parameters()]
-
-
-@pytest.mark.parametrize("columns", [None, 160, 100])
-def test_names_stay_whole_where_there_is_room(
-    long_names: Any, columns: int | None, monkeypatch: Any, capsys: Any
-) -> None:
-    path, names = long_names
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", str(columns))
-    assert run("inspect", path, "--n-data", 500) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in names if columns != 100 else ():
-        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1
-    assert columns is None or max(map(len, lines)) <= columns
-    (heading,) = [line for line in lines if line.startswith("parameter")]
-    for column in ("shape", "weights", "v = 0", " 5 %", "median", "95 %", "< 1"):
-        assert column in heading
-
-
-def test_a_picture_of_many_parameters_shows_the_largest(tmp_path: Path) -> None:
-    model = mlp(2, *[3] * 30, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, steps=2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    found = inspect_checkpoint(tmp_path / "c.pt")
-    figure = command.inspection_picture(found)
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert len(found.parameters) == 62
-    assert len(labels) == 40
-    assert "the 40 largest" in figure.get_suptitle()
-    assert labels == [row.name for row in found.parameters if row.name in set(labels)]

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.deploying import Served
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
 from cases import quick_of
 from floats import assert_close
@@ -205,7 +204,7 @@ def test_capital_and_memory_are_bounded():
     monitor = ba.Monitor(reference=normal(20000, 0), slices=2)
     sizes = []
     for _ in range(3):
-        monitor.update(np.full(3000, 9.0), layers=np.zeros((3000, 2)), slices=["a", "b"] * 1500)
+        monitor.update(answer(np.full(3000, 9.0), np.zeros((3000, 2))), slices=["a", "b"] * 1500)
         arrays = [value for value in vars(monitor).values() if isinstance(value, np.ndarray)]
         sizes.append(sum(value.nbytes for value in arrays if value is not monitor._history))
         assert len(monitor._history) <= 1024
@@ -256,7 +255,7 @@ def test_a_slice_has_the_martingale_of_its_own_scores():
 # --- layers, pictures, files ----------------------------------------------------------------------------------------
 
 
-def served() -> tuple[ba.Posterior, Served, torch.Tensor]:
+def served() -> tuple[ba.Calibrated, torch.Tensor]:
     torch.manual_seed(0)
     x, model = torch.randn(400, 4), nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     y, optimizer = (x[:, 0] > 0).long(), torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -264,34 +263,37 @@ def served() -> tuple[ba.Posterior, Served, torch.Tensor]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[:100]), y[:100]).backward()
         optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100, likelihood="classification")
-    posterior = ba.calibrate(posterior, (x[100:300], y[100:300]))
-    return posterior, ba.deploy(posterior), x[300:]
+    return ba.calibrate(model, (x[100:300], y[100:300]), likelihood="classification"), x[300:]
 
 
-def test_a_served_stream():
-    posterior, network, x = served()
-    monitor = ba.Monitor(posterior)
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.InputRangeWarning")
+def test_the_stream_of_a_network():
+    net, x = served()
+    monitor = ba.Monitor(net)
     with torch.no_grad():
-        familiar, far = network(x), network(5 * x)
-    assert not monitor.update(familiar.novelty, layers=familiar.layers)
+        familiar, far = net(x), net(5 * x)
+    assert not monitor.update(familiar)
     assert all(abs(excess) < 1 for excess in monitor.drivers().values())
-    assert monitor.update(far.novelty, layers=far.layers)
+    assert monitor.update(far)
     drivers = monitor.drivers(1)
     decay = (1 - 1 / 200) ** np.arange(199, -1, -1.0)
     rows = torch.cat([familiar.layers, far.layers]).double().numpy()
-    expected = dict(zip(network.about["layers"], decay @ rows / decay.sum(), strict=True))
+    expected = dict(zip(net.layers, decay @ rows / decay.sum(), strict=True))
     name = max(expected, key=lambda key: expected[key])
     assert list(drivers) == [name]
     assert_close(drivers[name], expected[name], rtol=1e-7)
     assert drivers[name] > 1
 
 
+def answer(scores: Array, layers: Array) -> ba.Answer:
+    return ba.Answer(torch.from_numpy(scores), layers=torch.from_numpy(layers))
+
+
 @pytest.mark.parametrize("slices", [0, 3])
 def test_a_saved_monitor_goes_on_to_the_bit(slices, tmp_path):
     def more(monitor: ba.Monitor, seed: int) -> None:
         names = np.arange(150) % 3 if slices else None
-        monitor.update(normal(150, seed, 0.1).round(1), layers=np.ones((150, 2)) * seed, slices=names)
+        monitor.update(answer(normal(150, seed, 0.1).round(1), np.ones((150, 2)) * seed), slices=names)
 
     monitor = ba.Monitor(reference=normal(700, 0).round(1), slices=slices)
     more(monitor, 1)
@@ -314,8 +316,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(FileError, match="truncated or not a saved monitor"):
         ba.Monitor.load(path)
-    posterior, *_ = served()
-    posterior.save(path)
+    served()[0].save(path)
     with pytest.raises(FileError, match=r"not a saved monitor.*Monitor\.save"):
         ba.Monitor.load(path)
 
@@ -344,9 +345,10 @@ def test_its_picture_and_table():
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
 def test_errors_say_what_to_do():
-    for settings in ({}, {"posterior": served()[0], "reference": [1.0]}):
-        with pytest.raises(SettingError, match="either a calibrated posterior or reference="):
+    for settings in ({}, {"net": served()[0], "reference": [1.0]}):
+        with pytest.raises(SettingError, match="either a calibrated network or reference="):
             ba.Monitor(**settings)
     with pytest.raises(SettingError, match="alarm must lie between 0 and 1"):
         ba.Monitor(reference=[1.0], alarm=1.0)
@@ -354,13 +356,11 @@ def test_errors_say_what_to_do():
         ba.Monitor(reference=[1.0], slices=-1)
     with pytest.raises(SettingError, match="reference holds no score"):
         ba.Monitor(reference=[])
-    with pytest.raises(MatchError, match="posterior must be a Posterior"):
+    with pytest.raises(MatchError, match="net must be a Calibrated"):
         ba.Monitor([1.0, 2.0])
-    model = nn.Linear(1, 1)
-    mean = dict(model.named_parameters())
-    plain = ba.Posterior.from_moments(model, mean, {name: torch.ones_like(p) for name, p in mean.items()}, 10)
-    with pytest.raises(CalibrationError, match="calibrate"):
-        ba.Monitor(plain)
+    few = ba.calibrate(nn.Linear(1, 2), (torch.zeros(5, 1), torch.zeros(5).long()), likelihood="classification")
+    with pytest.raises(CalibrationError, match="at least 20"):
+        ba.Monitor(few)
     monitor = ba.Monitor(reference=[1.0, 2.0], slices=1)
     with pytest.raises(MatchError, match=r"scores must be one number an input, \(n,\), got shape \(2, 1\)"):
         monitor.update(torch.zeros(2, 1))
@@ -369,8 +369,8 @@ def test_errors_say_what_to_do():
     with pytest.raises(SettingError, match="2 slices, 'b' among them, are more than slices=1"):
         monitor.update([1.0, 2.0], slices=["a", "b"])
     with pytest.raises(MatchError, match=r"layers has shape \(1, 3\), it must be \(2, 3\)"):
-        monitor.update([1.0, 2.0], layers=[[1.0, 2.0, 3.0]])
-    with pytest.raises(SettingError, match=r"layers=answer\.layers"):
+        monitor.update(answer(np.ones(2), np.ones((1, 3))))
+    with pytest.raises(SettingError, match=r"monitor\.update\(net\(x\)\)"):
         monitor.drivers()
     with pytest.raises(SettingError, match=r"strings or whole numbers, got 0\.5"):
         monitor.update([1.0], slices=[0.5])

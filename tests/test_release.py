@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_citation_names_this_version_and_the_papers_authors():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["cff-version"] == "1.2.0"
     assert str(citation["version"]) == bayesadam.__version__
     paper = citation["preferred-citation"]
     assert [author["family-names"] for author in paper["authors"]] == ["Kessler", "Salas", "Tan", "Zohren", "Roberts"]
@@ -24,10 +23,9 @@ def test_the_citation_names_this_version_and_the_papers_authors():
 def test_the_workflow_runs_targets_that_there_are_on_the_pythons_that_are_promised():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    prefix = "Programming Language :: Python :: 3."
-    promised = ["3." + c.removeprefix(prefix) for c in project["classifiers"] if c.startswith(prefix)]
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-    matrix = workflow["jobs"]["make"]["strategy"]["matrix"]
+    promised = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    matrix = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]["make"]["strategy"]
+    matrix = matrix["matrix"]
     assert matrix["python"] == promised
     assert project["requires-python"] == f">={promised[0]}"
     targets = set(matrix["target"]) | {extra["target"] for extra in matrix["include"]}

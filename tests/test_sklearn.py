@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sklearn
 import torch
+from bayesadam.calibration import calibrating
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_friedman1
 from sklearn.gaussian_process import GaussianProcessRegressor
@@ -21,7 +22,6 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from bayesadam import BayesAdamError, Mixture, Posterior, calibrate
-from bayesadam.calibration import calibrating
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs

@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        for package in ("typer", "rich"):
-            require(package)
+        require("typer")
         with _plain_warnings():
             require("bayesadam.cli").app(arguments, prog_name="bayesadam")
     except BayesAdamError as error:

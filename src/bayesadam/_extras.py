@@ -9,12 +9,12 @@ from bayesadam.errors import MissingExtraError
 
 # import name → extra; None for the light packages of the command line, which a plain install has.
 EXTRA_OF: dict[str, str | None] = {
-    **dict.fromkeys(("jinja2", "matplotlib", "rich", "typer")),
+    **dict.fromkeys(("matplotlib", "typer")),
     **dict.fromkeys(("accelerate", "peft", "transformers"), "transformers"),
     **dict.fromkeys(("onnx", "onnxscript"), "onnx"),
     **dict.fromkeys(("starlette", "uvicorn"), "serve"),
     **{name: name for name in ("botorch", "lightning", "sklearn")},
-    "pooch": "data",
+    "torch_pruning": "prune",
 }
 
 

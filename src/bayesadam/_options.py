@@ -9,7 +9,6 @@ _OPTIONS = {
     "base=": "--base",
     "method=": "--method",
     "weights=": "--weight",
-    "prior_precision=": "--prior-precision",
     "exclude=": "--exclude",
     "optimizer=": "--optimizer",
     "optimizer_path=": "--optimizer-file",

@@ -1,59 +1,44 @@
 """A progress bar on standard error, for work of more than two seconds on a terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from threading import Lock
-from typing import Any, TypeVar
+from typing import ClassVar, TypeVar
 
 T = TypeVar("T")
-# Seconds of work before a bar is worth looking at.
-PATIENCE = 2.0
-# Two bars on one terminal would write over each other: the second only counts.
-_terminal = Lock()
+# Seconds of work before a bar is worth looking at, and between two drawings of it.
+PATIENCE, _PAUSE = 2.0, 0.1
+_WIDTH = 40
 
 
 class Bar:
     """Counts steps, and draws them from the first one that ends after two seconds, if standard error is a terminal."""
 
+    # Two bars on one terminal would write over each other: the second only counts.
+    _drawing: ClassVar["Bar | None"] = None
+
     def __init__(self, description: str, total: int | None = None) -> None:
-        self.description, self.total = description, total
-        self.done, self.started = 0, time.monotonic()
-        self._drawn: Any = None
+        self.description, self.total, self.done = description, total, 0
+        self._due = time.monotonic() + PATIENCE
 
     def step(self) -> None:
         """One more is done."""
         self.done += 1
-        if self._drawn is None and time.monotonic() - self.started >= PATIENCE and sys.stderr.isatty():
-            self._draw()
-        if self._drawn is not None:
-            self._drawn.update(self._drawn.task_ids[0], completed=self.done)
+        if time.monotonic() >= self._due and Bar._drawing in (None, self) and sys.stderr.isatty():
+            Bar._drawing = self
+            self._due = time.monotonic() + _PAUSE
+            shown = f"\r{self.description} {self.done}"
+            if self.total:
+                shown += f"/{self.total} " + "━" * (_WIDTH * self.done // self.total)
+            print(shown, end="", file=sys.stderr, flush=True)
 
-    def _draw(self) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-        except ImportError:
-            return
-        if not _terminal.acquire(blocking=False):
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # What the user prints meanwhile goes where it would have gone.
-        own: Any = {"redirect_stdout": sys.stdout.isatty(), "transient": True}
-        self._drawn = Progress(*columns, console=Console(stderr=True), **own)
-        self._drawn.add_task(self.description, total=self.total)
-        self._drawn.start()
-
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> "Bar":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._drawn is not None:
-            self._drawn.stop()
-            self._drawn = None
-            _terminal.release()
+        if Bar._drawing is self:
+            Bar._drawing = None
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def progress(items: Iterable[T], description: str) -> Iterator[T]:

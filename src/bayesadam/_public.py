@@ -1,69 +1,50 @@
 """The public names, each from the module that has it; `bayesadam` imports this one with the first of them."""
 
-from bayesadam import (
-    anchoring,
-    auditing,
-    bandits,
-    errors,
-    likelihoods,
-    merging,
-    optim,
-    pruning,
-    readers,
-    scores,
-    sklearn,
-    trainers,
-)
+from bayesadam import bandits, compress, errors, likelihoods, optim, readers, scores, sklearn, trainers
 from bayesadam._version import __version__
 from bayesadam.acquiring import acquire
 from bayesadam.anchoring import anchor
 from bayesadam.auditing import audit
-from bayesadam.calibration import calibrate, log_marginal_likelihood
-from bayesadam.deploying import deploy
+from bayesadam.calibrated import Answer, Calibrated, calibrate, load
+from bayesadam.compress import prune
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
-from bayesadam.inspect import inspect_checkpoint
-from bayesadam.likelihoods import Predictive
+from bayesadam.inspecting import inspect
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import merge
 from bayesadam.monitoring import Monitor
 from bayesadam.optim import Badam
-from bayesadam.posterior import GaussianWeights, Mixture, Posterior
-from bayesadam.predict import Top
-from bayesadam.pruning import prune, pruning_masks
 from bayesadam.readers import Recorder, track
+from bayesadam.weights.gaussian import GaussianWeights
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 __all__ = [
+    "Answer",
     "Badam",
     "BayesAdamError",
+    "Calibrated",
     "GaussianWeights",
     "LoraPrior",
     "Mixture",
     "Monitor",
     "Posterior",
-    "Predictive",
     "Recorder",
-    "Top",
     "__version__",
     "acquire",
     "anchor",
-    "anchoring",
     "audit",
-    "auditing",
     "bandits",
     "calibrate",
-    "deploy",
+    "compress",
     "doctor",
     "errors",
-    "inspect_checkpoint",
+    "inspect",
     "likelihoods",
-    "log_marginal_likelihood",
+    "load",
     "merge",
-    "merging",
     "optim",
     "prune",
-    "pruning",
-    "pruning_masks",
     "readers",
     "scores",
     "sklearn",

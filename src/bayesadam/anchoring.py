@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import listed_optimizers
-from bayesadam._checks import count, positive
+from bayesadam._checks import positive
 from bayesadam._warnings import warn
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
-from bayesadam.gaussian.sums import check_growth
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
 from bayesadam.readers import Group, StateReader, read_entry
 from bayesadam.readers.match import Entry, check_parameter, own_parameters
 from bayesadam.readers.registry import reader_of
 from bayesadam.readers.rotated import Rotation
 from bayesadam.readers.tracking import Hooked
+from bayesadam.weights.mixture import require_posterior
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.sums import check_growth
 
 __all__ = ["Anchor", "anchor"]
 
-_SETTINGS = ("strength", "n_data", "every")
+_SETTINGS = ("strength", "n_data")
+# Steps of the optimiser between two implicit steps.
+_EVERY = 10
 # The least resistance of a weight, as a share of the mean: weights that the new data do not move have next to none.
 _LEAST = 1e-3
 # Readers of optimisers that size their steps in another way than by lr.
@@ -48,25 +50,22 @@ class Anchor(Hooked):
     .. math::
         \theta = \theta' + (A + P)^{-1} P\, (\mu - \theta'), \qquad A = N D / (k \lambda)
 
-    and that implicit step, stable for any size, is taken after every k-th step of the optimiser, and for the remaining
-    steps at the end. In the eigenbases of a Kronecker-factored P, A is not diagonal, and is taken as one number, the
-    geometric mean of its entries.
+    and that implicit step, stable for any size, is taken after every tenth step of the optimiser, k = 10, and for the
+    remaining steps at the end. In the eigenbases of a Kronecker-factored P, A is not diagonal, and is taken as one
+    number, the geometric mean of its entries.
 
     λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A head with more
     rows than before is held in its old rows. The anchor holds until `remove` or the end of the `with` block.
 
     Args:
         optimizer: the optimiser of the new training, or several over one model: any of Adam's kind, or SGD.
-        posterior: of the training before, or the sum of all before, diagonal or Kronecker-factored, uncalibrated:
-            calibration fits probabilities.
+        posterior: of the training before, or the sum of all before, diagonal or Kronecker-factored.
         strength: λ.
         n_data: N, the number of new examples; None takes the posterior's, which for a sum is that of all its parts.
         model: the model that is trained now, where it is not the posterior's own.
-        every: k.
-        free: parameters, or modules, that are not held though the posterior has them; one name or several.
 
     Attributes:
-        anchored: the names of the parameters that are held.
+        anchored: the names of the parameters that are held, those that the posterior and the model share.
         free: the optimiser's other parameters.
     """
 
@@ -78,23 +77,23 @@ class Anchor(Hooked):
         strength: float = 1.0,
         n_data: float | None = None,
         model: nn.Module | None = None,
-        every: int = 10,
-        free: str | Sequence[str] = (),
     ) -> None:
         require_posterior(posterior, "an anchor")
         posterior.require_whole("an anchor")
         if posterior.structure.inputs:
             raise SettingError("anchor to the posterior as it was before with_inputs: steps are not taken in its bases")
         positive("strength", strength, "1 is Bayes' rule; without an anchor there is none")
-        count("every", every, "steps")
-        self.strength, self.every = float(strength), every
+        self.strength = float(strength)
         self.n_data = posterior.n_data if n_data is None else n_data
         positive("n_data", self.n_data, "the number of new examples, over which the loss is a mean")
         super().__init__(listed_optimizers(optimizer))
         self._readers = [_reader_with_metric(each) for each in self.optimizers]
         named = own_parameters(posterior.model if model is None else model)
         trained = {id(p) for each in self.optimizers for group in each.param_groups for p in group["params"]}
-        self._parameters = _held(named, posterior, (free,) if isinstance(free, str) else free)
+        self._parameters = {name: named[name] for name in posterior.mode if name in named}
+        for name, parameter in self._parameters.items():
+            check_growth(name, posterior.mode[name].shape, parameter.shape, "the posterior", "the model")
+            check_parameter(name, parameter)
         self._names = {id(p): name for name, p in self._parameters.items()}
         self.anchored = tuple(name for name, p in self._parameters.items() if id(p) in trained)
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
@@ -112,8 +111,6 @@ class Anchor(Hooked):
         groups = [group for index in range(len(self.optimizers)) for group in self._trained(index).values()]
         if decay := max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0):
             warn(f"a weight decay of {decay:g} pulls to 0 beside the anchor: train with weight_decay=0.0")
-        if posterior.calibration is not None:
-            warn("anchor to the posterior as it was before calibrate, which says nothing of forgetting")
         hooks = [partial(self._after_step, index) for index in range(len(self.optimizers))]
         self._handles = [o.register_step_post_hook(hook) for o, hook in zip(self.optimizers, hooks, strict=True)]
 
@@ -165,7 +162,7 @@ class Anchor(Hooked):
             for role in ("precision", "left", "right")
         )
         self._bases = {name: Rotation(left.get(name), right.get(name)) for name in left.keys() | right.keys()}
-        self.strength, self.n_data, self.every = (state[name] for name in _SETTINGS)
+        self.strength, self.n_data = (state[name] for name in _SETTINGS)
         self._steps, self._pending = list(state["steps"]), dict(state["pending"])
 
     def _gap(self, name: str) -> Tensor:
@@ -198,7 +195,7 @@ class Anchor(Hooked):
             if self._parameters[name].grad is not None:
                 self._pending[name] = self._pending.get(name, 0.0) + group["lr"]
         self._steps[index] += 1
-        if self._steps[index] % self.every == 0:
+        if self._steps[index] % _EVERY == 0:
             self._pull_back(index)
 
     @torch.no_grad()
@@ -223,25 +220,6 @@ class Anchor(Hooked):
 
 # `with anchor(...)` reads as what it does.
 anchor = Anchor
-
-
-def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The model's parameters that the posterior has, except the free ones; shapes are checked."""
-
-    def chosen(name: str, by: Sequence[str]) -> bool:
-        return any(name == each or name.startswith(f"{each}.") for each in by)
-
-    idle = [each for each in free if not any(chosen(name, [each]) for name in (*named, *posterior.mode))]
-    if idle:
-        raise MatchError(f"free names {idle[:4]}, which are no parameters or modules")
-    missing = [name for name in posterior.mode if name not in named and not chosen(name, free)]
-    if missing:
-        raise MatchError(f"the model has not all of the posterior's parameters: pass model=, or free={missing[:4]}")
-    held = {name: named[name] for name in posterior.mode if name in named and not chosen(name, free)}
-    for name, parameter in held.items():
-        check_growth(name, posterior.mode[name].shape, parameter.shape, "the posterior", "the model")
-        check_parameter(name, parameter)
-    return held
 
 
 def _reader_with_metric(optimizer: Optimizer) -> StateReader:

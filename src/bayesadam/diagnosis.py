@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from bayesadam._alone import unwrap
 from bayesadam._shards import whole
 from bayesadam.errors import BayesAdamError
-from bayesadam.gaussian.diagonal import Diagonal, zeros
-from bayesadam.gaussian.settings import Precision, Settings
-from bayesadam.gaussian.weights import GaussianWeights, of_match
-from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.readers import StateReader, read_entry
 from bayesadam.readers.match import Entry, Match, match_optimizers
+from bayesadam.weights.diagonal import Diagonal, zeros
+from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match
+from bayesadam.weights.running import biases_before_norms, norm_widths
+from bayesadam.weights.settings import Precision
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}
@@ -80,7 +80,7 @@ def doctor(
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
-    found = of_match(match, Settings(n_data or 1.0, {}), 0.0)
+    found = of_match(match, Reading(n_data or 1.0, 0.0))
     return diagnose(found, list(examine(found, match)), match, n_data=n_data, model=unwrap(model))
 
 

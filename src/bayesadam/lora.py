@@ -15,8 +15,8 @@ from bayesadam._alone import unwrap
 from bayesadam._checks import positive
 from bayesadam._shards import whole
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.settings import CovariantPrior, Precision
 from bayesadam.readers import own_parameters
+from bayesadam.weights.settings import CovariantPrior, Precision
 
 # (the module's name, the adapter's, its rank) → s, None where it is not known.
 Scaling = Callable[[str, str | None, int], float | None]

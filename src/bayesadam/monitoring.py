@@ -35,11 +35,12 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from bayesadam import _plots, _storage
+from bayesadam import _storage
 from bayesadam._checks import count, require_kind
+from bayesadam._extras import require
 from bayesadam._tables import aligned
+from bayesadam.calibrated.module import Answer, Calibrated
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
-from bayesadam.posterior import Posterior
 
 Array = NDArray[np.float64]
 Scores = ArrayLike | torch.Tensor
@@ -88,9 +89,9 @@ class Watched:
 class Monitor:
     """Tells when the inputs of a stream are no longer like the held-out ones, at a bounded rate of false alarms.
 
-        monitor = ba.Monitor(posterior, alarm=0.01)
+        monitor = ba.Monitor(net, alarm=0.01)
         for batch in stream:
-            if monitor.update(served(batch).novelty):     # True from the alarm on
+            if monitor.update(net(batch)):                # True from the alarm on
                 ...
 
     As long as held-out scores and those of the stream are exchangeable, the probability of ever raising an alarm,
@@ -111,8 +112,8 @@ class Monitor:
         p_values: of the last update, (batch,).
 
     Args:
-        posterior: one that `calibrate` was given held-out data for, whose novelties are the reference.
-        reference: instead of a posterior, held-out scores of any kind, (n,); larger is stranger.
+        net: what `calibrate` returned, whose held-out novelties are the reference.
+        reference: instead of it, held-out scores of any kind, (n,); larger is stranger.
         alarm: the bound on the probability of a false alarm.
         slices: how many slices there may be.
         seed: of the random order of equal scores, and of U.
@@ -120,28 +121,24 @@ class Monitor:
 
     def __init__(
         self,
-        posterior: Posterior | None = None,
+        net: Calibrated | None = None,
         *,
         reference: Scores | None = None,
         alarm: float = 0.01,
         slices: int = 0,
         seed: int = 0,
     ) -> None:
-        if (posterior is None) == (reference is None):
-            raise SettingError("give either a calibrated posterior or reference=, the scores of held-out inputs")
+        if (net is None) == (reference is None):
+            raise SettingError("give either a calibrated network or reference=, the scores of held-out inputs")
         if not 0 < alarm < 1:
             raise SettingError(f"alarm must lie between 0 and 1, the probability of a false alarm, got {alarm!r}")
         count("slices", slices, "how many there may be", least=0)
         self._layers: tuple[str, ...] = ()
-        if posterior is not None:
-            require_kind(posterior, Posterior, "posterior")
-            report = posterior.calibration
-            if report is None or "novelty" not in report.guarantee:
-                first = "calibrate(posterior, held_out) first, or pass reference=, the scores of held-out inputs"
-                raise CalibrationError(f"the posterior has no held-out novelties: {first}")
-            reference = report.guarantee["novelty"]
-            if posterior.leverage is not None:
-                self._layers = tuple(layer.module for layer in posterior.leverage.layers)
+        if net is not None:
+            require_kind(net, Calibrated, "net")
+            if net.novelties is None:
+                raise CalibrationError("the network has no held-out novelties: calibrate on at least 20 examples")
+            reference, self._layers = net.novelties, tuple(net.layers)
         assert reference is not None
         scores = np.sort(_scores(reference, "reference"))
         if not len(scores):
@@ -227,16 +224,16 @@ class Monitor:
         parts = 1 if not self._most else 2 * self._most if row else 2
         return math.log(parts / self.alarm)
 
-    def update(
-        self, scores: Scores, layers: Scores | None = None, slices: Sequence[Any] | Scores | None = None
-    ) -> bool:
+    def update(self, scores: Scores | Answer, *, slices: Sequence[Any] | Scores | None = None) -> bool:
         """Take the scores of a batch, in the order of the stream; whether there was an alarm, now or before.
 
         Args:
-            scores: (batch,), or a number.
-            layers: how far each layer extrapolated, (batch, layers), an answer's `layers`; for `drivers`.
+            scores: what the network says of a batch, whose novelty is taken and whose layers `drivers` tells of; or
+                scores, (batch,), or a number.
             slices: the name of each score's slice, strings or whole numbers.
         """
+        layers = scores.layers if isinstance(scores, Answer) else None
+        scores = scores.novelty if isinstance(scores, Answer) else scores
         values = _scores(scores, "scores")
         rows = None if slices is None else self._rows(slices, len(values))
         excess = None if layers is None else self._matched(layers, len(values))
@@ -342,24 +339,25 @@ class Monitor:
         """The k layers that extrapolate most: the mean of log h of recent inputs less the median of held-out ones.
 
         0 is about as on held-out inputs, 1 a leverage e times as large, less than 0 more familiar. The mean is over
-        about the last 200 scores, and of those that `update` was given with `layers=`.
+        about the last 200 scores.
         """
         if not self._weight:
-            raise SettingError("no layers were given: monitor.update(answer.novelty, layers=answer.layers)")
+            raise SettingError("no layers were given: monitor.update(net(x)), not its novelty alone")
         means = self._excess / self._weight
         names = self._layers or tuple(map(str, range(len(means))))
         return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")[:k]}
 
     def plot(self, ax: Any = None) -> Any:
         """log M of the whole stream over its scores, with the limit and where the alarm was."""
-        ax = _plots.axes_or_new(ax)
+        if ax is None:
+            _, ax = require("matplotlib.pyplot").subplots(figsize=(5.6, 3.4), layout="constrained")
         numbers, logs = np.concatenate([self._history, [[self.n, self.log_martingale]]]).T
-        ax.plot(numbers, logs / math.log(10), color=_plots.COLOURS[0], linewidth=1.6)
+        ax.plot(numbers, logs / math.log(10), color="#0072B2", linewidth=1.6)
         limit = self._limit(0) / math.log(10)
-        ax.axhline(limit, color=_plots.COLOURS[1], linewidth=1.2, linestyle=(0, (4, 3)))
-        ax.annotate("alarm", (0, limit), xytext=(4, 3), textcoords="offset points", color=_plots.COLOURS[1])
+        ax.axhline(limit, color="#D55E00", linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.annotate("alarm", (0, limit), xytext=(4, 3), textcoords="offset points", color="#D55E00")
         if self.alarmed_at is not None:
-            ax.axvline(self.alarmed_at, color=_plots.MUTED, linewidth=1)
+            ax.axvline(self.alarmed_at, color="#767676", linewidth=1)
             ax.set_title(f"alarm at score {self.alarmed_at:,}", loc="left", fontsize="medium")
         ax.set(xlabel="scores", ylabel="log₁₀ of the martingale")
         return ax
@@ -439,8 +437,6 @@ def _scores(values: Scores, name: str) -> Array:
     """(n,), with what is not finite as the largest."""
     if values is None:
         raise MatchError(f"{name} are None: give a number for each input")
-    if hasattr(values, "novelty"):
-        raise MatchError("pass a number for each input, as .novelty of this prediction or answer is")
     found = np.atleast_1d(_array(values))
     if found.ndim != 1:
         raise MatchError(f"{name} must be one number an input, (n,), got shape {found.shape}")

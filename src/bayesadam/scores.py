@@ -1,20 +1,13 @@
 """Scores of predictive distributions: calibration, sharpness, detection of out-of-distribution inputs.
 
-Plain functions of tensors on any device. The tests hold them against scikit-learn and torchmetrics.
+Plain functions of tensors on any device.
 """
 
 import torch
 from torch import Tensor
 
-from bayesadam._plots import answered_up_to, chance_above, in_bins
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import NumericPredictive, Predictive
-from bayesadam.likelihoods.classification import check_classes
-
-
-def nll(predictive: Predictive, y: Tensor) -> float:
-    """Mean negative log-likelihood in nats per example."""
-    return -float(predictive.log_prob(y).mean(dtype=torch.float64))
+from bayesadam.likelihoods.classes import check_classes
 
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
@@ -44,7 +37,7 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
     confidence, answer = probs.double().max(dim=-1)
-    counts, sure, right = in_bins(confidence, answer == y, bins)
+    counts, sure, right = _in_bins(confidence, answer == y, bins)
     return float((right - sure).abs().sum() / counts.sum())
 
 
@@ -53,9 +46,8 @@ def rmse(mean: Tensor, y: Tensor) -> float:
     return float((mean - y.reshape(mean.shape)).double().square().mean().sqrt())
 
 
-def coverage(predictive: NumericPredictive, y: Tensor, *, level: float = 0.95) -> float:
-    """Share of targets inside the central interval of the given level."""
-    low, high = predictive.interval(level)
+def coverage(low: Tensor, high: Tensor, y: Tensor) -> float:
+    """Share of targets inside intervals."""
     y = y.reshape(low.shape).to(low)
     return float(((y >= low) & (y <= high)).double().mean())
 
@@ -70,7 +62,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     """
     if not inside.numel() or not outside.numel():
         raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {inside.numel()} and {outside.numel()}")
-    return chance_above(inside, outside)
+    return _chance_above(inside, outside)
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
@@ -92,7 +84,7 @@ def risk_coverage(doubt: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
     >>> risk_coverage(torch.tensor([0.1, 0.3, 0.3, 0.2]), torch.tensor([False, True, False, False]))
     (tensor([0.2500, 0.5000, 1.0000], dtype=torch.float64), tensor([0.0000, 0.0000, 0.2500], dtype=torch.float64))
     """
-    answered, errors = answered_up_to(doubt, wrong)
+    answered, errors = _answered_up_to(doubt, wrong)
     return answered / len(doubt), errors / answered
 
 
@@ -102,7 +94,7 @@ def aurc(doubt: Tensor, wrong: Tensor) -> float:
     >>> aurc(torch.tensor([0.1, 0.3, 0.3, 0.2]), torch.tensor([False, True, False, False]))
     0.125
     """
-    answered, errors = answered_up_to(doubt, wrong)
+    answered, errors = _answered_up_to(doubt, wrong)
     return float((answered.diff(prepend=answered.new_zeros(1)) * errors / answered).sum() / len(doubt))
 
 
@@ -110,3 +102,36 @@ def coverage_at(doubt: Tensor, wrong: Tensor, *, risk: float) -> float:
     """The greatest share that could be answered with a share of wrong answers of at most `risk`, on these very data."""
     coverage, risks = risk_coverage(doubt, wrong)
     return float(coverage[risks <= risk].amax()) if bool((risks <= risk).any()) else 0.0
+
+
+def _chance_above(inside: Tensor, outside: Tensor) -> float:
+    """P(outside > inside) + ½ P(outside = inside) over all pairs, by the sum of ranks: the area under the ROC curve."""
+    scores = torch.cat([inside.flatten(), outside.flatten()]).double()
+    _, position, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[position]
+    n_in, n_out = inside.numel(), outside.numel()
+    return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
+
+
+def _in_bins(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
+    """The number of answers in each of equal bins of confidence, their sum of confidence, and how many are right.
+
+    >>> _in_bins(torch.tensor([0.4, 0.9, 1.0]), torch.tensor([False, True, True]), 2)
+    tensor([[1.0000, 2.0000],
+            [0.4000, 1.9000],
+            [0.0000, 2.0000]], dtype=torch.float64)
+    """
+    confidence = confidence.double()
+    index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
+    values = torch.stack([torch.ones_like(confidence), confidence, right.double()])
+    return values.new_zeros(3, bins).index_add_(1, index, values)
+
+
+def _answered_up_to(doubt: Tensor, wrong: Tensor) -> Tensor:
+    """How many examples are answered up to each distinct doubt, and how many errors are among them, (2, distinct)."""
+    if doubt.dim() != 1 or doubt.shape != wrong.shape or not len(doubt):
+        shapes = f"{tuple(doubt.shape)} and {tuple(wrong.shape)}"
+        raise MatchError(f"pass one doubt and one error for each example, got {shapes}")
+    _, place, counts = torch.unique(doubt, return_inverse=True, return_counts=True)
+    errors = torch.zeros_like(counts, dtype=torch.float64).index_add_(0, place, wrong.to(place.device).double())
+    return torch.stack([counts.double(), errors]).cumsum(dim=1)

@@ -9,23 +9,19 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 import bayesadam as ba
-from bayesadam.bandits import AGENTS, Agent, Log, agent_settings, make_agent, read_log, replay
-from bayesadam.bandits import log as log_module
+from bayesadam.bandits import AGENTS, Agent, Log, make_agent, read_log, replay
 from bayesadam.errors import FileError, MatchError, MissingFileError
 from floats import assert_close
 from processes import run_python
 
-SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4, "window": 20}
+SMALL = {"hidden": (8,), "batch_size": 16, "train_steps": 4}
 ROWS = np.random.default_rng(0).normal(size=(200, 3))
 
 
 def new(name: str = "linear", n_arms: int = 3, **changes: object) -> Agent:
-    known = agent_settings(name).names()
-    own = {key: value for key, value in SMALL.items() if key in known}
-    return Agent(name, agent_settings(name, **{**own, **changes}), 3, n_arms, 7)
+    return make_agent(name, 3, n_arms, seed=7, **{**(SMALL if name == "hybrid" else {}), "train_every": 5, **changes})
 
 
 def play(agent: Agent, rows: np.ndarray) -> list[int]:
@@ -54,31 +50,29 @@ def of_kind(path: os.PathLike[str], kind: str) -> list[dict[str, object]]:
     return [line for line in lines(path) if line["event"] == kind]
 
 
-def learnt(agent: Agent) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in agent._trainer.state().items() if not name.startswith("stream")}
+def learnt(agent: Agent) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in agent._learner.arrays().items()}
+
+
+def unchanged(agent: Agent, before: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(array, before[name]) for name, array in learnt(agent).items())
 
 
 def assert_alike(one: Agent, other: Agent) -> None:
-    """In all but the random numbers of choices; several observations at once make the noise differ by a thousandth."""
-    assert (one.pending, one._standing.next_id, one._standing.pulls, one._standing.removed) == (
-        other.pending,
-        other._standing.next_id,
-        other._standing.pulls,
-        other._standing.removed,
-    )
-    assert (one.n_arms, one._since_training) == (other.n_arms, other._since_training)
-    count = one._buffer.count
-    assert count == other._buffer.count
-    for of in ("contexts", "arms", "rewards"):
-        assert torch.equal(getattr(one._buffer, of)[:, :count], getattr(other._buffer, of)[:, :count])
+    """In all but the random numbers of choices."""
+    for name in ("next_id", "pulls", "removed", "n_arms"):
+        assert getattr(one._standing, name) == getattr(other._standing, name)
+    assert (one.pending, one._since_training) == (other.pending, other._since_training)
+    seen, theirs = one._seen.state(), other._seen.state()
+    for name, tensor in seen.items():
+        np.testing.assert_array_equal(tensor, theirs[name], err_msg=name)
     for decision, (context, arm) in one._standing.waiting.items():
         there, its = other._standing.waiting[decision]
         assert arm == its
         np.testing.assert_array_equal(np.float32(context), np.float32(there))
-    mine, others = learnt(one), learnt(other)
-    assert mine.keys() == others.keys()
-    for name, tensor in mine.items():
-        assert_close(tensor, others[name], rtol=5e-3, atol=1e-3, msg=name)
+    others = learnt(other)
+    for name, array in learnt(one).items():
+        assert_close(array, others[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
@@ -108,8 +102,10 @@ def test_every_event_is_a_line(tmp_path):
         "seed": 7,
         "n_features": 3,
         "n_arms": 3,
-        "prior": False,
     }
+    for line in rest:
+        if "context" in line:
+            line["context"] = [round(number, 6) for number in line["context"]]
     context = {"context": [0.1, 0.2, 0.3]}
     assert rest == [
         {"event": "decision", "decision": 0, **context, "arm": 0, "probability": 1.0, "arms": [0, 1, 2]}
@@ -128,7 +124,7 @@ def test_every_event_is_a_line(tmp_path):
 
 def test_the_arrays_are_what_happened(tmp_path):
     path = tmp_path / "log.jsonl"
-    agent = new("badam", initial_pulls=1)
+    agent = new("hybrid")
     agent.log(path)
     decisions = [agent.decide(row, arms=(0, 2) if number % 4 == 3 else None) for number, row in enumerate(ROWS[:12])]
     agent.update(ROWS[50], 1, 2.5)
@@ -202,7 +198,7 @@ def test_what_cannot_be_written_does_not_happen(failure, tmp_path, monkeypatch):
                 call()
     assert path.stat().st_size == size
     assert (agent.n_arms, agent.pending, agent._standing.removed) == (3, twin.pending, set())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(agent).items())
+    assert unchanged(agent, before)
     assert agent.decide(ROWS[9]).id == 9
     assert len(read_log(path)) == 10
 
@@ -250,22 +246,16 @@ def test_an_empty_file_is_a_new_log(tmp_path):
 
 DAMAGE = {
     "a line cut short": lambda line: line[: len(line) // 2],
-    "no object": lambda line: "[1, 2]",
-    "no event": lambda line: "{}",
     "another event": lambda line: line.replace('"decision"', '"revision"', 1),
-    "a field missing": lambda line: line.replace('"arm":', '"ram":', 1),
     "a doubled id": lambda line: line.replace('"decision":2', '"decision":1'),
     "an unknown arm": lambda line: line.replace('"arms":[0,1,2]', '"arms":[0,1,9]'),
     "a narrow context": lambda line: line.replace('"context":[', '"context":[0.5,', 1),
-    "a text for a number": lambda line: json.dumps({**json.loads(line), "context": [0.5, "x", 0.5]}),
     "an impossible choice": lambda line: json.dumps(
         {**json.loads(line), "probability": 0.0, "probabilities": [0.0] * 3}
     ),
     "a reward without its decision": lambda line: '{"event":"reward","decision":77,"reward":1.0}',
-    "a second reward": lambda line: '{"event":"reward","decision":0,"reward":1.0}',
     "a reward that is no number": lambda line: '{"event":"reward","decision":1,"reward":NaN}',
     "an arm out of turn": lambda line: '{"event":"arm","arm":7,"change":"added"}',
-    "an arm removed twice": lambda line: '{"event":"arm","arm":7,"change":"removed"}',
     "an update out of step": lambda line: '{"event":"update","contexts":[[1,2,3]],"arms":[],"rewards":[1]}',
 }
 
@@ -413,11 +403,11 @@ def test_replay_warm_starts_another_kind_of_agent(tmp_path):
     path, agent = tmp_path / "log.jsonl", new()
     agent.log(path)
     play(agent, ROWS[:40])
-    other = replay(path, new("badam", prior_variance=0.1))
-    assert other.name == "badam"
-    assert other._buffer.count == agent._buffer.count
+    other = replay(path, new("hybrid"))
+    assert other.name == "hybrid"
+    assert other._seen.count == agent._seen.count
     assert other.pending == agent.pending
-    assert other._trainer.stack.done > 0
+    assert other._learner.stack.done > 0
     other.log(tmp_path / "other.jsonl")
     assert other.decide(ROWS[0]).id == 40
     waits = agent.pending[0]
@@ -441,17 +431,17 @@ def test_replay_needs_a_new_agent_that_fits(tmp_path):
         before = learnt(unfit)
         with pytest.raises(MatchError, match=message):
             replay(path, unfit)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(unfit).items())
+        assert unchanged(unfit, before)
     used = new()
     used.decide(ROWS[0])
     with pytest.raises(MatchError, match="make a new one"):
         replay(path, used)
     path.write_text(path.read_text().replace('"agent":"linear"', '"agent":"lunar"'))
-    with pytest.raises(FileError, match="is of no agent of this version: agent must be one of"):
+    with pytest.raises(FileError, match="is of the agent 'lunar', not one of hybrid, linear"):
         replay(path)
 
 
-@pytest.mark.parametrize("name", ["linear", "badam", "bootstrap", "neural-linear"])
+@pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_saved_before_the_last_line_catches_up(name, tmp_path):
     path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
     agent = new(name)
@@ -513,19 +503,6 @@ def test_arms_that_changed_without_a_log_are_told_of(tmp_path):
 # --- defined behaviour ----------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_comes_twice_is_refused_and_logged_once(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new()
-    agent.log(path)
-    decision = agent.decide(ROWS[0])
-    agent.reward(decision.id, 1.0)
-    for again in (agent, replay(path)):
-        before = learnt(again)
-        with pytest.raises(MatchError, match="was rewarded or forgotten before"):
-            again.reward(decision.id, 1.0)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(again).items())
-    assert len(of_kind(path, "reward")) == 1
-
-
 def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
     path, agent = tmp_path / "log.jsonl", new()
     agent.log(path)
@@ -535,7 +512,7 @@ def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
     with pytest.raises(MatchError, match="99 was never made"):
         agent.forget(99)
     assert agent.pending == replay(path).pending == (kept.id,)
-    assert agent._buffer.count == 0
+    assert agent._seen.count == 0
     with pytest.raises(MatchError, match="was rewarded or forgotten before"):
         agent.reward(given_up.id, 1.0)
     found = read_log(path)
@@ -610,13 +587,6 @@ def test_arrays_that_do_not_fit_are_refused(change, message):
         Log.of(**{**GIVEN, **change})
 
 
-def test_numbers_are_short_and_exact():
-    values = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    found = log_module.shortest(values)
-    np.testing.assert_array_equal(np.array(found, np.float32), values)
-    assert log_module.shortest(np.float32([0.1, 1e-30, 3e38])) == [0.1, 1e-30, 3e38]
-
-
 # --- kills ----------------------------------------------------------------------------------------------------------
 
 # Imports once, then forks a process for each attempt. The parent reads what the child says it has done, and kills it
@@ -648,7 +618,7 @@ def child(attempt, report):
             agent.save(saved)
 
 
-for attempt in range(20):
+for attempt in range(8):
     reading, writing = os.pipe()
     worker = os.fork()
     if not worker:
@@ -670,14 +640,14 @@ for attempt in range(20):
 
 
 @pytest.mark.slow
-def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
+def test_kills_lose_no_decision_and_double_none(tmp_path):
     path = tmp_path / "log.jsonl"
     done = run_python(KILLED, path, tmp_path / "agent.safetensors", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     reports = done.stdout.split()
     decided = [int(report[1:]) for report in reports if report.startswith("d")]
     rewarded = [int(report[1:]) for report in reports if report.startswith("r")]
-    assert len(decided) >= 20
+    assert len(decided) >= 8
     assert len(set(decided)) == len(decided)
     last = replay(path)
     found = read_log(path)
@@ -687,6 +657,6 @@ def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
     paid = found.ids[np.isfinite(found.rewards)]
     assert set(rewarded) <= set(paid.tolist())
     # At most what each of them was killed at was not yet reported.
-    assert len(found) - len(decided) <= 20
-    assert len(paid) - len(rewarded) <= 20
-    assert last._buffer.count == len(paid)
+    assert len(found) - len(decided) <= 8
+    assert len(paid) - len(rewarded) <= 8
+    assert last._seen.count == len(paid)

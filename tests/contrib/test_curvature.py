@@ -21,8 +21,8 @@ from floats import assert_close
 from processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-OLD = ROOT / "tests" / "posterior" / "release_0_2"
-COMPRESSIONS = (None, "8bit", "factored")
+OLD = ROOT / "tests" / "weights" / "release_0_2"
+COMPRESSIONS = (None, "factored")
 
 
 class Net(nn.Module):
@@ -122,17 +122,6 @@ def test_double_precision_stays(tmp_path):
         assert_close(found, own(path, model), rtol=1e-12)
 
 
-def test_codes_at_the_ends_of_float32(tmp_path, adam):
-    model, optimizer = adam
-    path = tmp_path / "p.safetensors"
-    ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress="8bit")
-    tensors, header = storage.read(path)
-    tensors["second_moment_range.scale"] = torch.tensor([[-103.0, 88.7229]])
-    for code, expected in ((0, 0.0), (1, 1.4e-45), (255, torch.finfo(torch.float32).max)):
-        storage.write(path, {**tensors, "second_moment.scale": torch.tensor(code, dtype=torch.uint8)}, header)
-        assert read(path)[0]["scale"] == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("name", ["diagonal", "compressed", "published", "kronecker"])
 def test_files_of_an_earlier_release(name):
     path = OLD / f"{name}.safetensors"
@@ -159,7 +148,7 @@ def test_a_prior_of_every_weight_and_the_rest_of_a_posterior_are_no_hindrance(ad
 def test_it_needs_neither_torch_nor_bayesadam(adam, tmp_path):
     model, optimizer = adam
     path = tmp_path / "posterior.safetensors"
-    ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress="8bit")
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(path, weights=False, compress="factored")
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     code = (
         "import runpy, sys\n"
@@ -181,7 +170,9 @@ def test_it_needs_neither_torch_nor_bayesadam(adam, tmp_path):
 @pytest.fixture
 def published(adam, tmp_path):
     model, optimizer = adam
-    ba.Posterior.from_optimizer(model, optimizer, 64).save(tmp_path / "p.safetensors", weights=False, compress="8bit")
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(
+        tmp_path / "p.safetensors", weights=False, compress="factored"
+    )
     return tmp_path / "p.safetensors", {name: t.clone() for name, t in model.state_dict().items()}
 
 
@@ -296,7 +287,7 @@ DAMAGES = {
     "omitted": (None, _said(omitted=["scale"]), "omitted"),
     "format 1 without weights": (None, _said(format=1), "format 1 has weights"),
     "compress is not so": (None, _said(compress="8bit"), "with compress '8bit' it cannot have"),
-    "compressed unsaid": ("8bit", _said(compress=None), "with compress None it cannot have"),
+    "compressed unsaid": ("factored", _said(compress=None), "with compress None it cannot have"),
     "v missing": (None, _without(V), "no second moment"),
     "v NaN": (None, _with(V, _one(NAN)), "'last.weight': second_moment has entries that are not finite"),
     "v infinite": (None, _with(V, _one(INF)), "not finite"),
@@ -311,13 +302,6 @@ DAMAGES = {
     "weights missing": (None, _said(has_weights=True), "mode is missing"),
     "bases of a diagonal": (None, _with("left.last.weight", lambda t: torch.eye(40)), "has no bases"),
     "tensor of no parameter": (None, _with("second_moment.stray", lambda t: torch.ones(3)), "'second_moment.stray'"),
-    "ranges missing": ("8bit", _without(CODES), "it cannot have"),
-    "codes missing": ("8bit", _without(V), "it cannot have"),
-    "ranges shape": ("8bit", _with(CODES, lambda t: t[:1].clone()), r"has shape \(1, 2\) and not \(3, 2\)"),
-    "ranges NaN": ("8bit", _with(CODES, _one(NAN)), "range is not finite"),
-    "ranges exchanged": ("8bit", _with(CODES, lambda t: t.flip(1)), "exchanged"),
-    "codes as floats": ("8bit", _with(V, lambda t: t.float()), "of type F32"),
-    "ranges as codes": ("8bit", _with(CODES, lambda t: t.to(torch.uint8)), "of type U8"),
     "rows missing": ("factored", _without(ROWS), "it cannot have"),
     "columns missing": ("factored", _without(COLUMNS), "it cannot have"),
     "rows a matrix": ("factored", _with(ROWS, lambda t: t.reshape(8, 5)), "rows has shape"),

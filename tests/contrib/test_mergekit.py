@@ -96,13 +96,13 @@ def same(found, expected, atol=1e-6):
 
 
 @pytest.mark.parametrize("weights", [(None, None), (2.0, 0.5)])
-@pytest.mark.parametrize("compress", [None, "8bit", "factored"])
+@pytest.mark.parametrize("compress", [None, "factored"])
 def test_fisher_is_that_of_bayesadam(tmp_path, trained, compress, weights):
     _, a, b = published(tmp_path, trained, compress)
     found = merged(tmp_path, configured(tmp_path, "bayesadam_fisher", weights))
     counts = None if weights[0] is None else weights
     sources = [a / "model.safetensors", b / "model.safetensors"]
-    ba.merging.merge_checkpoints(sources, tmp_path / "ours.safetensors", "fisher", weights=counts)
+    ba.merging.merge_checkpoints(sources, tmp_path / "ours.safetensors", method="fisher", weights=counts)
     same(found, load_file(tmp_path / "ours.safetensors"))
     # It is no average, and not one of the two.
     plain = [load_file(path) for path in sources]
@@ -114,7 +114,7 @@ def test_fisher_is_that_of_bayesadam(tmp_path, trained, compress, weights):
 @pytest.mark.parametrize("with_base", [False, True])
 @pytest.mark.parametrize("weights", [(None, None), (2.0, 0.5)])
 def test_gradient_matching_is_that_of_bayesadam(tmp_path, trained, weights, with_base):
-    base, a, b = published(tmp_path, trained, "8bit", base=with_base)
+    base, a, b = published(tmp_path, trained, "factored", base=with_base)
     found = merged(tmp_path, configured(tmp_path, "bayesadam_gradient_matching", weights, base))
     expected = ba.merge(
         [a / "model.safetensors", b / "model.safetensors"],
@@ -126,7 +126,7 @@ def test_gradient_matching_is_that_of_bayesadam(tmp_path, trained, weights, with
 
 
 def test_the_merged_model_runs(tmp_path, trained):
-    published(tmp_path, trained, "8bit")
+    published(tmp_path, trained, "factored")
     merged(tmp_path, configured(tmp_path, "bayesadam_fisher"))
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     text = torch.arange(12)[None] * 3 % 32
@@ -134,7 +134,7 @@ def test_the_merged_model_runs(tmp_path, trained):
 
 
 def test_the_command(tmp_path, trained):
-    published(tmp_path, trained, "8bit")
+    published(tmp_path, trained, "factored")
     expected = merged(tmp_path, configured(tmp_path, "bayesadam_fisher"))
     (tmp_path / "merge.yml").write_text(yaml.safe_dump(configured(tmp_path, "bayesadam_fisher")))
     script, out = ROOT / "contrib" / "mergekit_fisher.py", tmp_path / "out"

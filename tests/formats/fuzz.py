@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import multiprocessing
 import pickle
 import random
 import resource
 import signal
 import sys
-import tarfile
 import tempfile
 import time
 import zipfile
@@ -32,8 +30,8 @@ from safetensors.torch import save
 from torch import nn
 
 from bayesadam.errors import BayesAdamError
-from bayesadam.inspect import inspect_checkpoint
-from bayesadam.posterior import Posterior
+from bayesadam.inspecting import inspect
+from bayesadam.weights.posterior import Posterior
 
 SECONDS, MEGABYTES = 5.0, 1024
 _WATCHED = ("import", "compile", "exec", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.")
@@ -65,16 +63,9 @@ def corpus() -> dict[str, bytes]:
     }
     found["sb3.zip"] = _zipped(members, zipfile.ZIP_STORED)
     found["packed.zip"] = _zipped(members, zipfile.ZIP_DEFLATED)
-    for name, mode in (("c.tar", "w"), ("c.tar.gz", "w:gz")):
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
-            info = tarfile.TarInfo("c.pt")
-            info.size = len(found["zip-2.pt"])
-            archive.addfile(info, io.BytesIO(found["zip-2.pt"]))
-        found[name] = buffer.getvalue()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
-        Posterior.from_optimizer(model, optimizer, 10).save(path, compress="8bit")
+        Posterior.from_optimizer(model, optimizer, 10).save(path, compress="factored")
         found["posterior.safetensors"] = path.read_bytes()
     return found
 
@@ -214,7 +205,7 @@ def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
     what, detail = "read", ""
     try:
         with _alarm():
-            inspect_checkpoint(path)
+            inspect(path)
     except BayesAdamError:
         what = "refused"
     except TimeoutError as error:
@@ -233,13 +224,6 @@ def _place(error: BaseException) -> str:
     return "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
 
 
-def _worker(folder: str, seed: int, numbers: range, out: Any) -> None:
-    torch.set_num_threads(1)
-    for found in inspected(Path(folder), seed, numbers):
-        out.put(found)
-    out.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10_000)
@@ -247,37 +231,16 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=None, help="a folder for the files that fail")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
-    longest, largest = 0.0, 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        out: Any = multiprocessing.Queue()
-        for first in range(0, options.files, 1000):
-            numbers = range(first, min(first + 1000, options.files))
-            process = multiprocessing.Process(target=_worker, args=(str(folder), options.seed, numbers, out))
-            process.start()
-            left = len(numbers) + 1
-            while left and (process.is_alive() or not out.empty()):
-                try:
-                    found = out.get(timeout=1)
-                except Exception:
-                    continue
-                left -= 1
-                if isinstance(found, int):
-                    largest = max(largest, found)
-                    continue
-                counts[found.what] += 1
-                longest = max(longest, found.seconds)
-                if found.what not in ("read", "refused"):
-                    print(f"{found.number} {found.name}: {found.what} {found.detail}", flush=True)
-            process.join()
-            if process.exitcode:
-                counts["DIED"] += 1
-                print(f"the process of files {numbers} died with {process.exitcode}", flush=True)
-    told = ", ".join(f"{count} {what}" for what, count in counts.most_common())
-    print(f"{options.files} files, seed {options.seed}: {told}; the slowest {longest:.2f} s, at most {largest} MB")
-    bad = sum(count for what, count in counts.items() if what not in ("read", "refused"))
-    return int(bool(bad) or longest > SECONDS or largest > MEGABYTES)
+        for outcome in inspected(folder, options.seed, range(options.files)):
+            counts[outcome.what] += 1
+            if outcome.what not in ("read", "refused"):
+                print(f"{outcome.number} {outcome.name}: {outcome.what} {outcome.detail}", flush=True)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(f"{options.files} files, seed {options.seed}: {dict(counts)}; at most {largest} MB")
+    return int(set(counts) > {"read", "refused"} or largest > MEGABYTES)
 
 
 if __name__ == "__main__":

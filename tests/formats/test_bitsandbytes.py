@@ -10,8 +10,9 @@ import torch
 import bayesadam as ba
 from bayesadam.readers import read_checkpoint
 from cases import mlp, train
+from packages import lazy
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+bitsandbytes = lazy("bitsandbytes")
 
 
 @pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "PagedAdamW8bit"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections import OrderedDict
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, FileError, SettingError
+from bayesadam.errors import BayesAdamError, FileError
 from bayesadam.readers import format_of, read_checkpoint
 from bayesadam.readers.formats import registry
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.lazy import Lazy
-from processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -173,20 +171,12 @@ def test_the_ranks_are_put_together(options: dict[str, bool], ranks: int, classe
     same(folder / "global_step4", model, optimizer, network(**options))
 
 
-def test_the_weights_are_those_in_float32(classes: Any, tmp_path: Path) -> None:
-    model, optimizer = trained()
-    folder = write(tmp_path / "c", model, optimizer, classes, dtype=torch.bfloat16, prefix="bf16_")
-    assert (folder / "global_step4" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").is_file()
-    same(folder, model, optimizer, network())
-
-
 def test_nothing_is_put_together_until_it_is_looked_at(classes: Any, tmp_path: Path) -> None:
-    contents = DEEPSPEED.read(write(tmp_path / "c", *trained(), classes), None, None)
-    assert isinstance(contents.weights, Lazy)
-    assert contents.optimizer is not None
-    state = contents.optimizer["state"]["2.weight"]
+    read = read_checkpoint(write(tmp_path / "c", *trained(), classes))
+    assert isinstance(read.weights, Lazy)
+    state = read.optimizer["state"]["2.weight"]
     assert state.outline["exp_avg_sq"].is_meta
-    assert state.outline["exp_avg_sq"].shape == contents.weights.outline["2.weight"].shape == (5, 5)
+    assert state.outline["exp_avg_sq"].shape == read.weights.outline["2.weight"].shape == (5, 5)
 
 
 def test_without_zero(tmp_path: Path) -> None:
@@ -237,26 +227,9 @@ def test_damaged_and_incomplete_folders(classes: Any, tmp_path: Path) -> None:
     parallel = folder("parallel")
     (parallel / "mp_rank_01_model_states.pt").touch()
     refused(parallel, "model-parallel ranks")
-    with pytest.raises(SettingError, match="weights_key='module' makes no sense"):
-        read_checkpoint(folder("keys"), weights_key="module")
 
 
-class Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.marker),))
-
-
-def test_a_file_that_would_run_code(classes: Any, tmp_path: Path) -> None:
-    marker = tmp_path / "code was run"
-    folder = write(tmp_path / "c", *trained(), classes, change=lambda kept: kept.update(loss_scaler=Evil(marker)))
-    refused(folder, r"would call \w+\.mkdir if it were unpickled")
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("tag", ["../outside", "/", "", "..", "nowhere"])
+@pytest.mark.parametrize("tag", ["../outside", "/", "", "nowhere"])
 def test_a_tag_that_leads_elsewhere(tag: str, classes: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "c", *trained(), classes)
     write(tmp_path / "other", *trained(), classes)
@@ -264,96 +237,3 @@ def test_a_tag_that_leads_elsewhere(tag: str, classes: Any, tmp_path: Path) -> N
     (folder / "latest").write_text(tag)
     with pytest.raises(BayesAdamError, match=r"no known format|may be checkpoints"):
         read_checkpoint(folder)
-
-
-# --- by DeepSpeed ---------------------------------------------------------------------------------------------------
-
-
-def rank(number: int, world: int, folder: Path) -> None:
-    """Train with every setting in turn, save, and gather the state through DeepSpeed's own links."""
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(number), DS_ACCELERATOR="cpu")
-    import deepspeed
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", rank=number, world_size=world, init_method=f"file://{folder}/rendezvous")
-    deepspeed.init_distributed("gloo")
-    for name, (stage, dtype, options) in SETTINGS.items():
-        model = network(**options)
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            **({dtype: {"enabled": True}} if dtype else {}),
-        }
-        engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
-        random = torch.Generator().manual_seed(number)
-        for _ in range(4):
-            x = torch.randn(4, 3, generator=random).to(next(model.parameters()).dtype)
-            engine.backward(engine(x).float().square().mean())
-            engine.step()
-        engine.save_checkpoint(str(folder / name))
-        live: dict[str, Any] = {"module": {key: value.clone() for key, value in model.state_dict().items()}}
-        base = zero.optimizer
-        for key, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            place = next(i for i, group in enumerate(zero.bit16_groups) if any(p is parameter for p in group))
-            flat = base.param_groups[place]["params"][0]
-            live[key] = {}
-            for entry in ("weight", "exp_avg", "exp_avg_sq"):
-                whole = torch.zeros(parameter.numel())
-                link = parameter._hp_mapping
-                if link is not None:
-                    here, there = link.lp_fragment_address, link.hp_fragment_address
-                    source = flat.detach() if entry == "weight" else base.state[flat][entry]
-                    part = source[there.start : there.start + there.numel]
-                    whole[here.start : here.start + here.numel] = part
-                dist.all_reduce(whole)
-                live[key][entry] = whole.view(parameter.shape)
-        if number == 0:
-            torch.save(live, folder / f"{name}.pt")
-    dist.destroy_process_group()
-
-
-SETTINGS: dict[str, tuple[int, str, dict[str, bool]]] = {
-    "stage 1": (1, "", {}),
-    "stage 2": (2, "", {}),
-    "bf16": (2, "bf16", {}),
-    "tied": (1, "", {"tied": True}),
-    "frozen": (2, "", {"frozen": True}),
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(__file__, 2, folder)
-    return folder
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_deepspeed_wrote(name: str, two_ranks: Path) -> None:
-    options = SETTINGS[name][2]
-    live = torch.load(two_ranks / f"{name}.pt", weights_only=True)
-    model = network(**options)
-    model.load_state_dict(live["module"])
-    optimizer = adamw(model)
-    names = {id(parameter): key for key, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            entries = live[names[id(parameter)]]
-            parameter.copy_(entries["weight"])
-            optimizer.state[parameter] = {
-                "step": torch.tensor(4.0),
-                "exp_avg": entries["exp_avg"],
-                "exp_avg_sq": entries["exp_avg_sq"],
-            }
-    assert read_checkpoint(two_ranks / name).format == "deepspeed"
-    same(two_ranks / name, model, optimizer, network(**options))
-
-
-if __name__ == "__main__":
-    rank(*map(int, sys.argv[1:3]), Path(sys.argv[3]))

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError, MatchError
-from bayesadam.readers import format_of, read_checkpoint
+from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats import distributed as distributed_module
-from bayesadam.readers.formats.distributed import DISTRIBUTED, covers
+from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.lazy import Lazy, renamed
 from bayesadam.readers.match import names_in
 from processes import run_ranks
@@ -164,24 +163,8 @@ def test_two_ranks_are_read_as_one_training(layout: str, two_ranks: Path, live: 
 
 
 @pytest.mark.slow
-def test_what_was_written_beside_the_tensors(two_ranks: Path) -> None:
-    read = read_checkpoint(two_ranks / "names")
-    assert (read.recorded.epoch, read.recorded.n_data) == (3, 500)
-    assert read.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)
-
-
-@pytest.mark.slow
-def test_the_folder_is_told_by_its_content(two_ranks: Path, tmp_path: Path) -> None:
-    assert format_of(two_ranks / "names") is DISTRIBUTED
-    (tmp_path / ".metadata").write_text("name: something else")
-    with pytest.raises(FileError, match="no known format"):
-        format_of(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_tensor_may_be_cut_along_any_dimension(two_ranks: Path) -> None:
-    read = DISTRIBUTED.read(two_ranks / "cut", None, None).weights
-    assert read is not None
+    read = DISTRIBUTED.read(two_ranks / "cut").networks[0].tensors
     table = torch.arange(35.0).view(5, 7)
     for name in ("rows", "columns", "whole"):
         assert torch.equal(read[name], table)
@@ -199,9 +182,7 @@ def test_tensors_are_read_when_they_are_looked_at_and_not_kept(
     monkeypatch.setattr(
         distributed_module, "read_stored", lambda entry: (looked.append(entry.key), read_stored(entry))[1]
     )
-    contents = DISTRIBUTED.read(two_ranks / "names", None, None)
-    assert contents.weights is not None
-    assert contents.optimizer is not None
+    contents = read_checkpoint(two_ranks / "names")
     # Counters, settings, and the last layer's single bias.
     assert not [key for key in looked if "weight.exp" in key or (key.startswith("model") and key.endswith("weight"))]
     looked.clear()
@@ -271,66 +252,6 @@ def test_names_tell_in_whatever_groups_and_order_the_optimiser_has_them(tmp_path
         ba.Posterior.from_checkpoint(plain, network(), n_data=100)
 
 
-def test_the_model_and_the_optimiser_may_have_a_folder_each(pair: Any, tmp_path: Path) -> None:
-    weights, state = get_state_dict(*pair)
-    save(tmp_path / "optimizer_0", {"optimizer": state})
-    save(tmp_path / "pytorch_model_fsdp_0", {"model": weights})
-    same(tmp_path / "pytorch_model_fsdp_0", *pair, optimizer_path=tmp_path / "optimizer_0")
-
-
-def test_without_the_model(pair: Any, tmp_path: Path) -> None:
-    folder = save(tmp_path / "c", dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True)))
-    found = ba.readers.read_curvature(read_checkpoint(folder)).second_moment
-    for name, v in ba.readers.read_optimizer(*pair).second_moment.items():
-        assert torch.equal(found[name], v)
-
-
-def test_layers_of_one_shape_are_drawn_and_pruned_each_by_its_own_state(tmp_path: Path) -> None:
-    # Tensors that are read one after the other lie at the same addresses.
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-    weights, state = get_state_dict(model, optimizer)
-    folder = save(tmp_path / "folder", {"model": weights, "optimizer": state})
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    for number, source in enumerate((folder, tmp_path / "c.pt")):
-        ba.pruning.prune_checkpoint(source, tmp_path / f"pruned{number}.safetensors", fraction=0.5)
-        opened = ba.GaussianWeights.open(source, n_data=100, prior_precision=1.0)
-        opened.write_sample(tmp_path / f"drawn{number}.safetensors", seed=3)
-    for what in ("pruned", "drawn"):
-        one, other = (load_file(tmp_path / f"{what}{number}.safetensors") for number in range(2))
-        assert one.keys() == other.keys()
-        for name in one:
-            assert torch.equal(one[name], other[name]), name
-
-
-def test_an_optimiser_that_never_stepped(tmp_path: Path) -> None:
-    model = network()
-    state = torch.optim.Adam(model.parameters()).state_dict()
-    folder = save(tmp_path / "c", {"model": model.state_dict(), "optimizer": state})
-    with pytest.raises(BayesAdamError, match="has not taken a step"):
-        ba.Posterior.from_checkpoint(folder, network(), n_data=100)
-
-
-def test_eight_bit_states(tmp_path: Path) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    model = network()
-    optimizer = bitsandbytes.optim.Adam8bit(model.parameters(), min_8bit_size=1)
-    train(model, optimizer)
-    folder = save(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    same(folder, model, optimizer)
-
-
-def test_it_is_not_written(pair: Any, tmp_path: Path) -> None:
-    folder = save(tmp_path / "c", {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict()})
-    with pytest.raises(FileError, match="cannot be written"):
-        ba.readers.write_pruned(read_checkpoint(folder), {}, tmp_path / "out")
-
-
 # --- refused --------------------------------------------------------------------------------------------------------
 
 
@@ -379,49 +300,9 @@ def test_a_list_of_contents_that_would_run_code(where: str, folder: Path, marker
     refused(folder, "made to run code")
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [("torch", "load"), ("torch.serialization", "load"), ("builtins", "getattr"), ("builtins", "eval"), ("io", "open")],
-)
-def test_nothing_of_torch_or_python_can_be_called(module: str, name: str, folder: Path) -> None:
-    (folder / ".metadata").write_bytes(b"\x80\x04" + f"c{module}\n{name}\n".encode() + b")R.")
-    refused(folder, rf"would call {module}\.{name}|truncated, damaged")
-
-
-@pytest.mark.parametrize("key", ["epoch", "model.0.weight", "optimizer.state.0.exp_avg_sq"])
-def test_a_piece_that_would_run_code(key: str, folder: Path, marker: Path) -> None:
-    torch.save(Evil(marker), folder / "evil.distcp")
-
-    def change(metadata: Metadata) -> None:
-        info = place(metadata, key)
-        info.relative_path, info.offset, info.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
-
-    edited(folder, change)
-    refused(folder, r"would call \w+\.mkdir.*made to run code")
-
-
 def test_a_missing_file(folder: Path) -> None:
     next(folder.glob("*.distcp")).rename(folder / "other.distcp")
     refused(folder, r"has no __0_0\.distcp.*copy those of all machines")
-
-
-@pytest.mark.slow
-def test_a_missing_rank(two_ranks: Path, tmp_path: Path) -> None:
-    shutil.copytree(two_ranks / "names", tmp_path / "names")
-    (tmp_path / "names" / "__1_0.distcp").unlink()
-    refused(tmp_path / "names", r"has no __1_0\.distcp.*copy those of all machines")
-
-
-def test_a_truncated_file(folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    file.write_bytes(file.read_bytes()[:-10])
-    refused(folder, "is truncated: .* should end at byte")
-
-
-def test_a_damaged_piece(folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    file.write_bytes(bytes(file.stat().st_size))
-    refused(folder, "truncated, damaged")
 
 
 @pytest.mark.slow
@@ -440,34 +321,11 @@ def test_a_hole(two_ranks: Path, tmp_path: Path) -> None:
         refused(copy, r"the whole of 'model\.0\.weight'")
 
 
-def test_the_files_of_another_save(folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        one, other = place(metadata, "model.0.weight"), place(metadata, "model.3.weight")
-        one.offset, one.length = other.offset, other.length
-
-    edited(folder, change)
-    refused(folder, r"does not hold 'model\.0\.weight'")
-
-
 @pytest.mark.parametrize("name", ["../secret.distcp", "/etc/passwd", "a/../../secret", "c:secret", "..\\secret"])
 def test_a_name_that_leads_out_of_the_folder(name: str, folder: Path) -> None:
     shutil.copy(next(folder.glob("*.distcp")), folder.parent / "secret.distcp")
     edited(folder, lambda metadata: setattr(place(metadata, "model.0.weight"), "relative_path", name))
     refused(folder, "outside of the folder")
-
-
-def test_no_record_of_the_nesting(folder: Path) -> None:
-    edited(folder, lambda metadata: setattr(metadata, "planner_data", None))
-    refused(folder, "no planner_data.*default planner")
-
-
-def test_a_save_that_did_not_finish(folder: Path) -> None:
-    whole = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").unlink()
-    refused(folder, "written last: the save did not finish")
-    for damaged in (b"", whole[: len(whole) // 2], b"\x80\x04garbage", pickle.dumps(3), pickle.dumps({"a": 1})):
-        (folder / ".metadata").write_bytes(damaged)
-        refused(folder, "truncated, damaged")
 
 
 @pytest.mark.parametrize(
@@ -491,26 +349,6 @@ def test_nonsense_in_the_list_of_contents(change: Callable[[Metadata], Any], fol
     edited(folder, change)
     with pytest.raises(BayesAdamError):
         ba.Posterior.from_checkpoint(folder, network(), n_data=100)
-
-
-def test_boxes_that_fill_a_tensor_or_do_not() -> None:
-    random = torch.Generator().manual_seed(0)
-
-    def draw(limit: int) -> int:
-        return int(torch.randint(limit, (), generator=random))
-
-    for _ in range(100):
-        shape = (2 + draw(4), 1 + draw(3))
-        cut, other = 1 + draw(shape[0] - 1), draw(shape[1] + 1)
-        # Rows above a cut, and below it two parts side by side; the last is empty now and then.
-        boxes = [((0, 0), (cut, shape[1])), ((cut, 0), (shape[0] - cut, other))]
-        boxes.append(((cut, other), (shape[0] - cut, shape[1] - other)))
-        assert covers(shape, boxes)
-        filled = [box for box in boxes if box[1][0] * box[1][1]]
-        lost = draw(len(filled))
-        assert not covers(shape, filled[:lost] + filled[lost + 1 :])
-        assert not covers(shape, [((shape[0], 0), boxes[0][1]), *boxes[1:]])
-        assert not covers(shape, [((-1, 0), boxes[0][1]), *boxes[1:]])
 
 
 if __name__ == "__main__":

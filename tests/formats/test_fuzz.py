@@ -7,8 +7,8 @@ from formats.fuzz import corpus, inspected
 
 
 def test_damaged_files_end_in_an_error_or_are_read(tmp_path: Path) -> None:
-    found = list(inspected(tmp_path, seed=7, numbers=range(400)))
-    assert len(found) == 400
+    found = list(inspected(tmp_path, seed=7, numbers=range(200)))
+    assert len(found) == 200
     assert [outcome for outcome in found if outcome.what not in ("read", "refused")] == []
     assert {outcome.what for outcome in found} == {"read", "refused"}
 
@@ -18,5 +18,4 @@ def test_the_corpus_has_every_format_of_one_file(tmp_path: Path) -> None:
     for name, content in corpus().items():
         (tmp_path / name).write_bytes(content)
         kinds.add(format_of(tmp_path / name).name)
-    archives = {"zip archive", "tar archive"}
-    assert kinds == {"torch", "torch before 1.6", "pickle", "safetensors", "posterior", *archives}
+    assert kinds == {"torch", "torch before 1.6", "pickle", "safetensors", "posterior", "zip archive"}

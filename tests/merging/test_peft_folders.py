@@ -15,9 +15,10 @@ from bayesadam.cli import app
 from bayesadam.merging import merge
 from cases import three_steps
 from floats import close
+from packages import lazy
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = lazy("transformers")
+peft = lazy("peft")
 
 N = 24
 

@@ -133,6 +133,6 @@ def test_posterior_is_the_one_read_off_adam():
     badam = ba.Badam(model.parameters())
     for x in batches("cpu", 20):
         step(model, badam, x)
-    ours = badam.posterior(model, 50, prior_precision=2.0, form="likelihood")
-    theirs = ba.Posterior.from_optimizer(model, badam, 50, prior_precision=2.0, form="likelihood")
+    ours = badam.posterior(model, 50, prior_precision=2.0)
+    theirs = ba.Posterior.from_optimizer(model, badam, 50, prior_precision=2.0)
     assert all(torch.equal(ours.variance[n], theirs.variance[n]) for n in theirs.variance)

@@ -26,7 +26,7 @@ class Network:
         name: what pytest calls it.
         build: makes the module; run under a fixed seed, in float64.
         inputs: makes the batch.
-        generic: the parameters that must take the generic path, all others being in closed form; "all" of them, or None
+        generic: the parameters that must go through autograd, all others being in closed form; "all" of them, or None
             where either is right.
     """
 
@@ -71,11 +71,6 @@ def posterior_over(
     optimizer.step()
     optimizer.zero_grad()
     return ba.Posterior.from_optimizer(model, optimizer, n_data, prior_precision=prior_precision, **options)
-
-
-def predict(posterior: ba.Posterior, inputs: Any, *, likelihood: str = "regression", **options: Any) -> Any:
-    """`posterior.predict` of numbers, unless another likelihood is given."""
-    return posterior.predict(inputs, likelihood=likelihood, **options)
 
 
 def jacobian(model: nn.Module, names: list[str], output: Tensor) -> Tensor:
@@ -270,6 +265,19 @@ def late_offset(self: Any, x: Tensor) -> Tensor:
     return self.layer(x) + self.offset * negative if negative.any().item() else self.layer(x)
 
 
+def behind_a_gate(self: Any, x: Tensor) -> Tensor:
+    """A second use of both layers, which the first examples do not reach; the graph is the same for all."""
+    z = self.first(x).tanh()
+    return self.second(z) + (x[:, :1] < 0) * self.second(self.first(z).sin())
+
+
+def scaled(width: int, *, scalar: bool, places: bool = False) -> nn.Module:
+    """A number, or one a feature, times what a layer gives: a copy for each example might be taken along any side."""
+    scale = nn.Parameter(torch.randn(() if scalar else width))
+    end = few_outputs if places else lambda z: z
+    return Lambda(lambda self, x: end(self.layer(x) * self.scale), layer=nn.Linear(3, width), scale=scale)
+
+
 def late_sequence(self: Any, x: Tensor) -> Tensor:
     sequence_first = self.second(x.transpose(0, 1)).transpose(0, 1)
     return few_outputs(self.first(x)) + few_outputs(sequence_first) * (x[:, 0, :1] < 0)
@@ -303,65 +311,26 @@ CONVOLUTIONS = [
     Network("conv1d", lambda: after(nn.Conv1d(2, 3, 3)), normal(4, 2, 7)),
     Network("conv1d-stride-dilation-padding", lambda: after(nn.Conv1d(2, 4, 3, 2, 2, 2)), normal(4, 2, 9)),
     Network("conv1d-circular", lambda: after(nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular")), normal(4, 2, 5)),
-    Network(
-        "conv1d-reflect-same",
-        lambda: after(nn.Conv1d(2, 3, 4, padding="same", padding_mode="reflect")),
-        normal(4, 2, 6),
-    ),
+    Network("conv1d-reflect-same", lambda: after(nn.Conv1d(2, 3, 4, padding="same", padding_mode="reflect")), normal(4, 2, 6)),
     Network("conv2d-groups", lambda: after(nn.Conv2d(4, 6, 2, groups=2)), normal(3, 4, 4, 3)),
     Network("conv2d-depthwise", lambda: after(nn.Conv2d(3, 6, 3, padding=1, groups=3)), normal(3, 3, 4, 4)),
-    Network(
-        "conv2d-uneven",
-        lambda: after(nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2))),
-        normal(3, 2, 5, 4),
-    ),
+    Network("conv2d-uneven", lambda: after(nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2))), normal(3, 2, 5, 4)),
     Network("conv2d-same", lambda: after(nn.Conv2d(2, 3, (2, 3), padding="same", dilation=2)), normal(3, 2, 4, 5)),
     Network("conv2d-valid", lambda: after(nn.Conv2d(2, 3, 2, padding="valid", bias=False)), normal(3, 2, 4, 4)),
     Network("conv2d-replicate", lambda: after(nn.Conv2d(2, 3, 3, 2, 2, padding_mode="replicate")), normal(3, 2, 4, 4)),
     Network("conv2d-stride-leaves-a-rest", lambda: after(nn.Conv2d(1, 2, 2, stride=3)), normal(3, 1, 7, 6)),
     Network("conv2d-one-place", lambda: after(nn.Conv2d(2, 3, 3, groups=1)), normal(3, 2, 3, 3)),
     Network("conv3d", lambda: after(nn.Conv3d(2, 2, 2, (1, 2, 1), 1, groups=2)), normal(2, 2, 2, 3, 3)),
-    Network(
-        "conv3d-reflect", lambda: after(nn.Conv3d(1, 2, 2, padding=1, padding_mode="reflect")), normal(2, 1, 2, 3, 2)
-    ),
+    Network("conv3d-reflect", lambda: after(nn.Conv3d(1, 2, 2, padding=1, padding_mode="reflect")), normal(2, 1, 2, 3, 2)),
     Network("transposed1d", lambda: after(nn.ConvTranspose1d(2, 3, 3, 2, 1, 1)), normal(4, 2, 4), generic=None),
-    Network(
-        "transposed1d-groups-dilation",
-        lambda: after(nn.ConvTranspose1d(4, 6, 2, groups=2, dilation=3)),
-        normal(3, 4, 3),
-        generic=None,
-    ),
+    Network("transposed1d-groups-dilation", lambda: after(nn.ConvTranspose1d(4, 6, 2, groups=2, dilation=3)), normal(3, 4, 3), generic=None),
     Network("transposed2d", lambda: after(nn.ConvTranspose2d(2, 3, 3)), normal(3, 2, 3, 2), generic=None),
-    Network(
-        "transposed2d-everything",
-        lambda: after(nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1))),
-        normal(3, 2, 3, 2),
-        generic=None,
-    ),
-    Network(
-        "transposed2d-depthwise",
-        lambda: after(nn.ConvTranspose2d(3, 3, 2, 2, groups=3)),
-        normal(2, 3, 2, 3),
-        generic=None,
-    ),
-    Network(
-        "transposed2d-cut-hard", lambda: after(nn.ConvTranspose2d(2, 2, 4, 2, 3)), normal(3, 2, 4, 4), generic=None
-    ),
-    Network(
-        "transposed2d-output-size",
-        lambda: Lambda(
-            lambda self, x: few_outputs(self.layer(x, output_size=(6, 5))), layer=nn.ConvTranspose2d(2, 2, 3, 2, 1)
-        ),
-        normal(2, 2, 3, 3),
-        generic=None,
-    ),
-    Network(
-        "transposed3d",
-        lambda: after(nn.ConvTranspose3d(2, 2, 2, (2, 1, 2), 1, (1, 0, 1), 2)),
-        normal(2, 2, 2, 3, 2),
-        generic=None,
-    ),
-]
+    Network("transposed2d-everything", lambda: after(nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1))), normal(3, 2, 3, 2), generic=None),
+    Network("transposed2d-depthwise", lambda: after(nn.ConvTranspose2d(3, 3, 2, 2, groups=3)), normal(2, 3, 2, 3), generic=None),
+    Network("transposed2d-cut-hard", lambda: after(nn.ConvTranspose2d(2, 2, 4, 2, 3)), normal(3, 2, 4, 4), generic=None),
+    Network("transposed2d-output-size", lambda: Lambda(lambda self, x: few_outputs(self.layer(x, output_size=(6, 5))), layer=nn.ConvTranspose2d(2, 2, 3, 2, 1)), normal(2, 2, 3, 3), generic=None),
+    Network("transposed3d", lambda: after(nn.ConvTranspose3d(2, 2, 2, (2, 1, 2), 1, (1, 0, 1), 2)), normal(2, 2, 2, 3, 2), generic=None),
+]  # fmt: skip
 
 NORMS = [
     Network("layer-norm", lambda: after(nn.LayerNorm(5)), normal(4, 5)),
@@ -376,29 +345,17 @@ NORMS = [
     Network("batch-norm-1d-sequence", lambda: after(nn.BatchNorm1d(3, eps=0.1)), normal(4, 3, 5)),
     Network("batch-norm-2d", lambda: after(nn.BatchNorm2d(3)), normal(4, 3, 2, 4)),
     Network("batch-norm-3d", lambda: after(nn.BatchNorm3d(2)), normal(3, 2, 2, 2, 3)),
-    Network(
-        "batch-norm-without-affine",
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 2)),
-        normal(4, 3),
-    ),
-]
+    Network("batch-norm-without-affine", lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 2)), normal(4, 3)),
+]  # fmt: skip
 
 EMBEDDINGS = [
     Network("embedding", lambda: after(nn.Embedding(7, 3)), tokens(4, 2)),
     Network("embedding-repeated-tokens", lambda: after(nn.Embedding(3, 2)), tokens(4, 9, below=3)),
     Network("embedding-padding", lambda: after(nn.Embedding(4, 3, padding_idx=1)), tokens(4, 6, below=4)),
     Network("embedding-one-token", lambda: after(nn.Embedding(7, 3)), tokens(5)),
-    Network(
-        "embedding-used-twice",
-        lambda: Lambda(lambda self, a, b: few_outputs(self.table(a) * self.table(b)), table=nn.Embedding(4, 3)),
-        lambda: (tokens(4, 3, below=4)(), tokens(4, 3, below=4)()),
-    ),
-    Network(
-        "embedding-sequence-first",
-        lambda: Lambda(lambda self, x: few_outputs(self.table(x.T).transpose(0, 1)), table=nn.Embedding(4, 3)),
-        tokens(3, 3, below=4),
-    ),
-]
+    Network("embedding-used-twice", lambda: Lambda(lambda self, a, b: few_outputs(self.table(a) * self.table(b)), table=nn.Embedding(4, 3)), lambda: (tokens(4, 3, below=4)(), tokens(4, 3, below=4)())),
+    Network("embedding-sequence-first", lambda: Lambda(lambda self, x: few_outputs(self.table(x.T).transpose(0, 1)), table=nn.Embedding(4, 3)), tokens(3, 3, below=4)),
+]  # fmt: skip
 
 ATTENTION = [
     Network("attention", lambda: Attend(batch_first=True), normal(4, 3, 4)),
@@ -407,58 +364,17 @@ ATTENTION = [
     Network("attention-no-bias", lambda: Attend(batch_first=True, bias=False), normal(3, 2, 4)),
     Network("attention-cross", lambda: Attend(batch_first=True, cross=True, kdim=6, vdim=3), attention_parts),
     Network("attention-cross-sequence-first", lambda: Attend(cross=True, kdim=6, vdim=3, bias=False), attention_parts),
-    Network(
-        "attention-cross-one-width",
-        lambda: Attend(batch_first=True, cross=True),
-        lambda: (normal(3, 2, 4)(), normal(3, 5, 4)(), normal(3, 5, 4)()),
-    ),
-    Network(
-        "attention-key-padding",
-        lambda: Lambda(
-            lambda self, x, mask: few_outputs(self.attention(x, x, x, key_padding_mask=mask)[0]),
-            attention=nn.MultiheadAttention(4, 2, batch_first=True),
-        ),
-        lambda: (normal(3, 4, 4)(), padded_keys(3, 4)),
-    ),
-    Network(
-        "attention-float-key-padding",
-        lambda: Lambda(
-            lambda self, x, mask: few_outputs(self.attention(x, x, x, mask, False)[0]),
-            attention=nn.MultiheadAttention(4, 2, batch_first=True),
-        ),
-        lambda: (normal(3, 4, 4)(), normal(3, 4)()),
-    ),
-    Network(
-        "attention-bool-mask",
-        lambda: Attend(batch_first=True).masked(attn_mask=torch.ones(3, 3, dtype=torch.bool).triu(1)),
-        normal(4, 3, 4),
-    ),
+    Network("attention-cross-one-width", lambda: Attend(batch_first=True, cross=True), lambda: (normal(3, 2, 4)(), normal(3, 5, 4)(), normal(3, 5, 4)())),
+    Network("attention-key-padding", lambda: Lambda(lambda self, x, mask: few_outputs(self.attention(x, x, x, key_padding_mask=mask)[0]), attention=nn.MultiheadAttention(4, 2, batch_first=True)), lambda: (normal(3, 4, 4)(), padded_keys(3, 4))),
+    Network("attention-float-key-padding", lambda: Lambda(lambda self, x, mask: few_outputs(self.attention(x, x, x, mask, False)[0]), attention=nn.MultiheadAttention(4, 2, batch_first=True)), lambda: (normal(3, 4, 4)(), normal(3, 4)())),
+    Network("attention-bool-mask", lambda: Attend(batch_first=True).masked(attn_mask=torch.ones(3, 3, dtype=torch.bool).triu(1)), normal(4, 3, 4)),
     Network("attention-float-mask", lambda: Attend().masked(attn_mask=torch.randn(3, 3)), normal(4, 3, 4)),
-    Network(
-        "attention-mask-by-head",
-        # Two heads, a mask each; as wide as the batch that the library may cut, so the model builds it per batch.
-        lambda: Lambda(
-            lambda self, x: few_outputs(
-                self.attention(
-                    x, x, x, attn_mask=torch.stack([torch.eye(3), -torch.eye(3)]).to(x).repeat(len(x), 1, 1)
-                )[0]
-            ),
-            attention=nn.MultiheadAttention(4, 2, batch_first=True),
-        ),
-        normal(5, 3, 4),
-    ),
-    Network(
-        "attention-weights-in-the-output",
-        lambda: Lambda(
-            lambda self, x: few_outputs(torch.cat([part.flatten(1) for part in self.attention(x, x, x)], dim=1)),
-            attention=nn.MultiheadAttention(4, 2, batch_first=True),
-        ),
-        normal(3, 2, 4),
-        generic=None,
-    ),
+    # Two heads, a mask each; as wide as the batch that the library may cut, so the model builds it per batch.
+    Network("attention-mask-by-head", lambda: Lambda(lambda self, x: few_outputs(self.attention(x, x, x, attn_mask=torch.stack([torch.eye(3), -torch.eye(3)]).to(x).repeat(len(x), 1, 1))[0]), attention=nn.MultiheadAttention(4, 2, batch_first=True)), normal(5, 3, 4)),
+    Network("attention-weights-in-the-output", lambda: Lambda(lambda self, x: few_outputs(torch.cat([part.flatten(1) for part in self.attention(x, x, x)], dim=1)), attention=nn.MultiheadAttention(4, 2, batch_first=True)), normal(3, 2, 4), generic=None),
     Network("attention-bias-kv", lambda: Attend(batch_first=True, add_bias_kv=True), normal(3, 2, 4), generic=None),
     Network("attention-zero-key", lambda: Attend(add_zero_attn=True), normal(3, 2, 4), generic=None),
-]
+]  # fmt: skip
 
 TRANSFORMERS = [
     Network("encoder-layer", lambda: encoder(1, batch_first=True), normal(4, 3, 4)),
@@ -469,7 +385,7 @@ TRANSFORMERS = [
     Network("encoder-sequence-first-length-twice-the-batch", lambda: encoder(1, batch_first=False), normal(2, 4, 4)),
     Network("encoder-sequence-first-batch-one", lambda: encoder(1, batch_first=False), normal(1, 2, 4)),
     Network("decoder-tied-head", Decoder, tokens(3, 3, below=6)),
-]
+]  # fmt: skip
 
 STRUCTURES = [
     Network("mlp-tanh", lambda: mlp(3, 5, 4, 2), normal(6, 3)),
@@ -513,8 +429,15 @@ STRUCTURES = [
     Network("values-decide-the-way", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), normal(7, 3), generic=None),
     Network("values-decide-late", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
     # The first examples say nothing about these weights; the later ones do.
-    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()])),
+    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
     Network("layer-counted-for-later-examples", lambda: Lambda(late_sequence, first=nn.Linear(3, 2), second=nn.Linear(3, 2)), lambda: torch.cat([normal(3, 3, 3)().abs(), -normal(3, 3, 3)().abs()])),
+    Network("second-use-behind-a-gate", lambda: Lambda(behind_a_gate, first=nn.Linear(3, 3), second=nn.Linear(3, 3)), lambda: torch.cat([normal(5, 3)().abs(), -normal(1, 3)().abs()]), generic=None),
+    Network("number-times-features", lambda: scaled(4, scalar=True), normal(5, 3), generic=("scale",)),
+    Network("number-times-as-many-features-as-examples", lambda: scaled(3, scalar=True), normal(3, 3), generic=None),
+    Network("number-times-one-feature", lambda: scaled(1, scalar=True), normal(4, 3), generic=None),
+    Network("features-of-places", lambda: scaled(4, scalar=False, places=True), normal(5, 3, 3), generic=None),
+    Network("features-of-as-many-places-as-examples", lambda: scaled(4, scalar=False, places=True), normal(3, 3, 3), generic=None),
+    Network("features-places-and-examples-alike", lambda: scaled(3, scalar=False, places=True), normal(3, 3, 3), generic=None),
     Network("a-branch-without-gradient", lambda: Lambda(no_gradient_inside, body=nn.Linear(3, 4), head=nn.Linear(4, 2)), normal(4, 3)),
     Network("keyword-calls-inside", lambda: Lambda(lambda self, x: self.b(input=self.a(input=x).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), normal(4, 3)),
     Network("dict-input", lambda: Lambda(lambda self, *, left, right: self.b(self.a(left).tanh() * right), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), lambda: {"left": normal(4, 3)(), "right": normal(4, 4)()}),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import bayesadam as ba
-from bayesadam.calibration import fits
 from bayesadam.errors import ImproperError
+from bayesadam.predict import linearised, linearised_draws, sampled
 from floats import approx, assert_close
 
 N, BATCH, WORDS = 200, 16, 7
@@ -24,7 +24,6 @@ every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning"),
-    pytest.mark.filterwarnings("ignore::bayesadam.errors.CollapsedPredictionWarning"),
 ]
 
 
@@ -138,26 +137,19 @@ def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
     j, sigma = jacobian(posterior, ids), covariance(posterior)
     expected = j @ sigma @ j.mT
     for whole in (False, True):
-        found = posterior.predict(ids, likelihood="regression", covariance=whole, shift=False)
+        found = linearised(posterior, ids, covariance=whole)
         assert_close(found.mean, at(posterior, own, ids).detach(), rtol=rtol, atol=rtol)
         variance = expected.diagonal(dim1=1, dim2=2)
         assert_close(found.variance.double(), variance, rtol=rtol, atol=rtol * float(variance.max()))
         if whole:
             assert_close(found.covariance.double(), expected, rtol=rtol, atol=rtol * float(variance.max()))
-    for method in ("sampled", "linearised-sampled"):
-        found = posterior.predict(
-            ids,
-            likelihood="regression",
-            predictive=method,
-            n_samples=3,
-            generator=torch.Generator().manual_seed(7),
-            shift=False,
-        )
+    for draw in (sampled, linearised_draws):
+        found = draw(posterior, ids, 3, generator=torch.Generator().manual_seed(7))
         generator = torch.Generator().manual_seed(7)
         for drawn in found.draws:
             theta = posterior.sample(generator=generator)
             assert torch.equal(theta["words.weight"][0], own["words.weight"][0])
-            if method == "sampled":
+            if draw is sampled:
                 outcome = at(posterior, theta, ids)
             else:
                 step = torch.cat([(theta[name].double() - own[name].double()).reshape(-1) for name in own])
@@ -207,22 +199,7 @@ def test_everything_else_with_a_scalar(structure: str, tmp_path: Any):
     posterior.save(tmp_path / "posterior.safetensors")
     again = ba.Posterior.load(tmp_path / "posterior.safetensors", posterior.model)
     ids = batch(torch.Generator().manual_seed(3), 4)
-    assert torch.equal(
-        again.predict(ids, likelihood="regression").variance, posterior.predict(ids, likelihood="regression").variance
-    )
-
-
-@every_structure
-@pytest.mark.parametrize("method", ["validation", "evidence"])
-@pytest.mark.slow
-def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: str, monkeypatch):
-    monkeypatch.setattr(fits, "_RATIOS", 3)
-    monkeypatch.setattr(fits, "_NOISE_SHARES", (0.1, 0.5, 1.0))
-    posterior = trained(structure, sparse=True)
-    ids = batch(torch.Generator().manual_seed(9), 40)
-    y = torch.randn(40, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = ba.calibrate(posterior, (ids, y), likelihood="regression", method=method)
-    check(found, rtol=1e-5)
+    assert torch.equal(linearised(again, ids).variance, linearised(posterior, ids).variance)
 
 
 # --- padding rows ---------------------------------------------------------------------------------------------------
@@ -231,7 +208,7 @@ def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: s
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_without_a_prior_a_row_that_never_came_is_refused(structure: str):
     posterior = trained(structure, delta=0.0)
-    for ask in (posterior.sample, lambda: posterior.predict(batch(torch.Generator(), 3), likelihood="regression")):
+    for ask in (posterior.sample, lambda: linearised(posterior, batch(torch.Generator(), 3))):
         with pytest.raises(ImproperError):
             ask()
 

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.predict import linearised, linearised_draws, sampled
 from cases import trained
 from floats import assert_close
 from predict.cases_networks import encoder, posterior_over
 from processes import PATIENCE
 
-METHODS = ["linearised", "sampled", "linearised-sampled"]
+METHODS: dict[str, Callable[..., Any]] = {
+    "linearised": linearised,
+    "sampled": lambda q, x: sampled(q, x, 4, generator=torch.Generator().manual_seed(3)),
+    "linearised_draws": lambda q, x: linearised_draws(q, x, 4, generator=torch.Generator().manual_seed(3)),
+}
 
 
 @pytest.fixture
@@ -66,12 +71,10 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-@pytest.mark.parametrize("predictive", METHODS)
-def test_predictions_of_one_model_from_several_threads(posterior, x, predictive: str):
+@pytest.mark.parametrize("method", METHODS)
+def test_predictions_of_one_model_from_several_threads(posterior, x, method: str):
     def outcome(_: int) -> Tensor:
-        found = posterior.predict(
-            x, likelihood="regression", predictive=predictive, n_samples=4, generator=torch.Generator().manual_seed(3)
-        )
+        found = METHODS[method](posterior, x)
         return torch.stack([found.mean, found.variance])
 
     posterior.model.train()
@@ -85,11 +88,11 @@ def test_draws_and_predictions_from_several_threads(posterior, x):
     before = state(posterior.model)
     draws = [posterior.sample(generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     outputs = [torch.func.functional_call(posterior.model, theta, (x,)) for theta in draws]
-    variance = posterior.predict(x, likelihood="regression").variance
+    variance = linearised(posterior, x).variance
 
     def work(number: int) -> bool:
         if number % 3 == 0:
-            return torch.equal(posterior.predict(x, likelihood="regression").variance, variance)
+            return torch.equal(linearised(posterior, x).variance, variance)
         seed = number % 4
         with posterior.sampled(generator=torch.Generator().manual_seed(seed)) as model:
             return torch.equal(model(x), outputs[seed])
@@ -98,20 +101,9 @@ def test_draws_and_predictions_from_several_threads(posterior, x):
     assert_same(state(posterior.model), before)
 
 
-def test_calibrations_and_predictions_from_several_threads(posterior, x):
-    y = torch.randn(50, 2, generator=torch.Generator().manual_seed(1))
-
-    def work(number: int) -> Tensor:
-        chosen = ba.calibrate(posterior, (x, y), likelihood="regression") if number % 2 else posterior
-        return chosen.predict(x, likelihood="regression").variance
-
-    expected = [work(0), work(1)]
-    assert all(torch.equal(found, expected[n % 2]) for n, found in enumerate(at_once(work, 8)))
-
-
 def test_a_changed_posterior_does_not_look_into_the_model(posterior, monkeypatch):
     """Another thread may have other tensors in it."""
-    monkeypatch.setattr("bayesadam.posterior.posterior.padding_rows", lambda model: pytest.fail("it was looked into"))
+    monkeypatch.setattr("bayesadam.weights.posterior.padding_rows", lambda model: pytest.fail("it was looked into"))
     changed = posterior.replace(scale=2.0).for_novelty.to(dtype=torch.float64)
     assert changed.padding == posterior.padding == {}
     changed.sample()
@@ -124,29 +116,29 @@ def test_attention_of_several_models_leaves_the_flags_of_the_process(flags):
         torch.manual_seed(seed)
         posteriors.append(posterior_over(encoder(1, batch_first=True)))
     x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
-    expected = [p.predict(x, likelihood="regression").variance for p in posteriors]
-    found = at_once(lambda n: posteriors[n % 3].predict(x, likelihood="regression").variance, 12, threads=3)
+    expected = [linearised(p, x).variance for p in posteriors]
+    found = at_once(lambda n: linearised(posteriors[n % 3], x).variance, 12, threads=3)
     for number, variance in enumerate(found):
         assert_close(variance, expected[number % 3])
 
 
 def test_inside_sampled_the_same_thread_may_predict_and_sample(posterior, x):
-    variance = posterior.predict(x, likelihood="regression").variance
+    variance = linearised(posterior, x).variance
     with posterior.sampled() as model:
         drawn = model[0].weight.detach().clone()
-        assert torch.equal(posterior.predict(x, likelihood="regression").variance, variance)
+        assert torch.equal(linearised(posterior, x).variance, variance)
         with posterior.sampled():
-            posterior.predict(x, likelihood="regression")
+            linearised(posterior, x)
         assert torch.equal(model[0].weight, drawn)
     assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
 
 
 def test_another_thread_waits_while_a_draw_is_in_the_model_and_no_longer(posterior, x):
-    variance, done = posterior.predict(x, likelihood="regression").variance, threading.Event()
+    variance, done = linearised(posterior, x).variance, threading.Event()
     found: list[Tensor] = []
 
     def ask() -> None:
-        found.append(posterior.predict(x, likelihood="regression").variance)
+        found.append(linearised(posterior, x).variance)
         done.set()
 
     other = posterior.replace(prior_precision=1.0)
@@ -159,12 +151,3 @@ def test_another_thread_waits_while_a_draw_is_in_the_model_and_no_longer(posteri
         assert not done.wait(0.2)
     assert done.wait(PATIENCE)
     assert torch.equal(found[0], variance)
-
-
-def test_mixtures_from_several_threads_in_any_order():
-    members = [ba.Posterior.from_optimizer(*trained(seed=seed), 100, prior_precision=1.0) for seed in range(2)]
-    mixtures = [ba.Mixture(members), ba.Mixture(members[::-1])]
-    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    expected = [mixture.predict(x, likelihood="regression").variance for mixture in mixtures]
-    found = at_once(lambda n: mixtures[n % 2].predict(x, likelihood="regression").variance, 24)
-    assert all(torch.equal(variance, expected[n % 2]) for n, variance in enumerate(found))

@@ -7,7 +7,7 @@ import inspect
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam.errors import BayesAdamError, MatchError, SettingError, StateError
+from bayesadam.errors import BayesAdamError, MatchError, StateError
 from bayesadam.readers import (
     StateReader,
     read_optimizer,
@@ -117,7 +117,7 @@ def cases(
     id: str,
     factory: str,
     reference: Reference,
-    *variants: Iterable[Mapping[str, Any]],
+    *variants: Sequence[Mapping[str, Any]],
     coupled: bool = False,
     problem: str = "small",
     atol: float = 0.0,
@@ -125,8 +125,9 @@ def cases(
     reader: str = "",
     **kwargs: Any,
 ) -> Iterator[Case]:
-    """One case for each combination of the variants; the id begins with the reader's name."""
-    for combination in itertools.product(*variants):
+    """As many cases as the longest list of variants has, the shorter ones over again; the id begins with the reader."""
+    for number in range(max(map(len, variants), default=1)):
+        combination = [variant[number % len(variant)] for variant in variants]
         words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
         merged = {"lr": lr, **kwargs, **{key: value for variant in combination for key, value in variant.items()}}
         named = reader or id.partition("-")[0]
@@ -146,13 +147,6 @@ ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
 ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
 
-PACKAGE = "pytorch-optimizer"
-COUPLED = tuple({**each, "weight_decouple": False} for each in DECAY)
-UNBIASED = {
-    "adamw.StableAdamW": references.debiased,
-    "qhadam.QHAdam": references.debiased,
-    "adopt.ADOPT": references.adopt,
-}
 # bitsandbytes', paged or not.
 BITS = [(page, bits) for page in ("", "Paged") for bits in ("", "8bit")]
 
@@ -184,33 +178,6 @@ CASES = [
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
     *cases("lamb-unclipped", "timm.optim.lamb.Lamb", references.adam, max_grad_norm=None, decoupled_decay=True),
     *cases("adan", "timm.optim.adan.Adan", references.adan, EACH, DECAY),
-    *cases("adopt", "timm.optim.adopt.Adopt", references.adopt, EACH, DECAY, coupled=True, decoupled=False),
-    *cases("adopt-decoupled", "timm.optim.adopt.Adopt", references.adopt, weight_decay=0.1, decoupled=True),
-    *(
-        case
-        for end, coupled in (("", True), ("-decoupled", False))
-        for path in reader_named(f"{PACKAGE}{end}").class_names()
-        for case in cases(
-            f"{PACKAGE}-{path.removeprefix('pytorch_optimizer.optimizer.')}",
-            path,
-            references.adam,
-            COUPLED,
-            coupled=coupled,
-            reader=f"{PACKAGE}{end}",
-        )
-    ),
-    *(
-        case
-        for path, reference in UNBIASED.items()
-        for case in cases(
-            f"{PACKAGE}-{path}",
-            f"pytorch_optimizer.optimizer.{path}",
-            reference,
-            COUPLED,
-            coupled=True,
-            reader=f"{PACKAGE}-unbiased",
-        )
-    ),
     *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
     *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),
     *cases("ademamix-warm-up", ADEMAMIX, references.adam, betas=(0.9, 0.95, 0.999), t_alpha_beta3=10),
@@ -267,8 +234,6 @@ class Refusal:
 PROJECTED = ("galore.GaLore", "apollo.APOLLO", "fira.Fira")
 REFUSALS = [
     Refusal("torch.optim.sgd.SGD", "sgd", "reader='ogd'", {"lr": 0.01, "momentum": 0.9}),
-    Refusal("torch.optim.rprop.Rprop", "rprop"),
-    Refusal("torch.optim.asgd.ASGD", "asgd"),
     Refusal("torch.optim.lbfgs.LBFGS", "lbfgs"),
     Refusal("torch.optim.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
     Refusal("timm.optim.lion.Lion", "lion"),
@@ -277,8 +242,6 @@ REFUSALS = [
     Refusal("lion_pytorch.lion_pytorch.Lion", "lion"),
     Refusal("pytorch_optimizer.optimizer.lion.Lion", "lion"),
     *(Refusal(f"pytorch_optimizer.optimizer.{path}", "galore") for path in PROJECTED),
-    Refusal("timm.optim.lars.Lars", "lars"),
-    Refusal("timm.optim.nvnovograd.NvNovoGrad", "novograd"),
 ]
 
 
@@ -354,85 +317,59 @@ def build(case: Case, optimizer_class: Callable[[str], type]) -> Trained:
     return Trained(case, model, optimizer, traces, torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.id)
-def trained(request: pytest.FixtureRequest, optimizer_class: Callable[[str], type]) -> Trained:
-    """Trained once for all the tests that only read."""
-    result = build(request.param, optimizer_class)
-    result.go_on(STEPS)
-    return result
-
-
-# --- template tests over the whole table ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-kept"])
-def test_the_second_moment_is_that_of_the_definition(trained: Trained, corrected: bool) -> None:
-    curvature = read_optimizer(trained.model, trained.optimizer, reader=trained.reader(corrected))
-    assert list(curvature.second_moment) == [name for name, _ in trained.model.named_parameters()]
-    for name, v in curvature.second_moment.items():
-        moments = trained.reference(name)
-        expected = moments.corrected if corrected else moments.kept
-        assert v.dtype == torch.float32
-        if trained.is_quantised(name):
-            # Every step rounds to one of 256 levels a block, so only the bulk of the moments can agree.
-            assert float((v - expected).abs().sum() / expected.sum()) < 0.03, name
-        else:
-            assert_close(
-                v.double(), expected, rtol=1e-5, atol=trained.case.atol, msg=lambda text, name=name: f"{name}: {text}"
-            )
-
-
-def test_the_reader_knows_its_optimiser(trained: Trained) -> None:
-    assert qualified(type(trained.optimizer)) == trained.case.factory
-    assert reader_of(trained.optimizer) is reader_named(trained.case.reader)
-    curvature = read_optimizer(trained.model, trained.optimizer)
-    for name in curvature.second_moment:
-        assert curvature.reader[name] == trained.case.reader
-        assert curvature.steps[name] == STEPS
-        assert curvature.weight_decay[name] == trained.optimizer.defaults.get("weight_decay", 0.0)
-    assert not curvature.omitted
-
-
-def test_the_reader_knows_whether_decay_leaks_into_the_moment(trained: Trained) -> None:
-    (group,) = trained.optimizer.param_groups
-    leaks = trained.case.coupled and trained.case.kwargs.get("weight_decay", 0.0) != 0.0
-    assert reader_of(trained.optimizer).couples_decay(group) == leaks
-
-
-@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-kept"])
-def test_a_saved_state_reads_as_the_live_one(trained: Trained, corrected: bool) -> None:
-    file = io.BytesIO()
-    torch.save(trained.optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    live = read_optimizer(trained.model, trained.optimizer, reader=trained.reader(corrected))
-    read = read_state_dict(trained.model, saved, optimizer=trained.reader(corrected))
-    assert_same(dict(read.second_moment), dict(live.second_moment))
-    assert (read.steps, read.weight_decay, read.reader) == (live.steps, live.weight_decay, live.reader)
-
-
-def test_reading_changes_nothing(trained: Trained) -> None:
-    optimizer, model = copy.deepcopy(trained.optimizer.state_dict()), copy.deepcopy(trained.model.state_dict())
-    for corrected in (True, False):
-        read_optimizer(trained.model, trained.optimizer, reader=trained.reader(corrected))
-        read_state_dict(trained.model, trained.optimizer.state_dict(), optimizer=trained.reader(corrected))
-    assert_same(trained.optimizer.state_dict(), optimizer)
-    assert_same(trained.model.state_dict(), model)
+# --- one template test over the whole table -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_what_was_read_stays_when_training_goes_on(case: Case, optimizer_class: Callable[[str], type]) -> None:
+def test_a_reader_against_the_definition(case: Case, optimizer_class: Callable[[str], type]) -> None:
     trained = build(case, optimizer_class)
-    trained.go_on(3)
-    before = read_optimizer(trained.model, trained.optimizer, reader=trained.reader(False)).second_moment
-    copies = {name: v.clone() for name, v in before.items()}
-    trained.go_on(2)
-    after = read_optimizer(trained.model, trained.optimizer, reader=trained.reader(False)).second_moment
-    assert_same(dict(before), copies)
-    assert any(not torch.equal(after[name], before[name]) for name in before)
-    # AMSGrad's maximum may stand still while memory is shared, so the memory itself is compared too.
-    kept = {t.untyped_storage().data_ptr() for t in tensors_in(trained.optimizer.state_dict())}
-    assert kept.isdisjoint(v.untyped_storage().data_ptr() for v in after.values())
+    trained.go_on(STEPS)
+    model, optimizer = trained.model, trained.optimizer
+    before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    saved = through_a_file(optimizer.state_dict())
+
+    # It knows its optimiser, and whether weight decay leaks into the moment.
+    assert qualified(type(optimizer)) == case.factory
+    assert reader_of(optimizer) is reader_named(case.reader)
+    (group,) = optimizer.param_groups
+    leaks = case.coupled and case.kwargs.get("weight_decay", 0.0) != 0.0
+    assert reader_of(optimizer).couples_decay(group) == leaks
+
+    for corrected in (True, False):
+        live = read_optimizer(model, optimizer, reader=trained.reader(corrected))
+        assert list(live.second_moment) == [name for name, _ in model.named_parameters()]
+        assert not live.omitted
+        for name, v in live.second_moment.items():
+            assert (live.reader[name], live.steps[name]) == (case.reader, STEPS)
+            assert live.weight_decay[name] == optimizer.defaults.get("weight_decay", 0.0)
+            check_moment(trained, name, v, corrected)
+        # A saved state reads as the live one.
+        read = read_state_dict(model, saved, optimizer=trained.reader(corrected))
+        assert_same(dict(read.second_moment), dict(live.second_moment))
+        assert (read.steps, read.weight_decay, read.reader) == (live.steps, live.weight_decay, live.reader)
+
+    # Reading changes nothing and shares no memory with the optimiser.
+    assert_same((optimizer.state_dict(), model.state_dict()), before)
+    kept = {t.untyped_storage().data_ptr() for t in tensors_in(optimizer.state_dict())}
+    assert kept.isdisjoint(v.untyped_storage().data_ptr() for v in live.second_moment.values())
+
+
+def check_moment(trained: Trained, name: str, v: Tensor, corrected: bool) -> None:
+    moments = trained.reference(name)
+    expected = moments.corrected if corrected else moments.kept
+    assert v.dtype == torch.float32
+    if trained.is_quantised(name):
+        # Every step rounds to one of 256 levels a block, so only the bulk of the moments can agree.
+        assert float((v - expected).abs().sum() / expected.sum()) < 0.03, name
+    else:
+        assert_close(v.double(), expected, rtol=1e-5, atol=trained.case.atol, msg=lambda text: f"{name}: {text}")
+
+
+def through_a_file(state: Mapping[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -478,8 +415,6 @@ ELSEWHERE = {
     ("soap", "bayesadam.optim.soap.SOAP"),
     ("soap-reference", "soap.SOAP"),
     ("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
-    ("soap-heavyball", "heavyball.SOAP"),
-    ("shampoo", "pytorch_optimizer.optimizer.shampoo.Shampoo"),
 }
 TESTED = {(case.reader, case.factory) for case in CASES} | {(r.reader, r.factory) for r in REFUSALS} | ELSEWHERE
 
@@ -530,19 +465,6 @@ def test_eight_bit_states_of_a_single_block_are_read(optimizer_class: Callable[[
     assert_close(v, state["qmap2"][state["state2"].long()] * state["absmax2"])
 
 
-def test_eight_bit_states_without_blocks_are_refused() -> None:
-    model = nn.Linear(3, 2, bias=False)
-    state = {
-        "step": 3,
-        "state2": torch.zeros(2, 3, dtype=torch.uint8),
-        "qmap2": torch.zeros(256),
-        "max2": torch.ones(1),
-    }
-    saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
-    with pytest.raises(StateError, match=r"finds no 'absmax2'"):
-        read_state_dict(model, saved, optimizer="adam8bit")
-
-
 def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
     model = nn.Linear(100, 10, bias=False)
     state = {
@@ -554,24 +476,6 @@ def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
     saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
     with pytest.raises(StateError, match=r"1000 entries in 7 blocks"):
         read_state_dict(model, saved, optimizer="adam8bit")
-
-
-def test_rows_of_an_embedding_that_were_never_looked_up_have_no_curvature(
-    optimizer_class: Callable[[str], type],
-) -> None:
-    trained = build(next(case for case in CASES if case.reader == "sparseadam"), optimizer_class)
-    trained.go_on(STEPS)
-    v = read_optimizer(trained.model, trained.optimizer).second_moment["weight"]
-    assert bool((v[:9] > 0).all())
-    assert bool((v[9:] == 0).all())
-
-
-def test_adagrads_start_is_taken_from_the_group() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    model(torch.tensor([[1.0, 2.0]])).sum().backward()
-    optimizer.step()
-    assert_close(read_optimizer(model, optimizer).second_moment["weight"], torch.tensor([[1.0, 4.0]]))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -634,22 +538,6 @@ class Halving(Optimizer):
                 state["log"] = state["mine"].log()
 
 
-class NestedHalving(Halving):
-    """The same, every tensor one level down."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                kept = self.state[p].get("kept", {"v": torch.zeros_like(p)})
-                self.state[p]["kept"] = {"v": 0.5 * kept["v"] + 0.5 * p.grad**2}
-
-
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers registered by a test go away with it."""
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
-
-
 def stepped(optimizer_class: type[Optimizer]) -> tuple[nn.Module, Optimizer]:
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizer_class(model.parameters())
@@ -668,6 +556,19 @@ def test_an_unknown_optimiser_is_refused_with_what_to_do() -> None:
     model, optimizer = stepped(Halving)
     with pytest.raises(StateError, match=r"no reader is registered for .*Halving.*register\(StateReader"):
         read_optimizer(model, optimizer)
+
+
+def test_a_read_function_that_returns_another_shape_is_refused() -> None:
+    model, optimizer = stepped(Halving)
+    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"].sum())
+    with pytest.raises(MatchError, match=r"'weight' has shape \(\), the parameter \(1, 2\)"):
+        read_optimizer(model, optimizer, reader=reader)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers registered by a test go away with it."""
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -699,34 +600,6 @@ def test_an_own_reader_by_a_function() -> None:
     assert seen == [model.weight.shape]
 
 
-def test_an_own_reader_that_is_not_registered_can_be_passed() -> None:
-    model, optimizer = stepped(Halving)
-    reader = StateReader("unregistered", (), key="mine")
-    assert torch.equal(read_optimizer(model, optimizer, reader=reader).second_moment["weight"], KEPT)
-    assert torch.equal(read_state_dict(model, optimizer.state_dict(), optimizer=reader).second_moment["weight"], KEPT)
-
-
-def test_memory_returned_by_a_read_function_is_copied() -> None:
-    model, optimizer = stepped(Halving)
-    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"])
-    v = read_optimizer(model, optimizer, reader=reader).second_moment["weight"]
-    optimizer.state[model.weight]["mine"].zero_()
-    assert torch.equal(v, KEPT)
-
-
-def test_a_read_function_that_returns_another_shape_is_refused() -> None:
-    model, optimizer = stepped(Halving)
-    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"].sum())
-    with pytest.raises(MatchError, match=r"'weight' has shape \(\), the parameter \(1, 2\)"):
-        read_optimizer(model, optimizer, reader=reader)
-
-
-def test_a_read_function_may_find_its_tensors_in_a_nested_state() -> None:
-    model, optimizer = stepped(NestedHalving)
-    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["kept"]["v"])
-    assert torch.equal(read_optimizer(model, optimizer, reader=reader).second_moment["weight"], KEPT)
-
-
 @pytest.mark.usefixtures("own_registry")
 def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
     class Child(torch.optim.AdamW):
@@ -744,38 +617,3 @@ def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
 def test_a_later_reader_wins_for_the_same_class() -> None:
     register(StateReader("raw", (torch.optim.Adam,), key="exp_avg_sq"))
     assert reader_of(torch.optim.Adam(nn.Linear(2, 1).parameters())).name == "raw"
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_an_own_reader_may_have_capitals_in_its_name() -> None:
-    reader = register(StateReader("Halving", (Halving,), key="mine"))
-    assert reader_named("Halving") is reader
-
-
-def test_a_readers_name_may_be_given_in_any_case() -> None:
-    assert reader_named("AdamW") is reader_named("adamw")
-
-
-def test_an_unknown_reader_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SettingError, match=r"no reader is named 'adamm'; known: .*adam, .*adamw"):
-        reader_named("adamm")
-
-
-@pytest.mark.usefixtures("own_registry")
-@pytest.mark.parametrize(
-    ("reader", "message"),
-    [
-        (StateReader("adam", (), key="exp_avg_sq"), r"named 'adam' exists already.*replace=True"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_a_reader_that_cannot_work_is_refused(reader: StateReader, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        register(reader)
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_a_built_in_reader_can_be_replaced() -> None:
-    mine = StateReader("adam", (torch.optim.Adam,), key="exp_avg_sq")
-    register(mine, replace=True)
-    assert reader_named("adam") is mine

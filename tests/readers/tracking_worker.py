@@ -22,10 +22,9 @@ import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import SettingError
 from bayesadam.readers import read_optimizer
-from bayesadam.readers.tracking import COUNT, STEPS
 from ranks import run_checks
 
-WAYS: dict[str, dict[str, Any]] = {"8": {}, "32": {"bits": 32}, "factored": {"what": "factored"}}
+WAYS: dict[str, dict[str, Any]] = {"diagonal": {}, "factored": {"what": "factored"}}
 
 
 def muon(model: nn.Module) -> list[Optimizer]:
@@ -37,9 +36,7 @@ def muon(model: nn.Module) -> list[Optimizer]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=0.05)],
-    "momentum": lambda model: [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)],
     "muon": muon,
-    "adamw": lambda model: [torch.optim.AdamW(model.parameters(), lr=0.01)],
 }
 
 
@@ -109,10 +106,6 @@ def check_resumed(folder: Path, name: str, way: str, flat: bool) -> None:
     target = folder / f"{name}_{way}_{flat}"
     dcp.save(saved(1), checkpoint_id=target)
     tree = saved(2)
-    for optimizer in optimizers[2]:
-        # The step by which torch fills an empty state is not one.
-        assert {state[COUNT] for state in optimizer.state.values()} == {0}
-        assert {group[STEPS] for group in optimizer.param_groups} == {0}
     dcp.load(tree, checkpoint_id=target)
     states.set_model_state_dict(models[2], tree["model"])
     states.set_optimizer_state_dict(models[2], optimizers[2], tree["optimizer"], options=options)

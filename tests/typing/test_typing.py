@@ -14,21 +14,13 @@ USER = Path(__file__).with_name("user.py")
 CACHE = Path(__file__).parents[2] / ".mypy_cache" / "user"
 
 
-def mypy(*files: Path, tmp_path: Path) -> str:
-    pytest.importorskip("mypy", reason="needs mypy: pip install -e '.[dev]'")
-    # As a user has it: no configuration of ours, and the package's marker for type checkers in its place.
-    config = tmp_path / "mypy.ini"
-    config.write_text(f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {CACHE}\nfollow_imports = silent\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", config, *files]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
-
-
 def test_the_marker_for_type_checkers_is_in_the_package():
     assert Path(bayesadam.__file__).with_name("py.typed").is_file()
 
 
 @pytest.mark.slow
 def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
+    pytest.importorskip("mypy", reason="needs mypy: pip install -e '.[dev]'")
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "import bayesadam as ba\n"
@@ -37,6 +29,10 @@ def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
         '    found: ba.likelihoods.NumericPredictive = posterior.predict(x, likelihood="regression")\n'
         "    return found.probs\n"
     )
-    said = mypy(USER, wrong, tmp_path=tmp_path)
+    # As a user has it: no configuration of ours, and the package's marker for type checkers in its place.
+    config = tmp_path / "mypy.ini"
+    config.write_text(f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {CACHE}\nfollow_imports = silent\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", config, USER, wrong]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
     assert [line for line in said.splitlines() if "user.py" in line] == []
     assert 'wrong.py:7: error: "NumericPredictive" has no attribute "probs"' in said

@@ -33,8 +33,9 @@ def regress(posterior: ba.Posterior, x: Tensor, y: Tensor) -> tuple[float, Tenso
 
 
 def prune(model: nn.Module, posterior: ba.Posterior, folder: Path) -> dict[str, Tensor]:
-    masks: dict[str, Tensor] = ba.pruning_masks(posterior, fraction=0.75)
-    ba.prune(model, masks)
+    masks: dict[str, Tensor] = ba.compress.masks(posterior, fraction=0.75)
+    ba.compress.apply_masks(model, masks)
+    posterior = ba.prune(posterior, 0.75)
     posterior.save(folder / "posterior.safetensors")
     loaded = ba.Posterior.load(folder / "posterior.safetensors", model)
     with loaded.sampled(generator=torch.Generator().manual_seed(0)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,22 +17,27 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._checks import count
-from bayesadam.bandits.agents import agent_settings, check_public, entry, make_learner
-from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
+from bayesadam.bandits.linear import Linear
 from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
-from bayesadam.bandits.prior import Prior
+from bayesadam.bandits.network import Belief, Hybrid
+from bayesadam.bandits.observations import MOST_ROOM, Observations
+from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
-# Draws from the posterior over which a probability is counted, where it has no closed form.
+# Draws from the posterior over which a probability is counted.
 DRAWS = 200
-# Observations that a network can be trained on at first and at most; of more, a sample is kept.
-_FIRST_ROOM, _MOST_ROOM = 1024, 1 << 16
-# Observations that a newly trained learner takes note of while no decision is made, and at once where many wait.
-_LAST, _PIECE = 8, 64
+# Observations that a newly trained belief takes note of while no decision is made.
+_LAST = 8
 Training = Literal["now", "background"]
 Floats = npt.ArrayLike
+# The learner and the settings of every agent.
+_REGISTRY: Mapping[str, tuple[type[Hybrid] | type[Linear], type[AgentSettings]]] = {
+    "hybrid": (Hybrid, HybridSettings),
+    "linear": (Linear, LinearSettings),
+}
+AGENTS = tuple(_REGISTRY)
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,6 @@ def make_agent(
     n_features: int = 0,
     n_arms: int = 0,
     *,
-    settings: str | AgentSettings = "tuned",
-    prior: Prior | None = None,
     seed: int = 0,
     training: Training = "now",
     **changes: Any,
@@ -63,33 +67,36 @@ def make_agent(
     >>> agent.reward(decision.id, 0.5)
 
     Args:
-        name: one of `AGENTS`.
-        settings: `"tuned"`, `"paper"` or your own.
-        prior: that the hybrid agent starts from; see `fit_prior`.
+        name: `"hybrid"`, or `"linear"`, which has no network.
         training: `"now"`: `reward` and `update` return when a training that is due is done, and the same calls give the
             same agent. `"background"`: a thread trains, so that no call waits for it, and decisions use its result once
             it is there; when that is depends on the machine.
-        changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
+        changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`: see `HybridSettings`,
+            `LinearSettings`.
     """
-    check_public(name)
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")
     if training not in get_args(Training):
         raise SettingError(f"training must be one of {get_args(Training)}, got {training!r}")
-    own = agent_settings(name, settings, **changes)
-    return Agent(name, own, int(n_features), int(n_arms), seed, prior, training)
+    if name not in _REGISTRY:
+        raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {name!r}")
+    settings = _REGISTRY[name][1]
+    if unknown := sorted(set(changes) - set(settings.names())):
+        known = ", ".join(sorted(settings.names()))
+        raise SettingError(f"{name} has no setting {', '.join(unknown)}: choose from {known}")
+    return Agent(name, settings(**changes), int(n_features), int(n_arms), seed, training)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    All methods may be called from many threads. `act` and `decide` never wait for a training: one learner trains on
-    the observations so far, another acts. Then the first takes note of the observations that came meanwhile, and the
-    second takes over all that it has learnt.
+    All methods may be called from many threads. `act` and `decide` never wait for a training: it makes a new belief of
+    the observations so far while the old one decides. Then the new one takes note of the observations that came
+    meanwhile, and takes over.
 
-    Of more than 65,536 observations the networks are trained on a random sample, with `forget` on the newest. Sums
-    over the contexts, of which linear posteriors are made, have all of them.
+    Of more than 65,536 observations the network is trained on the newest. Sums over the contexts, of which linear
+    posteriors are made, have all of them.
     """
 
     def __init__(
@@ -99,18 +106,17 @@ class Agent:
         n_features: int,
         n_arms: int,
         seed: int,
-        prior: Prior | None = None,
         training: Training = "now",
     ) -> None:
-        self.name, self.settings, self.n_features, self.seed, self._prior = name, settings, n_features, seed, prior
+        self.name, self.settings, self.n_features, self.seed = name, settings, n_features, seed
         self.training: Training = training
         self._standing = Standing(n_features, n_arms)
-        self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
-        self._trainer, self._actor = self._learner(), self._learner()
+        self._seen = Observations(n_features, settings.forget)
+        self._learner: Hybrid | Linear = _REGISTRY[name][0](settings, n_features, n_arms, seed)  # type: ignore[arg-type]
         self._since_training = 0
         # The draws by which probabilities are counted.
         self._further = Streams([seed], "probability")
-        # `_learning` is held while something is learnt, `_acting` while the actor or the observations are used.
+        # `_learning` is held while something is learnt, `_acting` while the belief or the observations are used.
         self._learning, self._acting = threading.RLock(), threading.RLock()
         # The thread of a training in the background, whether one goes on, and what made one fail.
         self._thread: threading.Thread | None = None
@@ -122,15 +128,11 @@ class Agent:
         # Decisions that wait here, but not in the log.
         self._unlogged: set[int] = set()
 
-    def _learner(self) -> Learner:
-        return make_learner(self.name, self.settings, self._buffer, self.n_arms, [self.seed], self._prior)
-
     @property
     def n_arms(self) -> int:
         """How many arms there have been; those removed keep their index."""
         return self._standing.n_arms
 
-    @torch.no_grad()
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
         """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.
 
@@ -144,17 +146,15 @@ class Agent:
                 self._standing.pulls[arm] += 1
             rest = rows[len(chosen) :]
             if len(rest):
-                chosen += _largest(self._actor.scores(torch.from_numpy(rest).unsqueeze(0)), allowed)
+                chosen += self._learner.chosen(rest, allowed)[0]
         return chosen[0] if single else np.array(chosen)
 
-    @torch.no_grad()
     def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Any:
         """As `act`: a `Decision`, or a list of k, each remembered until its reward comes with `reward(decision.id, …)`.
 
-        The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
-        among finitely many scores, and otherwise (count + 1)/(draws + 1) with the count of further draws from the
-        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error. The log
-        has all decisions of a batch, or none.
+        The decision has its probability: 1 for an arm that is tried in turn at first, otherwise (count + 1)/(draws + 1)
+        with the count of further draws from the posterior that prefer the arm; these change no choice.
+        `Learner.chosen` states its error. The log has all decisions of a batch, or none.
         """
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
@@ -164,41 +164,37 @@ class Agent:
             tried = len(chosen)
             shares = [[float(one == arm) for one in allowed] for arm in chosen]
             if tried < len(rows):
-                x = torch.from_numpy(rows[tried:]).unsqueeze(0)
                 self._further.begin(self.seed, "decision", number)
-                found, probabilities = self._actor.decided(x, allowed, draws=draws, streams=self._further)
-                chosen += found
-                shares += probabilities.tolist()
+                arms_, share = self._learner.chosen(rows[tried:], allowed, draws=draws, further=self._further)
+                chosen += arms_
+                shares += share.tolist()
             made, events = [], []
-            for at, (arm, own) in enumerate(zip(chosen, shares, strict=True)):
-                made.append(Decision(number + at, arm, own[allowed.index(arm)]))
+            for at, (arm, probabilities) in enumerate(zip(chosen, shares, strict=True)):
+                made.append(Decision(number + at, arm, probabilities[allowed.index(arm)]))
                 event = {"event": "decision", "decision": number + at, "context": rows[at], "arm": arm}
-                event |= {"probability": made[at].probability, "arms": allowed, "probabilities": own}
+                event |= {"probability": made[at].probability, "arms": allowed, "probabilities": probabilities}
                 events.append(event | {"tried": at < tried})
             self._take(*events)
         return made[0] if single else made
 
-    @torch.no_grad()
     def probabilities(
         self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
         Arms that are to be tried in turn at first are taken as tried. The agent does not change. `allowed` is a mask
-        (k, arms) of those to choose from; `draws` are for agents without exact probabilities.
+        (k, arms) of those to choose from.
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
         streams = Streams([stream_seed(self.seed, "policy", 0)], "probability")
         with self._acting:
-            mask = self._mask(self._standing.arms()).expand(len(rows), -1)
+            mask = np.isin(np.arange(self.n_arms), self._standing.arms()) & np.ones((len(rows), 1), bool)
             if allowed is not None:
-                mask = mask & torch.from_numpy(allowed)
-            if not mask.any(dim=1).all():
+                mask &= allowed
+            if not mask.any(axis=1).all():
                 raise MatchError("a context has no allowed arm that is not removed")
-            x = torch.from_numpy(rows).unsqueeze(0)
-            found = self._actor.choice_probabilities(x, mask, draws=draws, streams=streams)
-        return found[0].numpy()
+            return self._learner.probabilities(rows, mask, draws, streams)
 
     def _in_turn(self, allowed: Sequence[int], k: int) -> list[int]:
         """The arms of the next decisions, at most k, that were tried less often than every arm is at first."""
@@ -208,11 +204,6 @@ class Agent:
             pulls[at] += 1
             chosen.append(allowed[at])
         return chosen
-
-    def _mask(self, allowed: Sequence[int]) -> Tensor:
-        mask = torch.zeros(self.n_arms, dtype=torch.bool)
-        mask[list(allowed)] = True
-        return mask
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
@@ -245,87 +236,59 @@ class Agent:
 
     def _learn(self, contexts: Any, chosen: Any, paid: Any, *, now: bool = False) -> None:
         """Add observations (k, features), (k,), (k,); every `train_every` of them, train if that is due."""
-        rows, rewards = np.asarray(contexts, np.float32), torch.from_numpy(np.asarray(paid, np.float32))
-        arms = torch.from_numpy(np.asarray(chosen, np.int64))
-        for first in range(0, len(rows), self.settings.train_every):
-            part = slice(first, first + self.settings.train_every)
-            more = len(rows[part])
-            if self._busy and self._thread is not None and self._buffer.count > 2 * _MOST_ROOM:
+        every = self.settings.train_every
+        for first in range(0, len(paid), every):
+            part = slice(first, first + every)
+            if self._busy and self._thread is not None and self._seen.count > 2 * MOST_ROOM:
                 # More come than a training can take note of.
                 self._thread.join()
             with self._acting:
-                self._make_room(more)
-                self._buffer.contexts.numpy()[0, self._buffer.count : self._buffer.count + more] = rows[part]
-                new = self._buffer.add(arms[None, part], rewards[None, part])
-                if self._actor.learns_at_once:
-                    self._actor.observe(new)
-                elif not self._busy:
-                    self._trainer.observe(new)
-            self._since_training += more
-            if self._since_training >= self.settings.train_every and not self._busy:
+                if not self._busy and self._seen.count + len(paid[part]) > MOST_ROOM:
+                    self._learner.thin(self._seen)
+                    self._seen.thin()
+                rows = self._seen.add(contexts[part], chosen[part], paid[part])
+                self._learner.observe(self._seen, rows)
+            self._since_training += len(paid[part])
+            if self._since_training >= every and not self._busy:
                 self._since_training = 0
-                if self._actor.due:
-                    self._begin_training(now or self.training == "now")
+                if isinstance(self._learner, Hybrid) and self._learner.due(self._seen):
+                    self._begin_training(self._learner, now or self.training == "now")
 
-    def _make_room(self, more: int) -> None:
-        """For so many observations; from `_MOST_ROOM` on only a sample stays, once no training uses them."""
-        buffer = self._buffer
-        if not self._busy and buffer.count + more > (buffer.settled + _FIRST_ROOM if buffer.settled else _MOST_ROOM):
-            self._thin()
-        end, room = buffer.count + more, buffer.contexts.shape[1]
-        if end > room:
-            self._buffer = buffer.widened(max(2 * room, end))
-            for learner in (self._actor,) if self._busy else (self._actor, self._trainer):
-                learner.use(self._buffer)
-
-    def _thin(self) -> None:
-        rows = self._buffer.kept(_MOST_ROOM // 2)
-        (self._actor if self._actor.learns_at_once else self._trainer).thin(rows)
-        self._buffer.thin(rows)
-
-    def _begin_training(self, now: bool) -> None:
+    def _begin_training(self, learner: Hybrid, now: bool) -> None:
         with self._acting:
-            if self._buffer.settled:
-                # What came since is held whole: leave as much of it as of the rest.
-                self._thin()
-            self._trainer.use(self._buffer.until(self._buffer.count))
-            if self._actor.learns_at_once:
-                self._trainer.load(self._actor.tensors())
+            seen, belief = self._seen.until(self._seen.count), copy.deepcopy(learner.belief)
             self._busy = True
         if now:
-            self._train(now)
+            self._train(learner, seen, belief, now)
         else:
-            self._thread = threading.Thread(target=self._train, args=(now,), name="bayesadam training")
+            self._thread = threading.Thread(
+                target=self._train, args=(learner, seen, belief, now), name="bayesadam training"
+            )
             self._thread.start()
 
-    def _train(self, now: bool) -> None:
-        """Train, take note of the observations that came meanwhile, and let the actor take over."""
+    def _train(self, learner: Hybrid, seen: Observations, belief: Belief, now: bool) -> None:
+        """Train, take note of the observations that came meanwhile, and let the new belief take over."""
         try:
-            self._trainer.train()
-            while (waiting := self._buffer.count - self._trainer.buffer.count) > _LAST:
-                self._catch_up(1 if waiting < 4 * _PIECE else _PIECE)
+            new = learner.train(seen, belief)
+            while self._seen.count - seen.count > _LAST:
+                seen = self._catch_up(learner, new, seen.count)
             with self._acting:
-                while self._buffer.count > self._trainer.buffer.count:
-                    self._catch_up(1)
-                self._actor.load(self._trainer.tensors())
+                self._catch_up(learner, new, seen.count)
+                learner.belief = new
         except Exception as error:
             if now:
                 raise
-            with self._acting:
-                self._trainer.load(self._actor.tensors())
-                self._failure = error
+            self._failure = error
         finally:
-            with self._acting:
-                self._trainer.use(self._buffer)
-                self._busy = False
+            self._busy = False
 
-    @torch.no_grad()
-    def _catch_up(self, n: int) -> None:
-        """Let the trainer take note of its next observations."""
-        at = self._trainer.buffer.count
+    def _catch_up(self, learner: Hybrid, new: Belief, first: int) -> Observations:
+        """Let a belief take note of the observations from this row on; returns these and those before."""
         with self._acting:
-            self._trainer.use(self._buffer.until(at + n))
-        self._trainer.observe(slice(at, at + n))
+            seen = self._seen.until(self._seen.count)
+        if seen.count > first:
+            learner.note(new, seen, slice(first, seen.count))
+        return seen
 
     def wait(self) -> None:
         """Return when no training goes on in the background; a `TrainingError` if the last one failed."""
@@ -341,16 +304,6 @@ class Agent:
         if failure is not None:
             told = "repeat this call, which did nothing: the agent goes on with what it had learnt before"
             raise TrainingError(f"a training failed ({failure!r}); {told}") from failure
-
-    def _moved(self, old: Learner) -> Learner:
-        """A learner for more arms, with what the old one has learnt in the leading part of its tensors."""
-        new = self._learner()
-        state = new.state()
-        for name, tensor in old.state().items():
-            for part, whole in zip(old.parts(tensor), new.parts(state[name]), strict=True):
-                whole[tuple(slice(0, length) for length in part.shape)] = part
-        new.restore(state)
-        return new
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -374,7 +327,7 @@ class Agent:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._alone():
             self._take({"event": "arm", "arm": self.n_arms, "change": "added"})
-            self._widen()
+            self._learner = self._learner.widened()
             return self.n_arms - 1
 
     @contextmanager
@@ -384,10 +337,6 @@ class Agent:
             self.wait()
             with self._acting:
                 yield
-
-    def _widen(self) -> None:
-        """Learners for one more arm; what was learnt stays."""
-        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
@@ -426,7 +375,7 @@ class Agent:
             if path is None:
                 return
             about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
-            about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": self._prior is not None}
+            about |= {"n_features": self.n_features, "n_arms": self.n_arms}
             file = LogFile(path, about, sync=sync)
             before, (known, end) = file.before, self._known or ("", 0)
             if before is not None:
@@ -462,34 +411,29 @@ class Agent:
                 self._learn(event["contexts"], event["arms"], event["rewards"], now=True)
             standing.take(event)
             if kind == "arm" and event["change"] == "added":
-                self._widen()
+                self._learner = self._learner.widened()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._alone():
             if self._log is not None:
                 self._known = self._log.id, self._log.end
-            waiting, prior = self._standing.waiting, self._prior
+            waiting = self._standing.waiting
             rows = np.array([context for context, _ in waiting.values()], np.float32).reshape(-1, self.n_features)
             tensors = {
-                "contexts": self._buffer.contexts[:, : self._buffer.count],
-                **self._buffer.state(),
+                **self._seen.state(),
+                **{f"learner.{name}": torch.from_numpy(array) for name, array in self._learner.state().items()},
                 "pending.id": torch.tensor(list(waiting), dtype=torch.int64),
                 "pending.arm": torch.tensor([arm for _, arm in waiting.values()], dtype=torch.int64),
                 "pending.context": torch.from_numpy(rows),
             }
-            parts = {"trainer": self._trainer.state(), "actor": self._actor.state()}
-            for part, own in (parts | ({} if prior is None else {"prior": prior.tensors()})).items():
-                tensors |= {f"{part}.{name}": tensor for name, tensor in own.items()}
             header = {
                 "agent": self.name,
                 "settings": self.settings.plain(),
-                "prior": None if prior is None else prior.header(),
                 "n_features": self.n_features,
                 "n_arms": self._standing.n_arms,
                 "seed": self.seed,
                 "training": self.training,
-                "room": self._buffer.contexts.shape[1],
                 "gone": sorted(self._standing.removed),
                 "pulls": self._standing.pulls,
                 "next_id": self._standing.next_id,
@@ -503,19 +447,12 @@ class Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
         tensors, header = storage.read(path, storage.AGENT)
         try:
-            settings = entry(header["agent"]).settings.from_plain(header["settings"])
-            about, known = header["prior"], header["log"]
-            prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
-            own = header["n_features"], header["n_arms"], header["seed"], prior, header.get("training", "now")
-            agent = cls(header["agent"], settings, *own)
-            agent._buffer = agent._buffer.widened(header["room"])
-            for learner in (agent._actor, agent._trainer):
-                learner.use(agent._buffer)
-            agent._buffer.restore(tensors)
-            agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
-            agent._trainer.restore(storage.under("trainer.", tensors))
-            agent._actor.restore(storage.under("actor.", tensors))
-            agent._since_training, agent._known = header["since_training"], known and (known[0], known[1])
+            agent = _like(path, header)
+            agent.training = header.get("training", "now")
+            agent._seen.restore(tensors)
+            agent._learner.restore({"moments": np.array(agent._seen.moments()), **_learnt(tensors)})
+            agent._since_training, known = header["since_training"], header["log"]
+            agent._known = known and (known[0], known[1])
             standing = agent._standing
             waiting = zip(tensors["pending.context"].numpy(), tensors["pending.arm"].tolist(), strict=True)
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
@@ -561,13 +498,10 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     reader = LogReader(path)
     header = reader.header
     if agent is None:
-        if header.get("prior"):
-            raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
         try:
-            settings = entry(header["agent"]).settings.from_plain(header["settings"])
+            agent = _like(path, header)
         except (KeyError, SettingError) as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
-        agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
     with agent._alone():
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
@@ -583,9 +517,27 @@ def _updated(contexts: Any, arms: Sequence[int], rewards: Any) -> Event:
     return {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}
 
 
-def _largest(scores: Tensor, allowed: Sequence[int]) -> list[int]:
-    """The arms of the largest scores (1, k, arms) among those that are allowed."""
-    return [allowed[place] for place in scores[0].numpy()[:, allowed].argmax(axis=1)]
+def _like(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Agent:
+    """A new agent, as the header of a file describes it."""
+    if header["agent"] not in _REGISTRY:
+        there = "releases up to 0.3 have it, and `python -m experiments table1` plays it"
+        raise FileError(f"{path} is of the agent {header['agent']!r}, not one of {', '.join(AGENTS)}: {there}")
+    if header.get("prior"):
+        raise FileError(f"{path} is of an agent with a learnt prior, which releases up to 0.3 have: make a new agent")
+    settings = _REGISTRY[header["agent"]][1].from_plain(header["settings"])
+    return Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
+
+
+def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
+    """The learner's part of a file; up to release 0.3 there were two, and the one that trained had its own streams."""
+    parts = storage.under("learner.", tensors)
+    if not parts:
+        trainer = storage.under("trainer.", tensors)
+        streams: dict[str, Tensor] = {
+            name: trainer[name] for name in ("stream.batches", "stream.training") if name in trainer
+        }
+        parts = {**storage.under("actor.", tensors), **streams}
+    return {name: tensor.numpy() for name, tensor in parts.items()}
 
 
 def _is_index(value: Any) -> bool:

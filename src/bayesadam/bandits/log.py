@@ -2,7 +2,7 @@
 
 The first line says whose log it is. The others are events, dictionaries here as there:
 
-    {"event": "decision", "decision": id, "context": [...], "arm": 0, "probability": 0.5,
+    {"event": "decision", "context": [...], "decision": id, "arm": 0, "probability": 0.5,
      "arms": [0, 1], "probabilities": [0.5, 0.5], "tried": false}       tried: it was the arm's turn at first
     {"event": "reward", "decision": id, "reward": 1.0}
     {"event": "forget", "decision": id}
@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,34 +35,22 @@ Event = dict[str, Any]
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 
 
-def shortest(values: Any) -> Any:
+def _shortest(values: Any) -> Any:
     """Floats, nested as an array of float32 is, with no more digits than a float32 has."""
-    return float(str(values)) if np.ndim(values) == 0 else [shortest(value) for value in values]
+    return float(str(values)) if np.ndim(values) == 0 else [_shortest(value) for value in values]
 
 
-_PLAIN = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shortest)
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_shortest)
 
 
-def _lines(events: Sequence[Event]) -> str:
-    """A line of JSON for each; decisions, which are many, have one format, and those of a batch the same arms."""
-    if events[0]["event"] != "decision":
-        return "".join(f"{_PLAIN.encode(event)}\n" for event in events)
-    contexts, arms = _digits(np.stack([event["context"] for event in events])), _PLAIN.encode(events[0]["arms"])
-    return "".join(
-        f'{{"event":"decision","decision":{event["decision"]},"context":[{context}],"arm":{event["arm"]},'
-        f'"probability":{event["probability"]!r},"arms":{arms},"probabilities":{event["probabilities"]},'
-        f'"tried":{"true" if event["tried"] else "false"}}}\n'
-        for event, context in zip(events, contexts, strict=True)
-    )
-
-
-def _digits(rows: npt.NDArray[np.float32]) -> list[str]:
-    """Numbers with seven digits each in the rows where these are exact, otherwise with nine, which always are."""
-    wide = rows.astype(np.float64)
-    unit = 10.0 ** (6 - np.floor(np.log10(np.abs(wide) + (wide == 0))))
-    few = ((np.rint(wide * unit) / unit).astype(np.float32) == rows).all(axis=1)
-    short, long = (",".join([digits] * rows.shape[1]) for digits in ("%.7g", "%.9g"))
-    return [(short if own else long) % tuple(row) for own, row in zip(few, wide.tolist(), strict=True)]
+def _line(event: Event) -> str:
+    """One line of JSON. Decisions, which are many, have their context formatted at once, in nine digits: exact."""
+    if event["event"] != "decision":
+        return f"{_JSON.encode(event)}\n"
+    context = event["context"].tolist()
+    digits = ",".join(["%.9g"] * len(context)) % tuple(context)
+    rest = _JSON.encode({name: value for name, value in event.items() if name not in ("event", "context")})
+    return f'{{"event":"decision","context":[{digits}],{rest[1:]}\n'
 
 
 class Standing:
@@ -95,21 +83,22 @@ class Standing:
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
-        kind, rows = event["event"], list[tuple[Any, Any, Any]]()
-        if kind == "decision":
-            chosen = event["arm"] in event["arms"] and 0 < event["probability"] <= 1 + 1e-9
-            if event["decision"] < self.next_id or not chosen:
-                raise ValueError(f"decision {event['decision']} is out of order, or its arm impossible")
-            shares = zip(event["arms"], event["probabilities"], strict=True)
-            rows = [(event["context"], arm, share) for arm, share in shares]
-        elif kind in ("reward", "forget"):
-            rows = [(*self.waiting[event["decision"]], event["reward"] if kind == "reward" else 0.0)]
-        elif kind == "update":
-            rows = list(zip(event["contexts"], event["arms"], event["rewards"], strict=True))
-        else:
-            known = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-            if kind != "arm" or event["arm"] not in known[event["change"]]:
-                raise ValueError(f"an event {kind!r} that cannot be here")
+        match event:
+            case {"event": "decision", "decision": decision, "context": context, "arms": arms, "probabilities": shares}:
+                if decision < self.next_id or event["arm"] not in arms or not 0 < event["probability"] <= 1 + 1e-9:
+                    raise ValueError(f"decision {decision} is out of order, or its arm impossible")
+                rows = [(context, arm, share) for arm, share in zip(arms, shares, strict=True)]
+            case {"event": "reward" | "forget" as kind, "decision": decision}:
+                rows = [(*self.waiting[decision], event["reward"] if kind == "reward" else 0.0)]
+            case {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}:
+                rows = list(zip(contexts, arms, rewards, strict=True))
+            case {"event": "arm", "change": change, "arm": arm}:
+                possible = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
+                rows = []
+                if arm not in possible[change]:
+                    raise ValueError(f"arm {arm} cannot be {change} here")
+            case _:
+                raise ValueError("no event that can be here")
         for context, arm, number in rows:
             if len(context) != self.n_features or not all(map(math.isfinite, (*context, number))):
                 raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
@@ -194,7 +183,7 @@ class LogFile:
         """Append their lines, by one write, whole or not at all."""
         if self._process != os.getpid():
             raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
-        lines = _lines(events).encode()
+        lines = "".join(map(_line, events)).encode()
         try:
             written = os.write(self._descriptor, lines)
             if written < len(lines):
@@ -267,31 +256,31 @@ class Log:
         Rewards are NaN where none came. All arms are `allowed` by default, as many as the largest of `arms` says.
         `probabilities` are those of the arms chosen, (n,), or of all arms, (n, arms).
         """
-        chosen, told = np.asarray(arms), np.asarray(probabilities, np.float64)
+        chosen, shares = np.asarray(arms), np.asarray(probabilities, np.float64)
         table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise MatchError(f"arms must be (n,) whole numbers, got {chosen.dtype} of shape {chosen.shape}")
-        n, rows, full = len(chosen), np.arange(len(chosen)), told.ndim == 2
-        many = n_arms or (told.shape[1] if full else int(chosen.max(initial=0)) + 1)
+        n, rows, full = len(chosen), np.arange(len(chosen)), shares.ndim == 2
+        many = n_arms or (shares.shape[1] if full else int(chosen.max(initial=0)) + 1)
         mask = np.ones((n, many), bool) if allowed is None else np.asarray(allowed, bool)
-        shapes = table.shape[:1], mask.shape[:1], paid.shape, (n,) if full else told.shape
-        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2 or (full and told.shape != mask.shape):
+        shapes = table.shape[:1], mask.shape[:1], paid.shape, shares.shape[:1]
+        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2 or (full and shares.shape != mask.shape):
             raise MatchError(f"contexts and allowed must have {n} rows, probabilities and rewards be ({n},)")
-        known = (chosen >= 0) & (chosen < mask.shape[1])
-        safe, shares = np.where(known, chosen, 0), told if full else np.zeros(mask.shape)
-        given = told[rows, safe] if full else told
+        inside = (chosen >= 0) & (chosen < mask.shape[1])
+        place = rows, np.where(inside, chosen, 0)
+        own, every = (shares[place], shares) if full else (shares, np.zeros(mask.shape))
         for rule, holds in (
-            ("arms must be among those allowed", known & mask[rows, safe]),
-            ("probabilities must be above 0 and at most 1", (given > 0) & (given <= 1)),
-            ("probabilities must sum to 1 over the arms allowed", np.abs((shares * mask).sum(axis=1) - full) < 1e-4),
-            ("probabilities must be at least 0, and 0 where not allowed", (shares * mask == abs(shares)).all(axis=1)),
+            ("arms must be among those allowed", inside & mask[place]),
+            ("probabilities must be above 0 and at most 1", (own > 0) & (own <= 1)),
+            ("probabilities must sum to 1 over the arms allowed", np.abs((every * mask).sum(axis=1) - full) < 1e-4),
+            ("probabilities must be at least 0, and 0 where not allowed", (every * mask == abs(every)).all(axis=1)),
             ("contexts must be finite", np.isfinite(table).all(axis=1)),
             ("rewards must be finite, or NaN where none came", ~np.isinf(paid)),
         ):
             if not holds.all():
                 raise MatchError(f"{rule}, and those of row {int(holds.argmin())} are not")
-        possible = shares > 0 if full else mask
-        return cls(table, chosen.astype(np.int64), given, paid, mask, possible, np.zeros(n, bool), rows, shares)
+        possible = every > 0 if full else mask
+        return cls(table, chosen.astype(np.int64), own, paid, mask, possible, np.zeros(n, bool), rows, every)
 
     def __len__(self) -> int:
         return len(self.arms)

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import Agent
-from bayesadam.bandits.learner import with_constant
-from bayesadam.bandits.linear import LinearSettings, Statistics
+from bayesadam.bandits.linear import Statistics, with_constant
 from bayesadam.bandits.log import Log, read_log
+from bayesadam.bandits.settings import LinearSettings
 from bayesadam.errors import MatchError, OverlapWarning
 from bayesadam.likelihoods.conformal import check_level
 
@@ -72,22 +71,19 @@ def predicted_before(log: Log) -> Numbers:
     Later rows would bias it: an agent that learns chooses by the rewards it had, so its later choices tell of this
     reward. The model is refitted whenever its data have grown by a tenth.
     """
-    x, arms, rewards = (torch.from_numpy(part) for part in (log.contexts, log.arms, log.rewards))
-    x = with_constant(x.unsqueeze(0))
-    data = Statistics.zeros(1, log.n_arms, x.shape[2], x.device)
-    ridge = LinearSettings.precision * torch.eye(x.shape[2]).to(x)
-    found, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
+    x, known = with_constant(log.contexts), np.isfinite(log.rewards)
+    data = Statistics.zeros(log.n_arms, x.shape[1])
+    ridge = LinearSettings.precision * np.eye(x.shape[1])
+    predicted, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
     while first < len(log):
-        rows = fitted + torch.isfinite(rewards[fitted:first]).nonzero().squeeze(1)
-        if len(rows):
-            data.add(arms[None, rows], x[:, rows], rewards[None, rows], torch.ones_like(rewards[rows]))
-        # The last feature is the constant 1.
-        shift = data.cross[..., -1].sum() / data.gram[..., -1, -1].sum().clamp(min=1)
-        slopes = torch.linalg.solve(data.gram + ridge, data.cross - shift * data.gram[..., -1])
+        rows = fitted + np.flatnonzero(known[fitted:first])
+        data.add(log.arms[rows], x[rows], log.rewards[rows], np.ones(len(rows)))
+        shift = data.cross[:, -1].sum() / max(data.counts.sum(), 1)
+        slopes = np.linalg.solve(data.gram + ridge, (data.cross - shift * data.gram[..., -1])[..., None])
         fitted, last = first, max(first + 1, math.ceil(_GROWTH * first))
-        found[first:last] = x[0, first:last] @ slopes[0].mT + shift
+        predicted[first:last] = x[first:last] @ slopes[..., 0].T + shift
         first = last
-    return found
+    return predicted
 
 
 def lower_bounds(terms: Numbers, risk: float) -> Numbers:
@@ -158,10 +154,10 @@ class Judged:
         rows = {name: part[used] for name, part in vars(log).items() if name != "id"}
         return cls(Log(**rows, id=log.id), predicted_before(log)[used], left_out)
 
-    def shares(self, policy: Agent | Policy, offered: bool) -> Numbers:
+    def shares(self, policy: Agent | Policy) -> Numbers:
         """The probabilities with which a policy chooses, (n, arms)."""
         log = self.log
-        allowed: npt.NDArray[np.bool_] = log.allowed | (not offered)
+        allowed = log.allowed
         if isinstance(policy, Agent):
             # Arms of the agent that the log does not have were not on offer.
             both = min(log.n_arms, policy.n_arms)
@@ -324,7 +320,6 @@ def evaluate(
     *,
     since: int | None = None,
     until: int | None = None,
-    offered: bool = True,
 ) -> Estimates:
     """What a policy would have earned in place of the one that wrote a log.
 
@@ -345,15 +340,14 @@ def evaluate(
     Args:
         log: a path, or the result of `read_log` or `Log.of`.
         policy: an agent as it is now, which learns nothing; or a function from contexts (n, features) to probabilities
-            (n, arms), or to arms (n,). It must not have learnt from the decisions that are used.
+            (n, arms), or to arms (n,). It must not have learnt from the decisions that are used. It chooses among the
+            arms that were on offer: probabilities are divided by their sum over these. Where that is 0, they stay as
+            they are, and the estimates are doubted.
         since: the first decision to use, by its id, as in `Decision.id`; in logs by `Log.of` its row. Earlier ones
             still serve the model of the rewards. Logs have no times.
         until: the first decision not to use.
-        offered: the policy chooses among the arms that were on offer at each decision: an agent by itself, and the
-            probabilities of a function are divided by their sum over these arms. Where that is 0, they stay as they
-            are, and the estimates are doubted. False for all arms that the log has.
     """
-    return _estimates(Judged.of(log, since, until), policy, offered)
+    return _estimates(Judged.of(log, since, until), policy)
 
 
 def compare(
@@ -363,7 +357,6 @@ def compare(
     *,
     since: int | None = None,
     until: int | None = None,
-    offered: bool = True,
 ) -> Comparison:
     """How much more the first of two policies would have earned; the arguments are those of `evaluate`.
 
@@ -375,17 +368,17 @@ def compare(
     1.0
     """
     judged = Judged.of(log, since, until)
-    one, other = (_estimates(judged, policy, offered) for policy in (first, second))
+    one, other = (_estimates(judged, policy) for policy in (first, second))
     return Comparison(one, other, mean(judged.doubly_robust(one.shares - other.shares)))
 
 
-def _estimates(judged: Judged, policy: Agent | Policy, offered: bool) -> Estimates:
-    log, shares = judged.log, judged.shares(policy, offered)
+def _estimates(judged: Judged, policy: Agent | Policy) -> Estimates:
+    log, shares = judged.log, judged.shares(policy)
     n, weights = len(log), shares[np.arange(len(log)), log.arms] / log.probabilities
     total, weight, never = weights.sum(), mean(weights), np.bincount(log.arms, minlength=log.n_arms) == 0
     size, largest = (float(total**2 / (weights**2).sum()), float(weights.max() / total)) if total else (0.0, 1.0)
     impossible, unseen = float(shares[~log.possible].sum() / n), float(shares[:, never].sum() / n)
-    stranded = int(((shares * log.allowed).sum(axis=1) == 0).sum()) if offered else 0
+    stranded = int(((shares * log.allowed).sum(axis=1) == 0).sum())
     off = abs(weight.value - (1 - impossible)) > 4 * weight.error + 1e-9
     learnt = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
     on = "of the policy's probability is on arms that the log"

@@ -1,4 +1,4 @@
-"""A BoTorch model of networks that know how sure they are, and the process behind it, which needs no BoTorch."""
+"""A BoTorch model of a network that knows how sure it is."""
 
 from typing import TYPE_CHECKING
 

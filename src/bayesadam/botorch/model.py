@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bayesadam._extras import require
-from bayesadam.botorch.surrogate import Process
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.posterior import Mixture, Posterior
+from bayesadam.predict import white_rows
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,90 +23,59 @@ _normals: Any = require("gpytorch.distributions")
 to_linear_operator: Any = require("linear_operator").to_linear_operator
 MultivariateNormal, MultitaskMultivariateNormal = _normals.MultivariateNormal, _normals.MultitaskMultivariateNormal
 
+# Below this share of the largest eigenvalue a covariance is rounding.
+_JITTER = 1e-10
+
 
 class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
-    """A BoTorch model: the Gaussian process of one network, or of several.
+    """A BoTorch model: the Gaussian process of a network, or of several, that were trained for a regression.
 
-    `BadamModel.fit(X, Y)` trains small networks and takes the processes of their tangent kernels;
-    `BadamModel(posterior)` takes any posterior of a regression, linearised. Samples of
-    `posterior(X)` have gradients with respect to X, so every acquisition function applies.
-    Several objectives are the outputs of one model, or models in botorch's `ModelList`.
+    The linearised network has the mean f and the covariance J Σ J'ᵀ; of a mixture the moments are those of its members
+    together, Σ π (J Σ J'ᵀ + (f_m − f̄)(f'_m − f̄')ᵀ). Samples of `posterior(X)` have gradients with respect to X, so that
+    every acquisition function applies. Several objectives are the outputs of one model, or models in a `ModelList`.
 
     Args:
-        source: a `Posterior` or a `Mixture` over inputs and outcomes as they are, or a `Process`.
-        train_X, train_Y: the evaluations behind it, (n, d) and (n, m), for `condition_on_observations(retrain=True)`.
-        outcome_transform, input_transform: botorch's; outcomes are standardised without one too.
-        settings: the settings of `fit`, for training again.
+        posterior: of a regression of known noise, over inputs and outcomes as they are or as the transforms make them.
+        outcome_transform, input_transform: botorch's, fitted: those that the network was trained under.
     """
 
     likelihood = None
 
     def __init__(
-        self,
-        source: Posterior | Mixture | Process,
-        train_X: Tensor | None = None,
-        train_Y: Tensor | None = None,
-        *,
-        outcome_transform: Any = None,
-        input_transform: Any = None,
-        settings: dict[str, Any] | None = None,
+        self, posterior: Posterior | Mixture, *, outcome_transform: Any = None, input_transform: Any = None
     ) -> None:
         super().__init__()
-        if not isinstance(source, Process):
-            mixture = source if isinstance(source, Mixture) else Mixture([source])
-            if mixture._likelihood(None) != "regression" or mixture.members[0].noise_variance is None:
-                known = "posterior.replace(likelihood='regression', noise_variance=...)"
-                raise SettingError(f"a BoTorch model is a regression of known noise: calibrate, or {known}")
-            n_inputs, n_outputs = _widths(mixture)
-            source = Process(mixture, _nothing(n_inputs), _nothing(n_outputs))
-        self.process, self.settings = source, settings or {}
-        self.train_inputs = None if train_X is None else (train_X,)
-        self.train_targets = train_Y
+        mixture = posterior if isinstance(posterior, Mixture) else Mixture([posterior])
+        if mixture.likelihood != "regression" or any(q.noise_variance is None for q in mixture):
+            known = "posterior.replace(likelihood='regression', noise_variance=...)"
+            raise SettingError(f"a BoTorch model is a regression of known noise: {known}")
+        matrices = [p for p in mixture.members[0].model.parameters() if p.dim() == 2]
+        if not matrices:
+            raise MatchError("the network has no matrix that tells how many outputs it has")
+        self.mixture, self.outputs = mixture, len(matrices[-1])
+        # Inputs, (..., k, d), outcomes and their noise, (..., k, m), that were seen since the training.
+        self.observed: tuple[Tensor, Tensor, Tensor] | None = None
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
         if input_transform is not None:
             self.input_transform = input_transform
         self.eval()
 
-    @classmethod
-    def fit(
-        cls,
-        train_X: Tensor,
-        train_Y: Tensor,
-        *,
-        outcome_transform: Any = None,
-        input_transform: Any = None,
-        **settings: Any,
-    ) -> Self:
-        """Train networks on evaluations X, (n, d), and Y, (n, m).
-
-        Args:
-            settings: `hidden`, `activation`, `n_ensemble`, `steps`, `lr`, `rounds` and `seed`, as of
-                `bayesadam.botorch.surrogate.Ensemble.fit`; `start`, a `BadamModel` whose networks to begin with.
-        """
-        start = settings.pop("start", None)
-        return cls(
-            Process.fit(
-                *_transformed(train_X, train_Y, outcome_transform, input_transform),
-                start=None if start is None else start.process,
-                **settings,
-            ),
-            train_X,
-            train_Y,
-            outcome_transform=outcome_transform,
-            input_transform=input_transform,
-            settings=settings,
-        )
-
     @property
     def num_outputs(self) -> int:
         """m, the number of outcomes."""
-        return self.process.outcomes.shape[1]
+        return self.outputs
 
     @property
     def batch_shape(self) -> torch.Size:
-        """That of the observations it was conditioned on; none of a model that was fitted."""
-        return torch.Size() if self.process.observed is None else self.process.observed[1].shape[:-2]
+        """That of the observations it was conditioned on; none of a model that was not."""
+        return torch.Size() if self.observed is None else self.observed[1].shape[:-2]
+
+    @property
+    def noise(self) -> Tensor:
+        """σ² of the outcomes, (m,), the members' mean."""
+        each = [torch.as_tensor(q.noise_variance).double().expand(self.outputs) for q in self.mixture]
+        return torch.stack(each).mean(dim=0)
 
     def posterior(
         self,
@@ -120,67 +90,75 @@ class BadamModel(_models.Model, _models.FantasizeMixin):  # type: ignore[misc]
         X = self.transform_inputs(X)
         if self.batch_shape and X.dim() <= len(self.batch_shape) + 1:
             X = X.expand(*self.batch_shape, *X.shape[-2:])
-        mean, covariance = self.process.moments(X)
+        mean, covariance = self.moments(X)
         if isinstance(observation_noise, Tensor) or observation_noise:
-            own = observation_noise if isinstance(observation_noise, Tensor) else self.process.noise
-            covariance = covariance + torch.diag_embed(own.to(mean).expand(mean.shape).flatten(-2))
-        found = GPyTorchPosterior(_normal(mean, covariance))
+            noise = observation_noise if isinstance(observation_noise, Tensor) else self.noise
+            covariance = covariance + torch.diag_embed(noise.to(mean).expand(mean.shape).flatten(-2))
+        joint = GPyTorchPosterior(_normal(mean, covariance))
         if hasattr(self, "outcome_transform"):
-            found = self.outcome_transform.untransform_posterior(found, X=X)
+            joint = self.outcome_transform.untransform_posterior(joint, X=X)
         if output_indices is not None:
-            found = _some_outputs(found, output_indices)
-        return found if posterior_transform is None else posterior_transform(posterior=found, X=X)
+            joint = _some_outputs(joint, output_indices)
+        return joint if posterior_transform is None else posterior_transform(posterior=joint, X=X)
 
-    def condition_on_observations(
-        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, *, retrain: bool = False, **_: Any
-    ) -> Self:
-        """A new model that has also seen outcomes Y, (batch, k, m), at X, (batch, k, d).
+    def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **_: Any) -> Self:
+        """A new model that has also seen outcomes Y, (batch, k, m), at X, (batch, k, d); no weight changes.
 
-        Exact for the model's Gaussian process; weights stay as they are. With `retrain` they are trained on, from
-        where they are, on all evaluations: for real observations, not for a batch of imagined ones.
+        Exact for the model's Gaussian process, and meant for a batch of imagined outcomes: with real ones train the
+        network on.
         """
-        if retrain:
-            if self.train_inputs is None or self.train_targets is None or Y.dim() != 2:
-                raise MatchError("retrain=True needs the model's own train_X and train_Y, and Y of shape (k, m)")
-            every, outcomes = torch.cat([self.train_inputs[0], X]), torch.cat([self.train_targets, Y])
-            kept: Any = {name: getattr(self, name, None) for name in ("outcome_transform", "input_transform")}
-            return type(self).fit(every, outcomes, start=self, **{**self.settings, **kept})
-        found = copy.copy(self)
-        found._modules = dict(self._modules)
+        model = copy.copy(self)
+        model._modules = dict(self._modules)
         if hasattr(self, "outcome_transform"):
             Y, noise = self.outcome_transform(Y, noise, X=X)
-        found.process = self.process.observe(self.transform_inputs(X), Y, noise)
-        return found
+        new = [self.transform_inputs(X).double(), Y.double(), (self.noise if noise is None else noise).double()]
+        new[2] = new[2].expand(Y.shape)
+        if self.observed is not None:
+            batch: Any = torch.broadcast_shapes(*(t.shape[:-2] for t in (*self.observed, *new)))  # type: ignore[no-untyped-call]
+            pairs = zip(self.observed, new, strict=True)
+            new = [torch.cat([t.expand(*batch, *t.shape[-2:]) for t in pair], dim=-2) for pair in pairs]
+        model.observed = (new[0], new[1], new[2])
+        return model
 
     def _set_transformed_inputs(self) -> None:
-        """Nothing: the evaluations are kept as they came, and transformed where they are used."""
+        """Nothing: it has no evaluations of its own, which botorch would transform."""
 
-    def _revert_to_original_inputs(self) -> None:
-        """Nothing, for the same reason."""
+    def moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """E[f], (..., q, m), and Cov[f], (..., q m, q m), of inputs (..., q, d); a point's outputs are neighbours."""
+        mean, covariance = self._joint(X.double()) if self.observed is None else self._conditioned(X.double())
+        return mean.to(X.dtype), covariance.to(X.dtype)
 
-    def subset_output(self, idcs: list[int]) -> Any:
-        """The model of some of the outcomes."""
-        return _Some(self, idcs)
+    def _joint(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Without observations: the moments of the mixture."""
+        batch, q, means, covariances = x.shape[:-2], x.shape[-2], [], []
+        for member in self.mixture:
+            kind = next(iter(member.draw_types().values()))
+            mean, rows = white_rows(member, x.reshape(-1, x.shape[-1]).to(kind))
+            rows = rows.double().reshape(*batch, q * self.outputs, -1)
+            means.append(mean.double().view(*batch, q, self.outputs))
+            covariances.append(rows @ rows.mT)
+        of_members = torch.stack(means)
+        shares = torch.tensor(self.mixture.weights, dtype=torch.float64).view(-1, *[1] * x.dim())
+        mean = (shares * of_members).sum(dim=0)
+        away = (of_members - mean).flatten(-2)
+        between = away[..., :, None] * away[..., None, :]
+        return mean, (shares * (torch.stack(covariances) + between)).sum(dim=0)
 
-
-class _Some(_models.Model):  # type: ignore[misc]
-    """Some outcomes of a model."""
-
-    def __init__(self, whole: BadamModel, indices: list[int]) -> None:
-        super().__init__()
-        self.whole, self.indices = whole, indices
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.indices)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.whole.batch_shape
-
-    def posterior(self, X: Tensor, output_indices: list[int] | None = None, **options: Any) -> Any:
-        chosen = self.indices if output_indices is None else [self.indices[i] for i in output_indices]
-        return self.whole.posterior(X, output_indices=chosen, **options)
+    def _conditioned(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Given what was observed: the usual conditional Gaussian."""
+        assert self.observed is not None
+        seen, y, noise = self.observed
+        batch: Any = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
+        points = [t.expand(*batch, *t.shape[-2:]) for t in (seen, x)]
+        mean, covariance = self._joint(torch.cat(points, dim=-2))
+        k = seen.shape[-2] * y.shape[-1]
+        floor = noise + _JITTER * covariance.diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
+        inner = covariance[..., :k, :k] + torch.diag_embed(floor.expand(*batch, *noise.shape[-2:]).flatten(-2))
+        cross = covariance[..., :k, k:]
+        solved = torch.cholesky_solve(cross, torch.linalg.cholesky(inner))
+        residual = (y - mean[..., : seen.shape[-2], :]).flatten(-2).unsqueeze(-1)
+        moved = (solved.mT @ residual).reshape(*batch, x.shape[-2], y.shape[-1])
+        return mean[..., seen.shape[-2] :, :] + moved, covariance[..., k:, k:] - cross.mT @ solved
 
 
 def _normal(mean: Tensor, covariance: Tensor) -> Any:
@@ -201,27 +179,3 @@ def _some_outputs(posterior: Any, indices: list[int]) -> Any:
     places = (torch.arange(q)[:, None] * m + kept).flatten()
     covariance = normal.covariance_matrix[..., places, :][..., places]
     return GPyTorchPosterior(_normal(normal.mean[..., kept], covariance))
-
-
-def _transformed(X: Tensor, Y: Tensor, outcome: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-    """What the networks see; the transforms learn what they have to."""
-    if inputs is not None:
-        X = inputs.train()(X)
-        inputs.eval()
-    if outcome is not None:
-        Y = outcome.train()(Y, X=X)[0]
-        outcome.eval()
-    return X, Y
-
-
-def _widths(mixture: Mixture) -> tuple[int, int]:
-    """How many inputs and outputs the networks have."""
-    matrices = [p for p in mixture.members[0].model.parameters() if p.dim() == 2]
-    if not matrices:
-        raise MatchError("the network has no matrix that tells how many inputs and outputs it has: pass a Process")
-    return matrices[0].shape[1], matrices[-1].shape[0]
-
-
-def _nothing(width: int) -> Tensor:
-    """Centre 0 and scale 1."""
-    return torch.stack([torch.zeros(width), torch.ones(width)]).double()

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.engine.network import ACTIVATIONS, Network, linear, transposed, unflatten
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.network import Network, transposed, unflatten
 
 _ATEN = torch.ops.aten
 Loss = Callable[[Tensor], Tensor]
@@ -80,24 +79,3 @@ def loss_and_slope(loss: Loss, outputs: Tensor) -> tuple[Tensor, Tensor]:
         losses = loss(f)
         (slope,) = torch.autograd.grad(losses.sum(), f)
     return losses.detach(), slope
-
-
-def sampled_outputs(
-    network: Network, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], x: Tensor, streams: Streams
-) -> Tensor:
-    """f(x) at weights drawn from a diagonal Gaussian, one draw per row: (n, b, outputs).
-
-    The weights of one row only enter through its activations, so these are drawn instead (local reparameterisation):
-    N(a Wᵀ + b, a² Sᵀ + s), unit by unit, exactly as if all weights had been drawn for each row.
-    """
-    widths = [*network.hidden, network.n_outputs]
-    noise = torch.split(streams.normal(x.shape[1], sum(widths)), widths, dim=2)
-    activation = ACTIVATIONS[network.activation]()
-    h = x
-    for number in range(len(widths)):
-        weight, bias = f"layer{number}.weight", f"layer{number}.bias"
-        std = linear(h.square(), variance[weight], variance[bias]).clamp_(min=0).sqrt_()
-        h = linear(h, mean[weight], mean[bias]).addcmul_(std, noise[number])
-        if number < len(network.hidden):
-            h = activation(h)
-    return h

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bayesadam._checks import count
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -58,8 +58,8 @@ class Network:
     def _layers(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise((self.n_inputs, *self.hidden, self.n_outputs)))
 
-    def build(self, params: Mapping[str, Tensor] | None = None) -> nn.Sequential:
-        """The network as an ordinary module, with the given weights where there are any."""
+    def build(self, params: Mapping[str, Tensor]) -> nn.Sequential:
+        """The network as an ordinary module with these weights."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.input_dropout:
             layers["input_dropout"] = nn.Dropout(self.input_dropout)
@@ -71,8 +71,7 @@ class Network:
                     layers[f"dropout{number}"] = nn.Dropout(self.dropout)
         # Made without values first: torch would initialise them from its global generator, whose state is the user's.
         module = nn.Sequential(layers)
-        values = {name: torch.zeros(shape) for name, shape in self.shapes().items()} if params is None else params
-        module.load_state_dict({name: values[name].detach().cpu().clone() for name in self.shapes()}, assign=True)
+        module.load_state_dict({name: params[name].detach().cpu().clone() for name in self.shapes()}, assign=True)
         return module
 
 

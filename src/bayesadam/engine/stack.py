@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import Network, flatten, initial, member, unflatten
-from bayesadam.engine.rules import Adam, Drawn, Gaussian, Rule, State, Step, optimizer_state_dict
+from bayesadam.engine.network import Network, flatten, initial, unflatten
+from bayesadam.engine.rules import Adam, Rule, State, Step, optimizer_state_dict
 from bayesadam.engine.streams import Streams
 
 # The most steps in one CUDA graph.
@@ -161,19 +161,6 @@ class Stack:
     def params(self) -> dict[str, Tensor]:
         """The weights, or their moving average, (s, *shape) by name."""
         return unflatten(self.network, self.mean)
-
-    def gaussian(self) -> Gaussian | None:
-        """The Gaussian that the rule ends with, around `mean`."""
-        return self.rule.gaussian(self.mean, self.state, self.n_data)
-
-    def moments(self, index: int) -> list[dict[str, Tensor]]:
-        """Mean and variance of one network's weights by name, on the CPU; empty where the rule has no Gaussian."""
-        return [member(unflatten(self.network, part.cpu()), index) for part in self.gaussian() or ()]
-
-    def functions(self, index: int, n: int, streams: Streams) -> Drawn:
-        """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
-        own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
-        return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
 
     def state_dict(self, index: int) -> dict[str, Any]:
         """One network's part of Adam's memory, as torch's Adam or AdamW for that network alone would save it."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.gaussian.noise import stream_seed
+from bayesadam.weights.draws import stream_seed
 
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256

@@ -1,23 +1,20 @@
-"""Likelihoods: one object each, in one registry. A likelihood and weighted components make a predictive."""
+"""Likelihoods: one object each, in one registry."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods.classification import Binary, Classification, LogitPredictive
-from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.counts import Poisson
-from bayesadam.likelihoods.predictive import Likelihood, Link, Predictive
-from bayesadam.likelihoods.regression import Heteroscedastic, NumericPredictive, Regression
+from bayesadam.likelihoods.base import Component, Likelihood
+from bayesadam.likelihoods.classes import Binary, Classification, ClassLikelihood
+from bayesadam.likelihoods.moments import Moments
+from bayesadam.likelihoods.numbers import Counts, Heteroscedastic, NumericLikelihood, Regression
+from bayesadam.likelihoods.prediction import Prediction
 
 # A new likelihood is added here, and nowhere else.
-_ALL = (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson())
-LIKELIHOODS: Mapping[str, Likelihood[Any]] = {each.name: each for each in _ALL}
-# One of the registry's names, which are checked where they are used.
-LikelihoodName = str
+_ALL = (Regression(), Classification(), Binary(), Heteroscedastic(), Counts())
+LIKELIHOODS: Mapping[str, Likelihood] = {each.name: each for each in _ALL}
 
 
-def likelihood(name: str) -> Likelihood[Any]:
+def likelihood(name: str) -> Likelihood:
     """The likelihood of a name.
 
     >>> likelihood("poisson").noise
@@ -28,31 +25,30 @@ def likelihood(name: str) -> Likelihood[Any]:
     return LIKELIHOODS[name]
 
 
-def agreed(given: str | None, own: str | None) -> str:
-    """The name that a call gives, or the posterior's own; a contradiction is an error, and so is none at all."""
-    name = own if given is None else given
+def agreed(given: str | None, kept: str | None) -> Likelihood:
+    """The likelihood that a call gives, or the posterior's own; a contradiction is an error, and so is none at all."""
+    name = kept if given is None else given
     if name is None:
         raise SettingError(
-            "the posterior has no likelihood yet: pass likelihood='classification', or another of "
+            "there is no likelihood yet: pass likelihood='classification', or another of "
             f"{tuple(LIKELIHOODS)}, here or to Posterior.from_optimizer"
         )
-    if own not in (None, likelihood(name).name):
+    if kept not in (None, likelihood(name).name):
         raise SettingError(
-            f"the posterior is for likelihood={own!r}, and likelihood={name!r} was given: leave it out, or use "
+            f"the posterior is for likelihood={kept!r}, and likelihood={name!r} was given: leave it out, or use "
             f"posterior.replace(likelihood={name!r}) if the network has such outputs"
         )
-    return name
+    return likelihood(name)
 
 
 __all__ = [
     "LIKELIHOODS",
+    "ClassLikelihood",
     "Component",
     "Likelihood",
-    "LikelihoodName",
-    "Link",
-    "LogitPredictive",
-    "NumericPredictive",
-    "Predictive",
+    "Moments",
+    "NumericLikelihood",
+    "Prediction",
     "agreed",
     "likelihood",
 ]

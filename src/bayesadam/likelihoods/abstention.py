@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import SettingError
 
-AnswerBy = Literal["confidence", "novelty"]
 # Neighbouring numbers of answers that are tried; of 1.02 to 1.2 none was better on made-up data.
 _RATIO = 1.03
 # Neighbouring risks at which a remedy is looked for, from the one asked for upwards.
@@ -38,7 +37,6 @@ class Abstention:
     Attributes:
         risk: of what is answered at most this share is wrong, on data like the held-out,
         confidence: in this share of all calibrations.
-        by: `"confidence"`, of `Predictive.doubt`, or `"novelty"`.
         tolerance: numbers farther from E[y] are wrong.
         threshold: the greatest doubt that is answered; None where no threshold was certain enough.
         answered, errors: of the n held-out examples how many are answered, and how many of these are wrong.
@@ -47,7 +45,6 @@ class Abstention:
 
     risk: float
     confidence: float
-    by: AnswerBy
     tolerance: float | None
     n: int
     threshold: float | None = None
@@ -69,7 +66,7 @@ class Abstention:
         if self.threshold is None:
             return f"none: {self.n} held-out examples do not show {asked}"
         seen = f"{self.errors} of {self.answered} wrong"
-        return f"{self.coverage:.1%} of the held-out examples by {self.by}, {seen}: {asked}"
+        return f"{self.coverage:.1%} of the held-out examples, {seen}: {asked}"
 
 
 class Certified(NamedTuple):
@@ -81,12 +78,8 @@ class Certified(NamedTuple):
     level: float
 
 
-def check_abstention(
-    risk: float | None, confidence: float, tolerance: float | None, by: str, *, tempered: bool
-) -> None:
+def check_abstention(risk: float | None, confidence: float, tolerance: float | None, *, is_classes: bool) -> None:
     """Refuse settings that mean nothing, or nothing of this likelihood."""
-    if by not in get_args(AnswerBy):
-        raise SettingError(f"answer_by must be one of {get_args(AnswerBy)}, got {by!r}")
     if risk is None:
         if tolerance is not None:
             raise SettingError(f"tolerance={tolerance!r} says what is wrong: it needs risk=, the share that may be")
@@ -94,9 +87,9 @@ def check_abstention(
     for name, value in (("risk", risk), ("confidence", confidence)):
         if not 0 < value < 1:
             raise SettingError(f"{name} must lie between 0 and 1, got {value!r}")
-    if tempered and tolerance is not None:
+    if is_classes and tolerance is not None:
         raise SettingError(f"tolerance={tolerance!r} is for numbers: the answer of classes is wrong or right")
-    if not tempered and (tolerance is None or not tolerance > 0):
+    if not is_classes and (tolerance is None or not tolerance > 0):
         raise SettingError(f"risk= of numbers needs tolerance=, how far from y an answer may be, got {tolerance!r}")
 
 
@@ -184,11 +177,9 @@ def certified(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -
     return found
 
 
-def abstention(
-    doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, by: AnswerBy, tolerance: float | None
-) -> Abstention:
+def abstention(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, tolerance: float | None) -> Abstention:
     """The rule that held-out doubts and errors allow."""
-    rule = Abstention(risk, confidence, by, tolerance, len(doubt))
+    rule = Abstention(risk, confidence, tolerance, len(doubt))
     found = certified(doubt, wrong, risk=risk, confidence=confidence)
     if found is None:
         return rule

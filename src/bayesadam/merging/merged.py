@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,25 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam._checks import positive
+from bayesadam._checks import is_number, positive
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.structure import AnyPath
-from bayesadam.gaussian.weights import require_safetensors
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
 from bayesadam.merging.methods import MergeReport, Sums
 from bayesadam.merging.networks import BaseSource, Network, Source, check_alike, network_of, networks_of
 from bayesadam.readers import CheckpointKeywords, warn_of_memory, working_dtype
-from bayesadam.readers.curvature import PIECE
 from bayesadam.readers.formats.lazy import meta
+from bayesadam.weights.gaussian import require_safetensors
+from bayesadam.weights.named import AnyPath
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+# δ as a share of the mean curvature: of all weights and models, or of a parameter's Σ Kᵢ.
 MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
 LEAST_GRADIENTS = 50
+METHODS = ("fisher", "gradient-matching", "kronecker")
 
 
 class Merged(dict[str, Tensor]):
@@ -46,10 +47,11 @@ class Merged(dict[str, Tensor]):
 
 def merge(
     models: Sequence[Source],
-    method: str | None = None,
     *,
+    method: str | None = None,
     base: BaseSource | None = None,
     weights: Sequence[float] | None = None,
+    trim: float | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> Merged:
     """One network out of several that were fine-tuned from one start, without data and without training.
@@ -71,24 +73,26 @@ def merge(
         method: one of the three; None is gradient matching with a base, else Fisher.
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
+        trim: the share of each model's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
         **options: how files are read, see `CheckpointOptions`; a state in a file of its own is given in a pair.
     """
-    plan = plan_of(models, method, base, weights, options)
-    found: dict[str, Tensor] = {}
-    for name in plan.outline:
-        first = plan.tied.get(name, name)
+    merging = _Merging.of(models, method, base, weights, trim, options)
+    merged: dict[str, Tensor] = {}
+    for name in merging.outline:
+        first = merging.tied.get(name, name)
         # In memory of their own: tensors that were read may be mapped from a file, or be a model's.
-        found[name] = found[first] if first in found else plan.tensor(name).clone()
-    return Merged(found, plan.report)
+        merged[name] = merged[first] if first in merged else merging.tensor(name).clone()
+    return Merged(merged, merging.report())
 
 
 def merge_checkpoints(
     paths: Sequence[AnyPath | tuple[AnyPath, AnyPath]],
     out: AnyPath,
-    method: str | None = None,
     *,
+    method: str | None = None,
     base: AnyPath | None = None,
     weights: Sequence[float] | None = None,
+    trim: float | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> MergeReport:
     """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged."""
@@ -96,48 +100,89 @@ def merge_checkpoints(
     out = Path(out)
     sources = [*paths, *([] if base is None else [base])]
     keep_apart(out, *(Path(part) for each in sources for part in (each if isinstance(each, tuple) else (each,))))
-    plan = plan_of(paths, method, base, weights, options)
+    merging = _Merging.of(paths, method, base, weights, trim, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
-        write_tensors(temporary, plan.outline, plan.tensor)
-    return plan.report
-
-
-def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> float:
-    """Σ √(F_a F_b) / √(Σ F_a Σ F_b), the overlap of two networks' curvatures F = v̂: 1 for the same, 0 for disjoint.
-
-    1 − the squared Hellinger distance between the curvatures as distributions over the weights; neither N, B nor the
-    loss's units change it. The networks, given as in `merge`, must be of one architecture. Of Kronecker factors F is
-    the diagonal of V.
-    """
-    networks = networks_of((a, b), options)
-    tied = _tied_names(networks)
-    trained = [n for n in networks[0].outline if n not in tied and any(n in each.owners for each in networks)]
-    total = Sums.total(_sums(networks, trained, torch.ones(2)).values())
-    if not bool((total.curvature > 0).all()):
-        raise MatchError("one of the two networks has no curvature at all: v̂ is 0 throughout")
-    return total.overlap(0, 1)
+        write_tensors(temporary, merging.outline, merging.tensor)
+    return merging.report()
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Models that fit together, and all that their merge depends on.
+class _Merging:
+    """Networks that fit together, merged tensor by tensor.
 
     `scales` are the factors on v̂ of each model, α among them, and of the base; `tied` the first name of every tied
-    tensor by its other names; `adapters` the merged factors of LoRA; `sums` are over each parameter's curvature. δ is a
-    share of the mean of Fᵢ over all weights and models, or of the mean of a parameter's Σ Kᵢ over its weights.
+    tensor by its other names; `adapters` the merged factors of LoRA; `sums`, over the curvature of each parameter, grow
+    as tensors are merged.
     """
 
     networks: Sequence[Network]
     method: str
     base: Network | None
+    trim: float | None
     scales: Tensor
     tied: Mapping[str, str]
-    adapters: Mapping[str, Tensor]
-    sums: Mapping[str, Sums]
-    notes: Sequence[str]
-    matching_share: float = MATCHING_SHARE
-    kronecker_share: float = KRONECKER_SHARE
+    trained: Sequence[str]
+    notes: list[str]
+    adapters: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Sums] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[Source],
+        method: str | None,
+        base: BaseSource | None,
+        weights: Sequence[float] | None,
+        trim: float | None,
+        options: CheckpointKeywords,
+    ) -> _Merging:
+        """Read the models, check that they fit together, and warn of what makes a merge bad."""
+        method = method or ("fisher" if base is None else "gradient-matching")
+        if method not in METHODS:
+            raise SettingError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+        if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None and not trim):
+            raise SettingError(
+                "method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none, but to trim"
+            )
+        if trim is not None and (not is_number(trim) or not 0 <= trim < 1 or base is None or method == "kronecker"):
+            raise SettingError(f"trim must be a share, 0 to 1, with a base and without 'kronecker', got {trim!r}")
+        if weights is not None and len(weights) != len(models):
+            raise SettingError(f"weights must have one number for each of the {len(models)} models, got {weights!r}")
+        for number in weights or ():
+            positive("each of weights", number, "how much a model is to count")
+        networks = networks_of(models, options, bases=method == "kronecker")
+        start = None if base is None else network_of(base, "the base", options, trained=False)
+        outline, tied = networks[0].outline, _tied_names(networks)
+        pairs = pairs_in(outline)
+        if pairs and (method != "fisher" or trim):
+            raise SettingError(f"LoRA adapters are merged by method='fisher' untrimmed, not {method!r}")
+        in_pairs = {name for pair in pairs for name in (pair.down, pair.up)}
+        plain = [name for name in outline if name not in tied and name not in in_pairs]
+        trained = [name for name in plain if any(name in network.owners for network in networks)]
+        if start is not None:
+            check_alike(networks[0], start, trained)
+        if not trained and not pairs:
+            raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
+        if method == "kronecker":
+            _check_bases(networks, trained)
+        for network in networks:
+            warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
+        scales, notes = _scales(networks, start, weights, method)
+        merging = cls(networks, method, start, trim, scales, tied, trained, notes)
+        merging._merge_adapters(pairs)
+        others = [name for name in plain if name not in trained]
+        kinds = {
+            "that no model trained were averaged": [name for name in others if outline[name].is_floating_point()],
+            f"of integers are those of {networks[0].label}": [
+                name for name in others if not outline[name].is_floating_point()
+            ],
+            "that not every model trained come from those that did": [
+                name for name in trained if not all(name in network.owners for network in networks)
+            ],
+        }
+        notes += [f"{len(names)} tensors {way}: {', '.join(names[:3])}" for way, names in kinds.items() if names]
+        return merging
 
     @property
     def outline(self) -> dict[str, Tensor]:
@@ -145,16 +190,20 @@ class Plan:
         first = self.networks[0].outline
         return {name: self.adapters.get(name, meta(tuple(t.shape), t.dtype)) for name, t in first.items()}
 
-    @property
     def report(self) -> MergeReport:
-        """How much each model counts."""
-        return MergeReport.of(self.method, [each.label for each in self.networks], self.sums, self.notes)
+        """How much each model counts, once all tensors are merged."""
+        return MergeReport.of(self.method, [network.label for network in self.networks], self.sums, self.notes)
 
     @cached_property
-    def matching_delta(self) -> float:
-        """δ of gradient matching; 1 where there is no curvature at all."""
-        total = Sums.total(self.sums.values())
-        return self.matching_share * float(total.curvature.mean()) / total.weights or 1.0
+    def delta(self) -> float:
+        """δ of gradient matching, a share of the mean of Fᵢ over weights and models; 1 where there is none at all."""
+        total, weights = 0.0, 0
+        for name in self.trained:
+            moments = [network.moment(name) for network in self.networks]
+            for scale, v in zip(self.scales.tolist(), moments, strict=False):
+                total += 0.0 if v is None else scale * float(v.sum(dtype=torch.float64))
+            weights += self.networks[0].outline[name].numel()
+        return MATCHING_SHARE * total / (len(self.networks) * max(weights, 1)) or 1.0
 
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:
@@ -163,43 +212,57 @@ class Plan:
         if name in self.adapters:
             return self.adapters[name]
         first = self.networks[0].weights[name].detach()
-        if not _is_real(first):
+        if not first.is_floating_point():
             return first
-        # A tensor that no model trained has no curvature, and Fisher's merge of it is the average.
-        parts = (METHODS[self.method] if name in self.sums else _fisher)(self, name)
-        found, start = torch.empty_like(first, memory_format=torch.contiguous_format), 0
-        for part in parts:
-            found.view(-1)[start : start + len(part)] = part
-            start += len(part)
-        return found
+        theta, curvature = _stacked(self.networks, name, self.scales)
+        if name not in self.trained:
+            # Without any curvature, which is the average.
+            return methods.fisher(theta, curvature, self.scales[:-1]).view(first.shape).to(first)
+        if theta.numel():
+            self.sums[name] = Sums.of(curvature, self.scales[:-1])
+        if self.base is not None:
+            start, known = (tensor[0].to(theta) for tensor in _stacked([self.base], name, self.scales[-1:]))
+            if self.trim:
+                theta, curvature = methods.trimmed(theta, curvature, start, self.trim)
+        if self.base is None or self.method == "fisher":
+            merged = methods.fisher(theta, curvature, self.scales[:-1])
+        else:
+            merged = methods.gradient_matching(theta, curvature, start, known, self.delta)
+        if self.method == "kronecker" and any(network.has_bases(name) for network in self.networks):
+            merged = self._kronecker(name, merged.view(first.shape))
+        return merged.view(first.shape).to(first)
 
+    def _kronecker(self, name: str, start: Tensor) -> Tensor:
+        """The merge in eigenbases, from that by the diagonals."""
+        thetas, operators, diagonal = [], [], torch.zeros_like(start)
+        for network, scale in zip(self.networks, self.scales.tolist(), strict=False):
+            if name in network.owners:
+                thetas.append(network.weights[name].detach().to(start))
+                operators.append(_operator(network, name, scale, start))
+                diagonal += network.moment(name).to(start) * scale  # type: ignore[union-attr]
+        delta = KRONECKER_SHARE * float(diagonal.sum(dtype=torch.float64)) / diagonal.numel() or 1.0
+        return methods.kronecker(thetas, operators, diagonal, start, delta)
 
-def _fisher(plan: Plan, name: str) -> Iterator[Tensor]:
-    for theta, curvature in _stacked(plan.networks, name, plan.scales):
-        yield methods.fisher(theta, curvature, plan.scales[:-1])
-
-
-def _gradient_matching(plan: Plan, name: str) -> Iterator[Tensor]:
-    own = _stacked([plan.base], name, plan.scales[-1:])  # type: ignore[list-item]
-    for (theta, curvature), before in zip(_stacked(plan.networks, name, plan.scales), own, strict=True):
-        start, known = (tensor[0].to(theta) for tensor in before)
-        yield methods.gradient_matching(theta, curvature, start, known, plan.matching_delta)
-
-
-def _kronecker(plan: Plan, name: str) -> Iterator[Tensor]:
-    parts = _fisher(plan, name) if plan.base is None else _gradient_matching(plan, name)
-    if not any(each.has_bases(name) for each in plan.networks):
-        yield from parts
-        return
-    start = torch.cat(list(parts)).reshape(plan.networks[0].outline[name].shape)
-    thetas, operators, diagonal = [], [], torch.zeros_like(start)
-    for each, scale in zip(plan.networks, plan.scales.tolist(), strict=False):
-        if name in each.owners:
-            thetas.append(each.weights[name].detach().to(start))
-            operators.append(_operator(each, name, scale, start))
-            diagonal += each.moment(name).to(start) * scale  # type: ignore[union-attr]
-    mean = float(plan.sums[name].curvature.sum()) / plan.sums[name].weights
-    yield methods.kronecker(thetas, operators, diagonal, start, plan.kronecker_share * mean or 1.0).reshape(-1)
+    @torch.no_grad()
+    def _merge_adapters(self, pairs: Sequence[Pair]) -> None:
+        """Adapters' factors, of the largest rank and with its model's scaling: the nearest to the merged product."""
+        networks, counts, kinds = self.networks, self.scales[:-1], set()
+        for pair in pairs:
+            adapters = [_adapter(network, pair, networks[0].weights[pair.up].device) for network in networks]
+            if len({adapter.scale is None for adapter in adapters}) > 1:
+                raise MatchError(f"put adapter_config.json beside all weights: a scaling of {pair.prefix!r} is unknown")
+            ranks = [len(adapter.down) for adapter in adapters]
+            largest = ranks.index(max(ranks))
+            parts = zip(counts.tolist(), adapters, strict=True)
+            curvature = torch.stack([alpha * adapter.curvature() for alpha, adapter in parts])
+            change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
+            for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
+                like = networks[largest].outline[name]
+                self.adapters[name] = factor.reshape(like.shape).to(like.dtype)
+            self.sums[pair.down] = Sums.of(curvature.flatten(1), counts)
+            label = networks[largest].label
+            kinds.add(f"adapters have rank {ranks[largest]}, and load with the configuration of {label}")
+        self.notes.extend(sorted(kinds))
 
 
 def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -212,63 +275,6 @@ def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callab
     return lambda x: rotation.out_of(rotation.into(x, dims) * values, dims)
 
 
-# A method is a function of a plan and a parameter's name that yields the merged parameter in flat pieces.
-METHODS: dict[str, Callable[[Plan, str], Iterator[Tensor]]] = {
-    "fisher": _fisher,
-    "gradient-matching": _gradient_matching,
-    "kronecker": _kronecker,
-}
-
-
-def plan_of(
-    models: Sequence[Source],
-    method: str | None,
-    base: BaseSource | None,
-    weights: Sequence[float] | None,
-    options: CheckpointKeywords,
-) -> Plan:
-    """Read the models, check that they fit together, and warn of what makes a merge bad."""
-    if method is None:
-        method = "fisher" if base is None else "gradient-matching"
-    if method not in METHODS:
-        known = ", ".join(map(repr, METHODS))
-        raise SettingError(f"method must be one of {known}, got {method!r}: give all models in one list, merge([a, b])")
-    if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None):
-        raise SettingError("method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none")
-    if weights is not None and len(weights) != len(models):
-        raise SettingError(f"weights must have one number for each of the {len(models)} models, got {weights!r}")
-    for number in weights or ():
-        positive("each of weights", number, "how much a model is to count")
-    networks = networks_of(models, options, bases=method == "kronecker")
-    start = None if base is None else network_of(base, "the base", options, trained=False)
-    outline, pairs, tied = networks[0].outline, pairs_in(networks[0].outline), _tied_names(networks)
-    if pairs and method != "fisher":
-        raise SettingError(f"LoRA adapters are merged by method='fisher', not {method!r}")
-    scales, notes = _scales(networks, start, weights, method)
-    adapters, sums = _merged_adapters(networks, pairs, scales[:-1], notes)
-    plain = [name for name in outline if name not in tied and name not in adapters]
-    trained = [name for name in plain if any(name in each.owners for each in networks)]
-    if start is not None:
-        check_alike(networks[0], start, trained)
-    sums |= _sums(networks, trained, scales)
-    if not sums:
-        raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
-    if method == "kronecker":
-        _check_bases(networks, trained)
-    for network in networks:
-        warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
-    others = [name for name in plain if name not in sums]
-    kinds = {
-        "that no model trained were averaged": [name for name in others if _is_real(outline[name])],
-        f"of integers are those of {networks[0].label}": [name for name in others if not _is_real(outline[name])],
-        "that not every model trained come from those that did": [
-            name for name in trained if not all(name in each.owners for each in networks)
-        ],
-    }
-    notes += [f"{len(names)} tensors {way}: {', '.join(names[:3])}" for way, names in kinds.items() if names]
-    return Plan(networks, method, start, scales, tied, adapters, sums, notes)
-
-
 def _scales(
     networks: Sequence[Network], base: Network | None, weights: Sequence[float] | None, method: str
 ) -> tuple[Tensor, list[str]]:
@@ -277,70 +283,34 @@ def _scales(
     notes: list[str] = []
     concerned = [*networks, *([base] if base is not None and base.gaussian else [])] if method != "fisher" else []
     for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
-        unknown = [each.label for each in concerned if getattr(each, key) is None]
+        unknown = [network.label for network in concerned if getattr(network, key) is None]
         if unknown:
             notes.append(
                 f"{words} of {', '.join(unknown)} is not known, and was taken to be the same for all: where it is not, "
                 "let each model's weight be in proportion to N B"
             )
         else:
-            scales[: len(concerned)] *= torch.tensor([float(getattr(each, key)) for each in concerned])
+            scales[: len(concerned)] *= torch.tensor([float(getattr(network, key)) for network in concerned])
     return scales, notes
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
     """The first name of every tensor that all the networks have tied, by its other names."""
     first: dict[tuple[object, ...], str] = {}
-    keys = {name: tuple(each.identity[name] for each in networks) for name in networks[0].outline}
+    keys = {name: tuple(network.identity[name] for network in networks) for name in networks[0].outline}
     return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
 
 
-def _stacked(networks: Sequence[Network], name: str, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """θ and F = scale × v̂ of a parameter in pieces of the flat tensor, (models, n) each; F = 0 without a state."""
-    flat = [each.weights[name].detach().reshape(-1) for each in networks]
-    kind, device = working_dtype(flat[0].dtype), flat[0].device
-    zeros = torch.zeros((), device=device).expand(flat[0].shape)
-    rows = [zeros if v is None else v.reshape(-1) for v in (each.moment(name) for each in networks)]
-    for start in range(0, len(flat[0]), PIECE):
-        theta, v = (torch.stack([t[start : start + PIECE].to(device, kind) for t in each]) for each in (flat, rows))
-        yield theta, v.mul_(scales[: len(v), None].to(v))
-
-
-def _sums(networks: Sequence[Network], names: Sequence[str], scales: Tensor) -> dict[str, Sums]:
-    return {
-        name: Sums.total(Sums.of(f, scales[: len(networks)]) for _, f in _stacked(networks, name, scales))
-        for name in names
-        if networks[0].outline[name].numel()
-    }
-
-
-@torch.no_grad()
-def _merged_adapters(
-    networks: Sequence[Network], pairs: Sequence[Pair], counts: Tensor, notes: list[str]
-) -> tuple[dict[str, Tensor], dict[str, Sums]]:
-    """The merged factors by name, of the largest rank and with its model's scaling, and the sums by module."""
-    merged: dict[str, Tensor] = {}
-    sums: dict[str, Sums] = {}
-    kinds = set()
-    for pair in pairs:
-        adapters = [_adapter(each, pair, networks[0].weights[pair.up].device) for each in networks]
-        if len({adapter.scale is None for adapter in adapters}) > 1:
-            raise MatchError(f"put adapter_config.json beside all weights: a scaling of {pair.prefix!r} is unknown")
-        ranks = [len(adapter.down) for adapter in adapters]
-        largest = ranks.index(max(ranks))
-        curvature = torch.stack([n * adapter.curvature() for n, adapter in zip(counts.tolist(), adapters, strict=True)])
-        change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
-        for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
-            like = networks[largest].outline[name]
-            merged[name] = factor.reshape(like.shape).to(like.dtype)
-        sums[pair.down] = Sums.of(curvature.flatten(1), counts)
-        kinds.add(f"adapters have rank {ranks[largest]}, and load with the configuration of {networks[largest].label}")
-    notes += sorted(kinds)
-    return merged, sums
+def _stacked(networks: Sequence[Network], name: str, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """θ and F = scale × v̂ of a parameter, flat, (models, n) each; F = 0 without a state."""
+    first = networks[0].weights[name].detach()
+    theta = torch.empty(len(networks), first.numel(), dtype=working_dtype(first.dtype), device=first.device)
+    curvature = torch.zeros_like(theta)
+    for row, (network, scale) in enumerate(zip(networks, scales.tolist(), strict=False)):
+        theta[row] = network.weights[name].detach().reshape(-1)
+        if (v := network.moment(name)) is not None:
+            curvature[row] = v.reshape(-1).to(theta) * scale
+    return theta, curvature
 
 
 def _adapter(network: Network, pair: Pair, device: torch.device) -> Adapter:
@@ -362,5 +332,5 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
             raise SettingError(f"method='kronecker' needs eigenbases, and {network.label} has none: record gradients")
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
-            found = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging"
-            raise SettingError(f"{found} needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)")
+            few = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging"
+            raise SettingError(f"{few} needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)")

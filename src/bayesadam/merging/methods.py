@@ -44,10 +44,24 @@ def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_cur
 
     α is in F, which is of the whole training loss, N B v̂; F₀ is 0 where nothing is known of it.
     """
-    own = base_curvature + delta
-    every = curvature + delta
-    change = ((own + every) * (weights - base)).sum(dim=0)
-    return base + change / (own + every.sum(dim=0))
+    at_base, at_models = base_curvature + delta, curvature + delta
+    change = ((at_base + at_models) * (weights - base)).sum(dim=0)
+    return base + change / (at_base + at_models.sum(dim=0))
+
+
+def trimmed(weights: Tensor, curvature: Tensor, base: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """θ and F without the share of each model's changes that has the least (θᵢ − θ₀)² Fᵢ: there θᵢ = θ₀ and Fᵢ = 0.
+
+    >>> theta, f = torch.tensor([[1.0, 5.0], [2.0, 0.5]]), torch.ones(2, 2)
+    >>> trimmed(theta, f, torch.zeros(2), 0.5)
+    (tensor([[0., 5.],
+            [2., 0.]]), tensor([[0., 1.],
+            [1., 0.]]))
+    """
+    size = (weights - base).square_().mul_(curvature)
+    least = size.argsort(dim=1, stable=True)[:, : round(share * size.shape[1])]
+    removed = torch.zeros_like(size, dtype=torch.bool).scatter_(1, least, True)
+    return torch.where(removed, base, weights), curvature.masked_fill(removed, 0)
 
 
 def kronecker(
@@ -59,7 +73,7 @@ def kronecker(
     are x → Kᵢ x, αᵢ in it. Solved by conjugate gradients preconditioned with the diagonal of Σ Kᵢ.
     """
     residual = torch.stack([k(theta - start) for k, theta in zip(operators, weights, strict=True)]).sum(dim=0)
-    found, size = start.clone(), float(residual.norm())
+    solution, size = start.clone(), float(residual.norm())
     direction = residual / (diagonal + delta)
     product = float((residual * direction).sum())
     for _ in range(_STEPS):
@@ -67,12 +81,12 @@ def kronecker(
             break
         image = sum((k(direction) for k in operators), delta * direction)
         step = product / float((direction * image).sum())
-        found.add_(direction, alpha=step)
+        solution.add_(direction, alpha=step)
         residual.sub_(image, alpha=step)
         scaled = residual / (diagonal + delta)
         product, before = float((residual * scaled).sum()), product
         direction = scaled.add_(direction, alpha=product / before)
-    return found
+    return solution
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,63 +103,43 @@ class Sums:
         roots = curvature.sqrt().cpu().double()
         return cls(curvature.shape[1], roots @ roots.T, counted_shares(curvature, counts).cpu().double().sum(dim=1))
 
-    @classmethod
-    def total(cls, parts: Iterable[Sums]) -> Sums:
-        """Over all parts, of which there is one at least."""
-        # One by one: a list of small tensors between large ones would keep the memory of these from being freed.
-        return reduce(lambda a, b: cls(a.weights + b.weights, a.products + b.products, a.shares + b.shares), parts)
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.weights + other.weights, self.products + other.products, self.shares + other.shares)
 
-    @property
-    def curvature(self) -> Tensor:
-        """Σ Fᵢ, (models,)."""
-        return self.products.diagonal()
+    def overlap(self) -> float:
+        """The least Σ√(F_a F_b)/√(Σ F_a Σ F_b) of two models; 0 where either is 0 throughout."""
 
-    def overlap(self, first: int, second: int) -> float:
-        """Σ√(F_a F_b) / √(Σ F_a Σ F_b), 1 − the squared Hellinger distance of F/ΣF; 0 where either is 0 throughout."""
-        size = math.sqrt(float(self.curvature[first] * self.curvature[second]))
-        return min(float(self.products[first, second]) / size, 1.0) if size else 0.0
+        def of(i: int, j: int) -> float:
+            size = math.sqrt(float(self.products[i, i] * self.products[j, j]))
+            return min(float(self.products[i, j]) / size, 1.0) if size else 0.0
 
-    def least_overlap(self) -> float:
-        """The least of two models."""
-        return min(self.overlap(i, j) for i, j in combinations(range(len(self.shares)), 2))
-
-
-@dataclass(frozen=True)
-class MergedLayer:
-    """One module: the mean share with which each model counted, and the least overlap of two."""
-
-    name: str
-    weights: int
-    shares: tuple[float, ...]
-    overlap: float
+        return min(of(i, j) for i, j in combinations(range(len(self.shares)), 2))
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge of the models `labels` did to every module of which one has curvature; prints as a table of layers.
+    """What a merge of the models `labels` did; prints as a table of layers.
 
-    `overlap` is the least `similarity` of two; `notes` say what was merged in another way, and what was not known.
+    `layers` has the mean share with which each model counted, by module. `overlap` is that of the curvatures of two
+    models, the least: Σ √(F_a F_b)/√(Σ F_a Σ F_b), 1 − the squared Hellinger distance of F/ΣF: 1 where the same weights
+    matter to both, 0 where different ones do. `notes` say what was merged in another way, and what was not known.
     """
 
     method: str
     labels: tuple[str, ...]
-    layers: tuple[MergedLayer, ...]
+    layers: Mapping[str, tuple[float, ...]]
     overlap: float
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, method: str, labels: Sequence[str], sums: Mapping[str, Sums], notes: Iterable[str]) -> MergeReport:
+    def of(cls, method: str, labels: Iterable[str], sums: Mapping[str, Sums], notes: Iterable[str]) -> MergeReport:
         """The report of sums by parameter name."""
-        parts: dict[str, list[Sums]] = {}
-        for name, found in sums.items():
-            parts.setdefault(name.rpartition(".")[0] or name, []).append(found)
-        totals = {name: Sums.total(found) for name, found in parts.items()}
-        layers = [
-            MergedLayer(name, each.weights, tuple((each.shares / each.weights).tolist()), each.least_overlap())
-            for name, each in totals.items()
-        ]
-        overlap = Sums.total(totals.values()).least_overlap()
-        return cls(method, tuple(labels), tuple(layers), overlap, tuple(notes))
+        modules: dict[str, Sums] = {}
+        for name, part in sums.items():
+            module = name.rpartition(".")[0] or name
+            modules[module] = modules[module] + part if module in modules else part
+        layers = {name: tuple((part.shares / part.weights).tolist()) for name, part in modules.items()}
+        return cls(method, tuple(labels), layers, reduce(Sums.__add__, modules.values()).overlap(), tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -154,8 +148,7 @@ class MergeReport:
     def __str__(self) -> str:
         numbers = [f"model {number}" for number in range(1, len(self.labels) + 1)]
         legend = [f"{number} is {label}" for number, label in zip(numbers, self.labels, strict=True) if number != label]
-        lines = [["layer", "weights", *numbers, "overlap"]]
-        for row in self.layers:
-            lines.append([row.name, f"{row.weights:,}", *(f"{s:.1%}" for s in row.shares), f"{row.overlap:.2f}"])
+        lines = [["layer", *numbers]]
+        lines += [[name, *(f"{share:.1%}" for share in shares)] for name, shares in self.layers.items()]
         last = f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}"
         return "\n".join([*aligned(lines), *legend, last, *self.notes])

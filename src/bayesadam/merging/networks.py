@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
-from bayesadam.gaussian.structure import AnyPath, outlined
-from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
-from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
+from bayesadam.weights.gaussian import GaussianWeights, of_match
+from bayesadam.weights.mixture import require_one_network
+from bayesadam.weights.named import AnyPath, outlined
+from bayesadam.weights.posterior import Posterior
 
 Source = GaussianWeights | AnyPath | tuple[AnyPath, AnyPath]
 BaseSource = Source | nn.Module | Mapping[str, Tensor]
@@ -80,18 +80,18 @@ def network_of(
     try:
         return _opened(Path(path), state, label, options, bases)
     except FileError:
-        contents = None if trained else format_of(Path(path)).read(Path(path), None, None)
-        if contents is None or contents.weights is None:
+        networks = [] if trained else format_of(Path(path)).read(Path(path)).networks
+        if len(networks) != 1:
             raise
-        tensors = renamed(contents.weights, clean_names(contents.weights))
+        tensors = renamed(networks[0].tensors, clean_names(networks[0].tensors))
         return Network(label, tensors, identities(tensors))
 
 
 def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
     """Its mode, with the buffers and the parameters that are not in it as they are in its model or file."""
     gaussian.require_whole("merging")
-    held, scaling = gaussian.network_tensors(), None
-    weights = gaussian.mode if held is None else held
+    tensors, scaling = gaussian.network_tensors(), None
+    weights = gaussian.mode if tensors is None else tensors
     identity = identities(weights)
     if isinstance(gaussian, Posterior):
         first = {identity[name]: theta for name, theta in gaussian.mode.items()}
@@ -104,16 +104,16 @@ def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKe
     options = {**options, "optimizer_path": state}
     try:
         checkpoint = read_checkpoint(path, **options)
-        known = checkpoint.recorded
-        gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, prior_precision=1.0, **options)
+        recorded = checkpoint.recorded
+        gaussian = GaussianWeights.open(checkpoint, recorded.n_data or 1.0, prior_precision=1.0, **options)
         match = gaussian.source.match if gaussian.source else None
         if bases and match is not None and any(entry.reader.factors is not None for entry in match.entries):
-            gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, structure="kronecker", **options)
+            gaussian = replace(of_match(match, gaussian.settings, 1.0, "kronecker"), source=gaussian.source)
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
         raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error
     weights, scaling = checkpoint.weights, scaling_of_folder(path)
-    return Network(label, weights, identities(weights), gaussian, known.n_data, known.batch_size, scaling)
+    return Network(label, weights, identities(weights), gaussian, recorded.n_data, recorded.batch_size, scaling)
 
 
 def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases: bool = False) -> list[Network]:
@@ -126,20 +126,19 @@ def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases:
     paths = [each if isinstance(each, str | os.PathLike) else f"model {i}" for i, each in enumerate(firsts, 1)]
     names = [Path(path).name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
-    found = [network_of(source, label, options, bases=bases) for source, label in zip(models, labels, strict=True)]
-    pairs = pairs_in(found[0].outline)
-    ranks = {name for pair in pairs for name in (pair.down, pair.up)}
-    for other in found[1:]:
-        check_alike(found[0], other, {**found[0].outline, **other.outline}, ranks)
-    return found
+    networks = [network_of(source, label, options, bases=bases) for source, label in zip(models, labels, strict=True)]
+    ranks = {name for pair in pairs_in(networks[0].outline) for name in (pair.down, pair.up)}
+    for other in networks[1:]:
+        check_alike(networks[0], other, {**networks[0].outline, **other.outline}, ranks)
+    return networks
 
 
-def check_alike(first: Network, other: Network, names: Iterable[str], pairs: Container[str] = ()) -> None:
+def check_alike(first: Network, other: Network, names: Iterable[str], ranks: Container[str] = ()) -> None:
     """Refuse networks of different architectures, naming the first tensor that differs; adapters may differ in rank."""
     for name in names:
-        own, theirs = (each.outline[name].shape if name in each.outline else None for each in (first, other))
-        if own is None or theirs is None or (own != theirs and name not in pairs):
-            described = ["missing" if shape is None else f"of shape {tuple(shape)}" for shape in (own, theirs)]
+        shapes = [network.outline[name].shape if name in network.outline else None for network in (first, other)]
+        if None in shapes or (shapes[0] != shapes[1] and name not in ranks):
+            described = ["missing" if shape is None else f"of shape {tuple(shape)}" for shape in shapes]
             raise MatchError(
                 f"{first.label} and {other.label} are of different architectures: {name!r} is {described[0]} in the "
                 f"one and {described[1]} in the other"

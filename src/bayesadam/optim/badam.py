@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayesadam.posterior import Posterior
+from bayesadam.weights.posterior import Posterior
 
 
 class Badam(torch.optim.Adam):

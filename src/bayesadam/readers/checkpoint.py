@@ -13,20 +13,37 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-import bayesadam.readers.match as matching
 from bayesadam._alone import unwrap
 from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, placed_like
 from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.readers.choose import choose, dotted
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, read_match
-from bayesadam.readers.formats.contents import Contents, Found, Keys, Recorded, choose, with_choice
+from bayesadam.readers.formats.contents import Keys, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
-from bayesadam.readers.formats.lazy import renamed
-from bayesadam.readers.formats.registry import format_of, state_beside, without_role
+from bayesadam.readers.formats.lazy import gathered
+from bayesadam.readers.formats.registry import format_of, without_role
 from bayesadam.readers.identify import identify_reader
-from bayesadam.readers.match import NAMES, Match, Pairing, Slot, match_pairs, own_parameters
+from bayesadam.readers.match import (
+    NAMES,
+    Match,
+    Pairing,
+    Slot,
+    candidates,
+    clean_names,
+    identities,
+    match_pairs,
+    memory_of,
+    names_in,
+    own_parameters,
+    pair,
+    pair_by_names,
+    shapes_listed,
+    slots_of,
+    usable_reader,
+)
 from bayesadam.readers.registry import StateReader
 
 if TYPE_CHECKING:
@@ -71,31 +88,39 @@ DEFAULTS = CheckpointOptions()
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint(Contents):
+class Checkpoint:
     """A trainer's weights and optimiser state; tensors stay on the disk until they are used.
 
     Attributes:
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
-            parallelism; `stored_names` are those in the file.
+            parallelism; `stored_names` are those in the file, `places` the keys that lead to them.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
+        ordered: whether `weights` are in the order in which the model registered them.
         weights_recorded: what the file with the weights says of their training, `state_recorded` what another file with
             the state does; `recorded` has it from either.
+        notes: which of the file's weights and states were taken and why.
+        choices: the options that would take others, in words.
     """
 
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    path: Path = field(kw_only=True)
-    format: str = field(kw_only=True)
-    stored_names: Mapping[str, str] = field(kw_only=True)
-    optimizer_path: Path | None = field(kw_only=True, default=None)
-    weights_recorded: Recorded = field(kw_only=True, default_factory=Recorded)
-    state_recorded: Recorded = field(kw_only=True, default_factory=Recorded)
+    path: Path
+    format: str
+    stored_names: Mapping[str, str]
+    places: Mapping[str, Keys]
+    ordered: bool
+    rules: Rules = field(default_factory=Rules)
+    weights_recorded: Recorded = field(default_factory=Recorded)
+    state_recorded: Recorded = field(default_factory=Recorded)
+    optimizer_path: Path | None = None
+    notes: tuple[str, ...] = ()
+    choices: str = ""
 
-    def keys_to(self, name: str) -> Keys:
-        """The keys that lead to one of the weights in the file's dictionary."""
-        stored = self.stored_names[name]
-        return self.places.get(stored, (*self.weights_at, stored))
+    @property
+    def recorded(self) -> Recorded:
+        """What the trainer wrote beside the weights, or else beside the state."""
+        return self.weights_recorded.completed(self.state_recorded)
 
     def n_data_or(self, given: float | None) -> float:
         """N as given or, for None, as the trainer recorded it."""
@@ -114,34 +139,48 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
     options = replace(options, **changes)
-    path, second = Path(path), options.optimizer_path
-    known, given = format_of(path), options.weights_key
-    weights_key = given if given is None or isinstance(given, str) else ",".join(given)
-    if second is None:
-        contents = state = known.read(path, weights_key, options.optimizer_key)
-        second = state_beside(path) if state.optimizer is None else None
+    path, weights_key = Path(path), options.weights_key
+    known = format_of(path)
+    contents = state = known.read(path)
+    second = options.optimizer_path
+    if second is None and not contents.states and len(contents.beside) == 1:
+        second = contents.beside[0]
     if second is not None:
         second = Path(second)
-        state = format_of(second).read(second, None, options.optimizer_key)
-        alone = known.read_with
-        contents = alone(path, weights_key, state.optimizer) if alone else known.read(path, weights_key, None)
-    if contents.weights is None and contents.found.networks and state.optimizer is not None:
-        found = Found(contents.found.networks, {(): state.optimizer})
-        contents = with_choice(contents, choose(found, path, None, None))
-    if contents.weights is None:
+        state = format_of(second).read(second)
+    if not contents.networks:
         raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
-    if state.optimizer is None:
+    if not state.states:
+        beside = f"; there are {' and '.join(each.name for each in contents.beside)}" if second is None else ""
         raise FileError(
             f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            "optimizer_path="
+            f"optimizer_path={beside if contents.beside else ''}"
         )
-    stored = matching.clean_names(contents.weights)
-    weights = renamed(contents.weights, stored)
-    _check_owner(path, weights, state.optimizer)
-    held = {**vars(contents), "weights": weights, "optimizer": state.optimizer, "path": path, "format": known.name}
-    held |= {"recorded": contents.recorded.completed(state.recorded), "weights_recorded": contents.recorded}
-    held |= {} if second is None else {"state_recorded": state.recorded, "optimizer_path": second}
-    return Checkpoint(**held, stored_names=stored)
+    weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
+    choice = choose(contents.networks, state.states, path, weights_key, options.optimizer_key)
+    if choice.state is None or not choice.networks:
+        raise FileError(f"{second or path} holds several states or sets of weights: pass weights_key=, optimizer_key=")
+    behind = choice.named()
+    stored = clean_names(behind)
+    weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
+    optimizer = state.states[choice.state]
+    _check_owner(path, weights, optimizer)
+    others = {"weights_key": [network.path for network in contents.networks], "optimizer_key": list(state.states)}
+    return Checkpoint(
+        weights,
+        optimizer,
+        path,
+        known.name,
+        stored_names=stored,
+        places={name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()},
+        ordered=all(network.ordered for network in choice.networks),
+        rules=contents.rules,
+        weights_recorded=contents.recorded,
+        state_recorded=Recorded() if second is None else state.recorded,
+        optimizer_path=second,
+        notes=(*dict.fromkeys((*contents.notes, *state.notes)), *choice.notes),
+        choices="; ".join(f"{o}= may be {', '.join(map(dotted, k))}" for o, k in others.items() if len(k) > 1),
+    )
 
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
@@ -162,28 +201,28 @@ def match_checkpoint(
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
-    Names are used where the state or the caller has them; else the trainer's own rule, where every shape agrees; else
-    the order of the model and of the file's weights, which must give one answer (`bayesadam.readers.match`).
+    By names, where the state, the caller or the trainer's own rule has them; else by the order of the model, or of the
+    file's weights, and every shape, which must give one answer (`bayesadam.readers.match`).
     """
     options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = matching.usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
-    slots = matching.slots_of(state, reader)
-    own, is_part = ({}, True) if model is None else _own_names(checkpoint, unwrap(model))
-    if model is not None:
-        _check_shapes(checkpoint, own, own_parameters(model))
-    if model is not None and not is_part:
-        return match_pairs(own_parameters(model), state, reader, _pair_model(checkpoint, slots, options, model, own))
-    pairing = _by_names(checkpoint, slots, options, None, weights)
-    if pairing is None:
-        pairing = matching.pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
-    if model is not None:
-        short = {stored: name for name, stored in own.items()}
-        pairing = Pairing({key: short[name] for key, name in pairing.names.items() if name in short}, pairing.why)
-        return match_pairs(own_parameters(model), state, reader, pairing)
-    listed = {*matching.candidates(weights, len(slots)), *pairing.names.values()}
-    held = {name: weights[name].detach() for name in weights if name in listed}
-    parameters = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}
+    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
+    slots = slots_of(state, reader)
+    if model is None:
+        pairing = _pair_file(checkpoint, slots, options)
+        listed = {*candidates(weights, len(slots)), *pairing.names.values()}
+        tensors = {name: weights[name].detach() for name in weights if name in listed}
+        parameters = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in tensors.items()}
+        return match_pairs(parameters, state, reader, pairing)
+    stored, is_part = _stored_by_name(checkpoint, unwrap(model))
+    parameters = own_parameters(model)
+    _check_shapes(checkpoint, stored, parameters)
+    if is_part:
+        pairing = _pair_file(checkpoint, slots, options)
+        inner = {name: key for key, name in stored.items()}
+        pairing = Pairing({key: inner[name] for key, name in pairing.names.items() if name in inner}, pairing.why)
+    else:
+        pairing = _pair_model(checkpoint, slots, options, unwrap(model), parameters, stored)
     return match_pairs(parameters, state, reader, pairing)
 
 
@@ -209,19 +248,40 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     )
 
 
+def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions) -> Pairing:
+    """The keys with the file's names."""
+    pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.param_names)
+    if pairing is not None:
+        return pairing
+    shapes = candidates(checkpoint.weights, len(slots))
+    try:
+        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+    except MatchError as error:
+        remedy = "" if checkpoint.ordered else "; or pass the model, whose order it is (Posterior.from_checkpoint)"
+        remedy += f". In {checkpoint.path} {checkpoint.choices}" if checkpoint.choices else ""
+        raise type(error)(f"{error}{remedy}") from None
+
+
 def _pair_model(
-    checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions, model: nn.Module, own: Mapping[str, str]
+    checkpoint: Checkpoint,
+    slots: Sequence[Slot],
+    options: CheckpointOptions,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    stored: Mapping[str, str],
 ) -> Pairing:
-    """The keys with the model's names; `own` are the file's names by the model's."""
-    parameters = own_parameters(model)
-    pairing = _by_names(checkpoint, slots, options, model, parameters)
+    """The keys with the model's names; `stored` are the file's names by the model's."""
+    given = options.param_names
+    if given is None and names_in(checkpoint.optimizer) is None:
+        given = _by_rule(checkpoint, slots, model)
+    pairing = pair_by_names(checkpoint.optimizer, parameters, given)
     if pairing is None:
-        shapes = matching.shapes_listed(parameters, len(slots))
-        pairing = matching.pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
-        filed = {name: shapes[name] for name in own if name in shapes}
+        shapes = shapes_listed(parameters, len(slots))
+        pairing = pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
+        filed = {name: shapes[name] for name in stored if name in shapes}
         # The class may have changed since.
         if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            other = matching.pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
+            other = pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
             for key, name in pairing.names.items():
                 if other.get(key) != name:
                     raise MatchError(
@@ -229,7 +289,7 @@ def _pair_model(
                         f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
                     )
     trained = {slot.key for slot in slots if slot.needed}
-    lost = [name for key, name in pairing.names.items() if name not in own and key in trained]
+    lost = [name for key, name in pairing.names.items() if name not in stored and key in trained]
     if checkpoint.rules.partial and lost:
         # The posterior would be about weights that were never trained.
         raise MatchError(
@@ -239,23 +299,13 @@ def _pair_model(
     return pairing
 
 
-def _by_names(
-    checkpoint: Checkpoint,
-    slots: Sequence[Slot],
-    options: CheckpointOptions,
-    model: nn.Module | None,
-    known: Mapping[str, Tensor],
-) -> Pairing | None:
-    """The keys with the names that the caller gives, the state has or the trainer's own rule finds; else None."""
-    rules, state = checkpoint.rules, checkpoint.optimizer
-    if options.param_names is not None or matching.names_in(state) is not None or rules.orders is None:
-        return matching.pair_by_names(state, known, options.param_names, "the names that were given")
-    whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
-    if whole is None:
-        return matching.pair_by_names(state, known, None)
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    sizes = [len(group["params"]) for group in state["param_groups"]]
-    orders = [order for order in rules.orders(whole) if [len(group) for group in order] == sizes]
+def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) -> tuple[str, ...] | None:
+    """The parameters' names in the order in which the trainer gives them to its optimiser; None without a rule."""
+    if checkpoint.rules.orders is None:
+        return None
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+    orders = [order for order in checkpoint.rules.orders(model) if [len(group) for group in order] == sizes]
     answers = {tuple(name for group in order for name in group) for order in orders}
     fitting = [a for a in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, a, strict=True))]
     if len(fitting) > 1:
@@ -264,12 +314,10 @@ def _by_names(
             f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
             f"{slots[at].key!r} may belong to {' or to '.join(sorted(repr(names[at]) for names in fitting))}. {NAMES}"
         )
-    stored = {} if model is not None or rules.names is None else {own: n for n, own in rules.names(whole).items()}
-    given = [stored.get(name, name) for name in fitting[0]] if fitting else None
-    return matching.pair_by_names(state, known, given, "the trainer's own rule")
+    return fitting[0] if fitting else None
 
 
-def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
+def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
     """The checkpoint's name by the model's name, and whether the model is a part of what was trained."""
     held = model.state_dict(keep_vars=True)
     shapes = {name: value.shape for name, value in held.items() if isinstance(value, Tensor)}
@@ -311,14 +359,14 @@ def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
-    names, _ = _own_names(checkpoint, inner)
+    names, _ = _stored_by_name(checkpoint, inner)
     own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
-    saved = {matching.memory_of(own[name]) for name in names if name in own}
+    saved = {memory_of(own[name]) for name in names if name in own}
     missing = [
         name
         for name, tensor in own.items()
-        if name not in names and not name.endswith("num_batches_tracked") and matching.memory_of(tensor) not in saved
+        if name not in names and not name.endswith("num_batches_tracked") and memory_of(tensor) not in saved
     ]
     unknown = [name for name in names if name not in own]
     if (missing and not checkpoint.rules.partial) or unknown:
@@ -344,7 +392,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     out, weights = Path(out), checkpoint.weights
     if unknown := sorted(masks.keys() - weights.keys()):
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
-    memory = matching.identities(weights)
+    memory = identities(weights)
     masked = {memory[name] for name in masks}
 
     def pruned(name: str) -> Tensor:
@@ -366,7 +414,7 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
     if known.rewrite is None:
         raise FileError(f"format {known.name!r} cannot be written; choose a path that ends in .safetensors")
-    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in masked}
+    stored = {checkpoint.places[name]: name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
         known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 

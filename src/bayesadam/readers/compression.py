@@ -5,15 +5,15 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bayesadam.errors import FileError, SettingError, StateError
+from bayesadam.readers.formats.lazy import meta
 from bayesadam.readers.registry import working_dtype
 
-Compression = Literal["8bit", "factored"]
+Compression = Literal["bfloat16", "factored"]
 Named = Mapping[str, Tensor]
-BLOCK = 512
-_LAST = 255
+# Up to 0.3 files had codes of 8 bits in blocks, which are still read.
+_BLOCK, _LAST = 512, 255
 # Of a tensor's parts, the one without a suffix has its shape.
 _RANGE, _ROWS, _COLUMNS = "_range", "_rows", "_columns"
 _SUFFIXES = ("", _RANGE, _ROWS, _COLUMNS)
@@ -31,19 +31,10 @@ def check_compression(compress: str | None) -> None:
 def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     r"""A tensor of finite numbers, none of them negative, as the parts that a file holds, by the suffix of their role.
 
-    `None` keeps it as it is. `"8bit"` takes blocks of 512 entries in the flat order. With a and b the smallest positive
-    and the largest entry of a block, code 0 is zero and code k = 1, …, 255 stands for
-
-    .. math::
-        v = a \, (b / a)^{(k - 1) / 254}, \qquad |\hat v - v| \le v \, \big( (b / a)^{1 / 508} - 1 \big)
-
-    and 10⁻⁵ v more, since log a and log b are float32 (float64 for float64 values). The error is multiplicative, as the
-    uses of v are: 0.9 % where a block spans two decades, 3.7 % for eight, 9.5 % for twenty. Zeros stay zeros, and
-    nothing else becomes one.
-
-    `"factored"` keeps of two or more dimensions the sums r of the rows and c of the columns, over the matrix (first
-    dimension, all others): :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not
-    fill a row or a column are lost: a weight that no gradient reached then has some curvature. Vectors become 8 bits.
+    `None` keeps it as it is, `"bfloat16"` to one part in 256. `"factored"` keeps of two or more dimensions the sums r
+    of the rows and c of the columns, over the matrix (first dimension, all others):
+    :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not fill a row or a column
+    are lost: a weight that no gradient reached then has some curvature. Vectors stay.
     """
     check_compression(compress)
     if compress is None:
@@ -51,46 +42,32 @@ def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     values = values.detach().cpu()
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise StateError("second moments that are negative, NaN or infinite cannot be compressed: training has failed")
-    if compress == "factored" and values.dim() > 1:
-        matrix = values.flatten(1)
-        rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
-        share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        return {_ROWS: share.to(values.dtype), _COLUMNS: columns.to(values.dtype).reshape(values.shape[1:])}
-    blocks = _blocks(values)
-    positive, logs = blocks > 0, blocks.log()
-    low, high = torch.where(positive, logs, torch.inf).amin(dim=1, keepdim=True), logs.amax(dim=1, keepdim=True)
-    # A block of zeros has no logarithms.
-    low, high = (torch.where(positive.any(dim=1, keepdim=True), end, 0.0) for end in (low, high))
-    spread = (high - low).clamp_(min=torch.finfo(values.dtype).tiny)
-    codes = torch.where(positive, (logs - low).div_(spread).mul_(_LAST - 1).round_() + 1, 0.0)
-    flat = codes.to(torch.uint8).flatten()[: values.numel()]
-    return {"": flat.reshape(values.shape), _RANGE: torch.cat([low, high], dim=1)}
+    if compress == "bfloat16" or values.dim() < 2:
+        return {"": values.bfloat16() if compress == "bfloat16" else values}
+    matrix = values.flatten(1)
+    rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
+    share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return {_ROWS: share.to(values.dtype), _COLUMNS: columns.to(values.dtype).reshape(values.shape[1:])}
 
 
 def outline(shape: torch.Size, dtype: torch.dtype, compress: str | None) -> dict[str, Tensor]:
     """The parts that `encode` gives, without values."""
-    sides: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    if compress is None:
-        sides = {"": (shape, dtype)}
-    elif compress == "factored" and len(shape) > 1:
-        sides = {_ROWS: (shape[:1], dtype), _COLUMNS: (shape[1:], dtype)}
-    else:
-        sides = {"": (shape, torch.uint8), _RANGE: ((-(-shape.numel() // BLOCK), 2), dtype)}
-    return {end: torch.empty(side, dtype=kind, device="meta") for end, (side, kind) in sides.items()}
+    if compress == "factored" and len(shape) > 1:
+        return {_ROWS: meta(shape[:1], dtype), _COLUMNS: meta(shape[1:], dtype)}
+    return {"": meta(shape, torch.bfloat16 if compress == "bfloat16" else dtype)}
 
 
 def decode(parts: Named, source: str) -> Tensor:
     """The tensor behind the parts that `encode` gave; an error names `source`."""
     if _RANGE in parts:
         codes, ends = parts.get("", torch.zeros(0)), parts[_RANGE]
-        if codes.dtype != torch.uint8 or ends.shape != (-(-codes.numel() // BLOCK), 2):
+        if codes.dtype != torch.uint8 or ends.shape != (-(-codes.numel() // _BLOCK), 2):
             raise FileError(f"{source} is damaged: its 8-bit codes and their ranges do not belong together")
-        low, high = ends.unsqueeze(-1).unbind(1)
-        blocks = _blocks(codes)
-        logs = low + (blocks.to(ends.dtype) - 1) * ((high - low) / (_LAST - 1))
+        low, high = ends.repeat_interleave(_BLOCK, dim=0)[: codes.numel()].unbind(1)
+        logs = low + (codes.flatten().to(ends.dtype) - 1) * ((high - low) / (_LAST - 1))
         # The logarithm of the largest number is rounded upwards.
-        values = logs.exp_().clamp_(max=torch.finfo(ends.dtype).max).masked_fill_(blocks == 0, 0.0)
-        return values.flatten()[: codes.numel()].reshape(codes.shape)
+        values = logs.exp_().clamp_(max=torch.finfo(ends.dtype).max).view(codes.shape)
+        return values.masked_fill_(codes == 0, 0.0)
     if _ROWS in parts:
         rows, columns = parts[_ROWS], parts.get(_COLUMNS, torch.zeros(()))
         if rows.dim() != 1 or not columns.dim():
@@ -98,12 +75,7 @@ def decode(parts: Named, source: str) -> Tensor:
         return rows.reshape(-1, *[1] * columns.dim()) * columns
     if "" not in parts or not parts[""].is_floating_point():
         raise FileError(f"{source} is damaged: its second moment, or a part of it, is missing")
-    return parts[""]
-
-
-def _blocks(values: Tensor) -> Tensor:
-    flat = values.flatten()
-    return pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
+    return parts[""].to(working_dtype(parts[""].dtype))
 
 
 def moment(tensors: Named, key: str, source: str) -> Tensor:

@@ -1,8 +1,8 @@
-"""Which state belongs to which parameter: by identity for a live optimiser, by name or order for a saved one.
+"""Which state belongs to which parameter: by identity for a live optimiser; for a saved one by names, order or shapes.
 
-Without names, one group lists a selection of the model's parameters in the model's order. The name behind a key is
-certain if the first and the last selection whose shapes agree give it the same name. How several groups were filled no
-file says: trainers follow rules (`fillings`), and a name is certain if all rules that fit agree. All else is refused.
+Without names a group lists some of the model's parameters in the model's order. The name behind a key is certain where
+the first and the last selection with these shapes give it the same name. How several groups were filled no file says:
+a name is certain where all readings of them that fit (`_readings`) agree. All else is refused with the choices.
 """
 
 import itertools
@@ -29,23 +29,28 @@ from bayesadam.readers.registry import (
     Group,
     State,
     StateReader,
-    as_number,
     reader_for,
     reader_named,
     reader_of,
 )
 from bayesadam.readers.tracking import is_tracked
 
-# A mark of groups that together are one list in the model's order.
-ONE_LIST = "bayesadam: one list"
 NAMES = "Pass param_names=[...], the parameter names in the order in which the optimiser was given them"
-REMEDY = f"{NAMES}, or the model (Posterior.from_checkpoint)"
 _IN_ORDER = ", or groups_in_order=True if each group was filled in the model's order"
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
+_EACH_IN_ORDER = "groups: each in the model's order"
+# By what trainers split parameters into groups: a function of a name and its dimensions.
+_SPLITS: Mapping[str, Callable[[str, int], object]] = {
+    "matrices apart": lambda name, dims: dims > 1,
+    "biases apart": lambda name, dims: name.endswith("bias"),
+    "biases and other vectors apart": lambda name, dims: (name.endswith("bias"), dims > 1),
+}
+_TARGET = re.compile(r"_target(?=[._]|$)|(?<![a-z])target_")
 
 Shapes = Mapping[str, torch.Size]
+Runs = Sequence[tuple[Sequence["Slot"], Shapes]]
 
 
 @dataclass(frozen=True)
@@ -103,13 +108,12 @@ class AmbiguousError(MatchError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry of the optimiser's list; `needed` if it has a state, `decay` is its group's weight decay."""
+    """One entry of the optimiser's list: its key, the number of its group, its shape; `needed` if it has a state."""
 
     key: Any
     group: int
     shape: torch.Size | None
     needed: bool
-    decay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -347,7 +351,7 @@ def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     return {name: memory_of(tensor) for name, tensor in getattr(weights, "outline", weights).items()}
 
 
-# --- order and shapes -----------------------------------------------------------------------------------------------
+# --- order and shapes ---------------------------------------------------------------------------------------------
 
 
 def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
@@ -358,15 +362,13 @@ def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -
     always = reader is not None and reader.statistic == "identity"
     slots = []
     for number, group in enumerate(state_dict["param_groups"]):
-        decay = group.get("weight_decay")
-        decay = None if decay is None else as_number(decay, "weight_decay")
         for key in group["params"]:
             state = state_dict["state"].get(key, {})
-            own = None if reader is None else reader_for(state, group, reader)
-            shape, needed = parameter_shape(state, own), always or has_tensors(state)
+            record = None if reader is None else reader_for(state, group, reader)
             # What is not read need not be identified.
-            needed = needed and not (own is not reader and own is not None and own.statistic == "none")
-            slots.append(Slot(key, 0 if group.get(ONE_LIST) else number, shape, needed, decay))
+            is_refused = record is not reader and record is not None and record.statistic == "none"
+            needed = (always or has_tensors(state)) and not is_refused
+            slots.append(Slot(key, number, parameter_shape(state, record), needed))
     return slots
 
 
@@ -376,106 +378,117 @@ def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[st
     return {name: parameters[name].shape for name in (trainable if count == len(trainable) else parameters)}
 
 
-def candidates(weights: Mapping[str, Tensor], count: int = 0) -> list[str]:
-    """The names in a state dict that may be parameters; of tied ones the first, where that leaves `count` or more."""
-    held = getattr(weights, "outline", weights)
-    names = [name for name in held if held[name].is_floating_point() or held[name].is_complex()]
+def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch.Size]:
+    """The shapes of the tensors that may be parameters: no buffers; where `count` or more are left, one name of tied
+    tensors, no target networks.
+    """
+    outline = getattr(weights, "outline", weights)
+    names = [name for name in outline if outline[name].is_floating_point() or outline[name].is_complex()]
     names = [name for name in names if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
     identity = identities(weights)
-    first = {identity[name]: name for name in reversed(names) if held[name].numel()}
+    first = {identity[name]: name for name in reversed(names) if outline[name].numel()}
     distinct = [name for name in names if first.get(identity[name], name) == name]
-    return distinct if len(distinct) >= count else names
-
-
-def keeps_order(weights: Mapping[str, Any]) -> bool:
-    """Whether a state dict is in the order of the modules that torch noted with it; without the note, not sorted."""
-    names = list(weights)
-    noted = getattr(weights, "_metadata", None)
-    number = {module: number for number, module in enumerate(noted if isinstance(noted, Mapping) else ())}
-    numbers = [number[module] for name in names if (module := name.rpartition(".")[0]) in number]
-    return numbers == sorted(numbers) if numbers else len(names) < 2 or names != sorted(names)
-
-
-def pair_weights(
-    slots: Sequence[Slot], weights: Mapping[str, Tensor], *, ordered: bool, in_order: bool = False
-) -> Pairing:
-    """`pair` with the candidates for parameters among a file's weights."""
-    held = getattr(weights, "outline", weights)
-    shapes = {name: held[name].shape for name in candidates(weights, len(slots))}
-    try:
-        return pair(slots, shapes, ordered=ordered, in_order=in_order)
-    except AmbiguousError:
-        # A target network, which has the names of another with `target` in them, is trained by no optimiser.
-        original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in shapes}
-        trained = {n: shape for n, shape in shapes.items() if original[n] == n or shapes.get(original[n]) != shape}
-        if len(trained) == len(shapes):
-            raise
-        return pair(slots, trained, ordered=ordered, in_order=in_order)
+    names = distinct if len(distinct) >= count else names
+    # A target network has the names of another, with `target` in them, and no optimiser trains it.
+    original = {name: _TARGET.sub("", name) for name in names}
+    trained = [name for name in names if original[name] == name or original[name] not in outline]
+    return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
 
 
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
-    """The names behind the keys: by order and shapes alone where they suffice, else by the rule the groups follow."""
-    count = 1 + max((slot.group for slot in slots), default=0)
-    unordered = not ordered or (count > 1 and not in_order)
-    try:
-        found = assign(slots, shapes, ordered=ordered, in_order=in_order)
-    except AmbiguousError as refusal:
-        answers = _answers(slots, shapes, count) if ordered and unordered else []
-        if len(answers) == 1:
-            return answers[0]
-        if not answers:
-            raise
-        one, two = answers[:2]
-        key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != two.names[slot.key])
-        raise AmbiguousError(
-            f"the state under key {key!r} may belong to {one.names[key]!r} ({one.why}) or to {two.names[key]!r} "
-            f"({two.why}): {count} groups without names, and every shape agrees with both. {REMEDY}{_IN_ORDER}"
-        ) from refusal
-    kept = "one group in the model's order" if count == 1 else "groups: each in the model's order, as given"
-    return Pairing(found, "shapes that occur once" if unordered else kept)
+    """The names behind the keys: by the order of the parameters, else by shapes that occur once.
 
-
-def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: bool) -> dict[Any, str]:
-    """The name behind every key that can be identified; raises unless that is every key with a state.
-
-    `ordered` says that `names` are in the model's order, `in_order` that each of several groups is, too.
+    `ordered` says that `shapes` are in the model's order, `in_order` that each of several groups is, too.
     """
-    groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
-    listed, shapes = list(names), list(names.values())
-    missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes)
-    if len(slots) > len(names) or missing:
+    missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes.values())
+    if len(slots) > len(shapes) or missing:
         lost = [f", too few of shape {tuple(shape)}" for shape in missing][:1]
         raise MatchError(
-            f"the optimiser's state holds {len(slots)} parameters, the weights {len(names)} tensors that may be "
-            f"parameters{''.join(lost)}: it is another model's state. {REMEDY}"
+            f"the optimiser's state holds {len(slots)} parameters, the weights {len(shapes)} tensors that may be "
+            f"parameters{''.join(lost)}: it is another model's state, or that of several networks. {NAMES}"
         )
-    # Without an order each key stands alone, and only a shape that occurs once decides.
-    alone = [[slot] for slot in slots if slot.needed]
-    found: dict[Any, str] = {}
-    for run in groups if ordered and (len(groups) == 1 or in_order) else alone:
+    groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
+    if not ordered:
+        return Pairing(_selected(_alone(slots, shapes)), "shapes that occur once")
+    if len(groups) == 1 or in_order:
+        why = "one group in the model's order" if len(groups) == 1 else "groups: each in the model's order, as given"
+        return Pairing(_selected([(group, shapes) for group in groups]), why)
+    answers: dict[tuple[str, ...], Pairing] = {}
+    refusals: list[MatchError] = []
+    for why, runs in _readings(groups, shapes):
+        try:
+            names = _selected(runs)
+            answers.setdefault(tuple(names[slot.key] for slot in slots if slot.needed), Pairing(names, why))
+        except MatchError as refusal:
+            refusals.append(refusal)
+    if not answers:
+        raise next((refusal for refusal in refusals if isinstance(refusal, AmbiguousError)), refusals[0])
+    one, *others = answers.values()
+    if not others:
+        return one
+    key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != others[0].names[slot.key])
+    choices = " or to ".join(f"{answer.names[key]!r} ({answer.why})" for answer in (one, *others))
+    raise AmbiguousError(
+        f"the state under key {key!r} may belong to {choices}: {len(groups)} groups without names, and every shape "
+        f"agrees with each. {NAMES}{_IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ''}"
+    )
+
+
+def _readings(groups: Sequence[list[Slot]], shapes: Shapes) -> Iterator[tuple[str, Runs]]:
+    """How several groups may have been filled, in words: lists of keys, and the names that each selects from."""
+    flat = [slot for group in groups for slot in group]
+    yield "shapes that occur once", _alone(flat, shapes)
+    yield _EACH_IN_ORDER, [(group, shapes) for group in groups]
+    yield "groups: consecutive parts of the model", [(flat, shapes)]
+    backwards = [slot for group in reversed(groups) for slot in group]
+    yield "groups: consecutive parts of the model, the last first", [(backwards, shapes)]
+    if len(groups[0][0].shape or ()) > 1:
+        # minGPT, its many copies among them, sorts the names and lists matrices first.
+        yield "groups: each sorted by name", [(group, dict(sorted(shapes.items()))) for group in groups]
+    wanted = {slot.shape for slot in flat}
+    for words, kind in _SPLITS.items():
+        parts: dict[object, dict[str, torch.Size]] = {}
+        # What has no state's shape is a buffer.
+        for name, shape in shapes.items():
+            if shape in wanted or None in wanted:
+                parts.setdefault(kind(name, len(shape)), {})[name] = shape
+        for order in itertools.permutations(parts.values()) if len(parts) == len(groups) <= 3 else ():
+            if all(len(part) == len(group) for part, group in zip(order, groups, strict=True)):
+                yield f"groups: {words}, each in the model's order", list(zip(groups, order, strict=True))
+
+
+def _alone(slots: Sequence[Slot], shapes: Shapes) -> Runs:
+    return [([slot], shapes) for slot in slots if slot.needed]
+
+
+def _selected(runs: Runs) -> dict[Any, str]:
+    """The name behind every key that can be identified, where each run selects from its names in their order; raises
+    unless that is every key with a state.
+    """
+    chosen: dict[Any, str] = {}
+    for run, names in runs:
+        listed, shapes = list(names), list(names.values())
         wanted = [slot.shape for slot in run]
         first, last = _positions(wanted, shapes), _positions(wanted[::-1], shapes[::-1])
         if first is None or last is None:
             at = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
             raise MatchError(
                 f"the optimiser's state is not in the order of the weights: key {run[at].key!r} has shape "
-                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at])}. {REMEDY}"
+                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at])}. {NAMES}"
             )
         for slot, low, high in zip(run, first, last[::-1], strict=True):
             high = len(shapes) - 1 - high
             if low == high:
-                found[slot.key] = listed[low]
+                chosen[slot.key] = listed[low]
             elif slot.needed:
-                why = f" ({len(groups)} groups without names have no known order)" if len(groups) > 1 else ""
-                why = why if ordered else " (the file keeps no order of its tensors, as safetensors files do not)"
                 raise AmbiguousError(
                     f"the state under key {slot.key!r}, of shape {slot.shape and tuple(slot.shape)}, may belong to "
-                    f"{listed[low]!r} or to {listed[high]!r}{why}. {REMEDY}{_IN_ORDER if len(groups) > 1 else ''}"
+                    f"{listed[low]!r} or to {listed[high]!r}, by their order and shapes. {NAMES}"
                 )
-    doubled = [name for name, count in Counter(found.values()).items() if count > 1]
+    doubled = [name for name, count in Counter(chosen.values()).items() if count > 1]
     if doubled:
-        raise MatchError(f"by their shapes, several states belong to {doubled[0]!r}. {REMEDY}")
-    return found
+        raise MatchError(f"by their shapes, several states belong to {doubled[0]!r}. {NAMES}")
+    return chosen
 
 
 def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size]) -> list[int] | None:
@@ -490,94 +503,3 @@ def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size]
         positions.append(at)
         at += 1
     return positions
-
-
-def _answers(slots: Sequence[Slot], shapes: Shapes, count: int) -> list[Pairing]:
-    """The answers of the rules that agree with sizes, shapes and decays; each once, by the first rule for it."""
-    if any(slot.needed and slot.shape is None for slot in slots):
-        return []
-    sizes = [sum(slot.group == number for slot in slots) for number in range(count)]
-    decays = [next((slot.decay for slot in slots if slot.group == number), None) for number in range(count)]
-    # What has no state's shape is a buffer.
-    wanted = {slot.shape for slot in slots}
-    shapes = {name: shape for name, shape in shapes.items() if None in wanted or shape in wanted}
-    found: dict[tuple[str, ...], Pairing] = {}
-    for words, filled, decaying in fillings(shapes, sizes):
-        if [len(group) for group in filled] != sizes:
-            continue
-        if decaying:
-            # The groups that a rule makes for weight decay decay more than the others.
-            more, less = ([d for d, one in zip(decays, decaying, strict=True) if one == kind] for kind in (True, False))
-            if None in decays or not min(more) > max(less):  # type: ignore[type-var, operator]
-                continue
-        named = list(zip(slots, itertools.chain.from_iterable(filled), strict=True))
-        if all(slot.shape in (None, shapes[name]) for slot, name in named):
-            read = tuple(name for slot, name in named if slot.needed)
-            found.setdefault(read, Pairing({slot.key: name for slot, name in named}, f"groups: {words}"))
-    return list(found.values())
-
-
-# --- how trainers fill several groups, one rule each ----------------------------------------------------------------
-
-_HEADS = ("head", "heads", "classifier", "fc", "linear", "output", "out")
-# Of which timm's models say that they should not decay.
-_TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token", "absolute_pos_embed", "relative_position_bias_table")
-_NORMS = re.compile(r"bias|layer_?norm|rms_?norm|(^|[._])norm\d*([._]|$)|(^|\.)ln_?(\d+|f)?\.", re.IGNORECASE)
-_EMBEDDINGS = re.compile(r"(^|[._])(w[tp]e|emb|embed|embeds|embedding|embeddings)([._]|$)", re.IGNORECASE)
-
-
-def _fixed_by_timm(name: str, dims: int) -> bool:
-    return dims <= 1 or name.endswith(".bias")
-
-
-# Two groups: the names and dimensions that pass the test, and the rest. Whether the first decays more than the rest, or
-# less; None where decay is not the purpose. Either may come first.
-_TWO: tuple[tuple[str, Callable[[str, int], bool], bool | None], ...] = (
-    # nanoGPT, llama2.c.
-    ("weights of ≥ 2 dimensions", lambda _, dims: dims > 1, True),
-    # timm.
-    ("biases and what has ≤ 1 dimension", _fixed_by_timm, False),
-    (
-        "biases, what has ≤ 1 dimension, tokens and positions",
-        lambda name, dims: _fixed_by_timm(name, dims) or name.rpartition(".")[2] in _TOKENS,
-        False,
-    ),
-    ("biases", lambda name, _: name.endswith("bias"), False),
-    # Hugging Face's Trainer.
-    ("all but biases and norms", lambda name, _: _NORMS.search(name) is None, True),
-    ("the backbone", lambda name, _: "backbone" in name, None),
-    ("the head", lambda name, _: name.partition(".")[0] in _HEADS, None),
-)
-
-
-def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequence[list[str]], tuple[bool, ...]]]:
-    """By every rule: what it does, the names group by group, and which groups decay where that is their purpose."""
-    dims = {name: len(shape) for name, shape in shapes.items()}
-    if len(sizes) == 2:
-        for words, test, more in _TWO:
-            groups = [[name for name in dims if test(name, dims[name]) == passed] for passed in (True, False)]
-            decaying: tuple[bool, ...] = () if more is None else (more, not more)
-            yield f"{words}, then the rest", groups, decaying
-            yield f"the rest, then {words}", groups[::-1], decaying[::-1]
-        # minGPT.
-        fixed = {name for name in dims if dims[name] < 2 or _NORMS.search(name) or _EMBEDDINGS.search(name)}
-        words = "all but biases, norms and embeddings, then those; each sorted by name"
-        yield words, [sorted(dims.keys() - fixed), sorted(fixed)], (True, False)
-    if len(sizes) == 3:
-        # YOLO: biases, other weights, norms' weights in recent versions; in the older norms', other weights, biases.
-        parts: dict[str, list[str]] = {"biases": [], "norms' weights": [], "the other weights": []}
-        for name in dims:
-            norm = "norms' weights" if name.endswith("weight") and dims[name] == 1 else "the other weights"
-            parts["biases" if name.endswith("bias") else norm].append(name)
-        for order in itertools.permutations(parts):
-            decaying = tuple(part == "the other weights" for part in order)
-            yield ", then ".join(order), [parts[part] for part in order], decaying
-    yield "consecutive parts of the model, in its order", _cut(shapes, sizes), ()
-    yield "consecutive parts of the model, the last first", _cut(shapes, sizes[::-1])[::-1], ()
-
-
-def _cut(names: Iterable[str], sizes: Sequence[int]) -> list[list[str]]:
-    """The names in consecutive parts of these sizes; none where they are not as many."""
-    rest = iter(names)
-    parts = [list(itertools.islice(rest, size)) for size in sizes]
-    return parts if next(rest, None) is None else []

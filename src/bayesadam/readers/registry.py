@@ -3,7 +3,6 @@
 A live optimiser is known by its class; whose a saved state is, `identify` finds from its keys.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -145,18 +144,6 @@ def _of_blocks(state: State, group: Group, shape: torch.Size) -> Tensor:
     return found.reshape(shape)
 
 
-def _of_chain(state: State, group: Group, shape: torch.Size) -> Tensor:
-    """heavyball's, in the one part that a parameter has, under the name of the function that keeps it."""
-    views = [view for view in state.values() if isinstance(view, Mapping)]
-    keys = [key for view in views for key in view if re.fullmatch(_HEAVYBALL_MOMENTS, str(key))]
-    if len(views) != 1 or len(keys) != 1 or any(group.get(entry) for entry in ("mars", "ecc", "param_ecc")):
-        raise StateError(
-            f"heavyball's state has {len(keys)} second moments of one weight each: train with mars=False, ecc=None and "
-            "param_ecc=None, and no chain of your own"
-        )
-    return views[0][keys[0]].reshape(shape)  # type: ignore[no-any-return]
-
-
 # --- records --------------------------------------------------------------------------------------------------------
 
 _COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
@@ -170,12 +157,8 @@ _EIGHT_BITS: dict[str, Any] = {
     "note": "8-bit blocks: about two digits of v, and small entries of a block round to zero.",
 }
 _PO = "pytorch_optimizer.optimizer"
-# pytorch_optimizer's, which count in the group. `""`: saved, one looks as another.
+# pytorch_optimizer's count in the group.
 _GROUPED: dict[str, Any] = {"step": "group", "coupled_decay": True, "decoupled_flag": "weight_decouple"}
-_HEAVYBALL: dict[str, Any] = {"step": "group", "counter": "step_count"}
-_HEAVYBALL_MOMENTS = (
-    r"(update_by_(adam|nadam|ademamix|adopt|laprop|adamc)|scale_by_(unscaled_adam|exp_avg_sq))_exp_avg_sq_\d+"
-)
 _FREE: dict[str, Any] = {
     "step": "group",
     "mark": "weight_lr_power",
@@ -235,17 +218,6 @@ READERS: tuple[StateReader, ...] = (
         *("soap-pytorch-optimizer", f"{_PO}.soap.SOAP"),
         **{**_SOAP, "mark": "max_precondition_dim", "step": "group", "idle_steps": 1},
     ),
-    # Its average is free of bias: β₂ grows with the steps.
-    _record(
-        *("soap-heavyball", "heavyball.SOAP"),
-        **{**_HEAVYBALL, "key": rotated.HEAVYBALL_MOMENT, "idle_steps": 1, "factors": rotated.bucketed},
-    ),
-    _record(
-        *("shampoo", f"{_PO}.shampoo.Shampoo"),
-        **{**_GROUPED, "key": "pre_cond_0", "mark": "matrix_eps", "factors": rotated.shampoo},
-        bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(rotated.MOST_DIMENSIONS)),
-        note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",
-    ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
     _record(
         "published",
@@ -280,37 +252,6 @@ READERS: tuple[StateReader, ...] = (
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", mark="no_prox"),
     # apex's FusedAdam.
     _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", step="group", mark="bias_correction"),
-    # Its average starts from the first gradient.
-    _average(
-        *("adopt", "timm.optim.adopt.Adopt"),
-        bias_correction=False,
-        coupled_decay=True,
-        decoupled_flag="decoupled",
-        mark="clip_exp",
-    ),
-    _average(
-        "pytorch-optimizer",
-        f"{_PO}: adabound.AdaBound adai.Adai adamc.AdamC adams.AdamS tam.AdaTAM swats.SWATS avagrad.AvaGrad",
-        f"{_PO}: padam.PAdam diffgrad.DiffGrad dual_adam.DualAdam exadam.EXAdam ademamix.SimplifiedAdEMAMix",
-        **{**_GROUPED, "mark": ""},
-    ),
-    # Weight decay joins the gradient after it is squared.
-    _average(
-        "pytorch-optimizer-decoupled",
-        f"{_PO}: adamp.AdamP grams.Grams laprop.LaProp radam.RAdam",
-        step="group",
-        mark="",
-    ),
-    # β₂ grows with the steps, or the average starts from the first gradient.
-    _average(
-        "pytorch-optimizer-unbiased",
-        f"{_PO}: adamw.StableAdamW qhadam.QHAdam adopt.ADOPT",
-        **{**_GROUPED, "bias_correction": False, "mark": ""},
-    ),
-    _average(
-        *("heavyball", "heavyball: AdamW NAdam AdEMAMix RMSprop ADOPT LaProp AdamC UnscaledAdamW"),
-        **{**_HEAVYBALL, "key": "update_by_adam_exp_avg_sq_0", "bias_correction": False, "mark": "", "read": _of_chain},
-    ),
     _average(
         "schedule-free",
         "schedulefree: adamw_schedulefree.AdamWScheduleFree adamw_schedulefree_closure.AdamWScheduleFreeClosure",
@@ -338,8 +279,6 @@ READERS: tuple[StateReader, ...] = (
     ),
     # Three betas, of which the last is that of the slow momentum.
     _average("ademamix", f"{_PO}.ademamix.AdEMAMix", **_GROUPED, mark="t_alpha_beta3"),
-    # The layout of its authors.
-    _average("ademamix-reference", "ademamix.AdEMAMix", decay=("betas", -2), mark="alpha_warmup"),
     _average(
         "ademamix8bit",
         "bitsandbytes.optim.ademamix: AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit",
@@ -368,8 +307,6 @@ READERS: tuple[StateReader, ...] = (
     ),
     _record("ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."),
     _none("sgd", "torch.optim.sgd.SGD", mark="dampening"),
-    _none("rprop", "torch.optim.rprop.Rprop", mark="etas"),
-    _none("asgd", "torch.optim.asgd.ASGD", mark="lambd"),
     _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
     _average("muon-with-adam", "muon: MuonWithAuxAdam SingleDeviceMuonWithAuxAdam", mark="use_muon"),
     _average("muon-timm", "timm.optim.muon.Muon", mark="fallback_lr_scale"),
@@ -388,9 +325,6 @@ READERS: tuple[StateReader, ...] = (
         *("lion_pytorch.lion_pytorch.Lion", f"{_PO}.lion.Lion"),
     ),
     _none("sgd-schedule-free", "schedulefree.sgd_schedulefree.SGDScheduleFree", mark="scheduled_lr"),
-    _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
-    # It keeps one number a layer.
-    _none("novograd", "timm.optim.nvnovograd.NvNovoGrad"),
 )
 
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}

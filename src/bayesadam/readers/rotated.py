@@ -1,4 +1,4 @@
-r"""Second moments that are diagonal in a rotated space: of SOAP, Shampoo and Kronecker-factored posteriors.
+r"""Second moments that are diagonal in a rotated space: of SOAP and of Kronecker-factored posteriors.
 
 All SOAPs store V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, with one orthogonal Q a dimension. Entry (i, j, …) of V
 belongs to column i of Q₁, column j of Q₂, and so on; the first gradient only finds the bases. The curvature of a weight
@@ -6,8 +6,8 @@ seen as the matrix (first dimension, all others) is
 
     V = (Q_R ⊗ Q_L) diag(v) (Q_R ⊗ Q_L)ᵀ,   Q_L = Q₁,   Q_R = Q₂ ⊗ Q₃ ⊗ …
 
-Packages differ in where V, Q and the count of steps are. `two_sided`, `listed`, `bucketed` and `shampoo` find them:
-each gives the stored V, in the bases' coordinates, and one basis a dimension of it.
+Packages differ in where V, Q and the count of steps are: `two_sided` and `listed` give the stored V, in the bases'
+coordinates, and one basis a dimension of it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq"
 # Those of a saved posterior: v̂ itself, free of bias.
 MOMENT_KEY, ROTATED_MOMENT_KEY, BETA_KEY = "second_moment", "rotated_second_moment", "beta2"
 SAVED_MARK = "saved_posterior"
-# heavyball names an entry after the function that keeps it and its index in the chain.
-HEAVYBALL_MOMENT, _HEAVYBALL_BASES = "scale_by_soap_exp_avg_sq_", "scale_by_soap_Q_"
-MOST_DIMENSIONS = 8
-
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
 
@@ -134,65 +130,6 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     moment: Tensor = state[PLAIN_KEY]
     _require_shape(moment, moment.shape == shape)
     return _wide(moment), _checked_bases(state["Q"], shape)
-
-
-def bucketed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
-    """heavyball's: dimensions after the first are merged; the second moment and the bases have a leading 1."""
-    views = [view for view in state.values() if isinstance(view, Mapping)]
-    if len(views) != 1 or group["split"] or group["ecc"] or group["param_ecc"]:
-        raise StateError(
-            f"heavyball's SOAP keeps a parameter of shape {tuple(shape)} in {len(views)} parts, or compressed: train "
-            "with split=False, ecc=None and param_ecc=None"
-        )
-    found: list[Any] = []
-    for stem in (HEAVYBALL_MOMENT, _HEAVYBALL_BASES):
-        keys = [key for key in map(str, views[0]) if key.startswith(stem) and key[len(stem) :].isdigit()]
-        if len(keys) != 1:
-            raise StateError(
-                f"heavyball's state has {len(keys)} entries called {stem}0, {stem}1 …: only its SOAP is read, not its "
-                "relatives (KLSOAP, SOLP, …) or chains of your own"
-            )
-        found.append(views[0][keys[0]])
-    moment, bases = found
-    _require_shape(moment, moment.shape[:2] == (1, *shape[:1]) and moment.numel() == shape.numel())
-    inner = [None if basis is None else basis.squeeze(0) for basis in bases]
-    return _wide(moment.squeeze(0)), _checked_bases(inner, moment.shape[1:])
-
-
-def shampoo(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
-    r"""The eigenvalues and eigenvectors of V = M_1 ⊗ M_2 ⊗ …, one factor a dimension, weights in row-major order.
-
-    Shampoo keeps :math:`S_k = \epsilon I + \sum_t G_t^{(k)} G_t^{(k)\top}`, with :math:`G^{(k)}` the gradient unfolded
-    along dimension k; for a matrix L and R. All have the same trace, :math:`\tau = \sum_t \lVert G_t \rVert^2`. Where
-    the gradient's covariance is a Kronecker product, it is
-
-    .. math::
-        V = \frac{(S_1 - \epsilon I) \otimes (S_2 - \epsilon I) \otimes \cdots}{t\, \tau^{d - 1}}
-
-    in expectation, so for a matrix :math:`v_{ij} = \lambda_i \mu_j / (t\, \tau)` with the eigenvalues of L and of R;
-    for a vector it is :math:`\frac 1 t \sum_t g_t g_t^\top`. The trace of V is always the mean of ‖G‖².
-    """
-    if not 1 <= len(shape) <= MOST_DIMENSIONS:
-        raise StateError(f"Shampoo keeps no statistic for a parameter of shape {tuple(shape)}: use Adam for it")
-    if float(group["momentum"]) != 0.0:
-        raise StateError("with momentum Shampoo's statistics are of mixed gradients: train with momentum=0")
-    factors = []
-    for dim, side in enumerate(shape):
-        stored: Tensor = state[f"pre_cond_{dim}"]
-        _require_shape(stored, stored.shape == (side, side))
-        wide = _wide(stored, copy=True)
-        wide.diagonal().sub_(float(group["matrix_eps"])).clamp_(min=0.0)
-        factors.append(wide)
-    traces = torch.stack([factor.trace() for factor in factors])
-    total = float(traces[0])
-    # Sums of the same squares, added up in another order; NaN is not within any tolerance.
-    if not float((traces - total).abs().max()) <= 1e-3 * total:
-        raise StateError(
-            f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which differ: "
-            "pytorch_optimizer before 4.1 summed preconditioned gradients; upgrade it and train again, or use SOAP"
-        )
-    factors[0] /= float(group["step"])
-    return product_of(factors)
 
 
 def product_of(factors: Sequence[Tensor]) -> Factors:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -20,25 +19,25 @@ from torch import Tensor, nn
 from bayesadam._alone import alone_with
 from bayesadam._checks import count, not_negative, positive
 from bayesadam._warnings import warn
-from bayesadam.calibration import calibrate
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
-from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError
-from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, NumericPredictive, likelihood
-from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.conformal import check_level, threshold
-from bayesadam.likelihoods.predictive import FEWEST_SCORED
-from bayesadam.posterior import Mixture, Posterior
+from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, NumericLikelihood, likelihood
+from bayesadam.likelihoods.conformal import threshold
 from bayesadam.readers import Recorder
 from bayesadam.sklearn.training import Part, fit_networks, split
+from bayesadam.weights.mixture import Mixture
+from bayesadam.weights.posterior import Posterior
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
 Structure = Literal["diagonal", "kronecker"]
 _RECORDED = 100
 _DTYPES = (np.float64, np.float32)
-_REGRESSIONS = tuple(name for name, each in LIKELIHOODS.items() if issubclass(each.kind, NumericPredictive))
+_REGRESSIONS = tuple(name for name, kind in LIKELIHOODS.items() if isinstance(kind, NumericLikelihood))
+# With fewer held-out rows a noise that depends on the input is not learnt.
+_FEWEST_HELD_OUT = 20
 
 
 # Its `__init__` keeps every argument as it is, under its name, as scikit-learn wants it.
@@ -68,7 +67,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         return self._scaled(X), split(strata, own["validation_fraction"], own["n_ensemble"], random)
 
-    def _train(self, x: Tensor, y: Tensor, parts: Sequence[Part], name: LikelihoodName) -> None:
+    def _train(self, x: Tensor, y: Tensor, parts: Sequence[Part], name: str) -> None:
         """Train, read the posteriors, calibrate and keep them."""
         own, kind = self._checked(), likelihood(name)
         y, n, start = kind.shaped(y, x), len(parts[0].rows), kind.start(y)
@@ -87,11 +86,14 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         self.posteriors_ = []
         for one, part in zip(trained, parts, strict=True):
             model = network.build(one.params)
-            # Without weight decay δ would be 0, and dead units of infinite variance.
-            prior = None if decay else 1.0
             if self.structure == "diagonal":
-                posterior = Posterior.from_state_dict(
-                    model, one.state, n, optimizer="adamw", prior_precision=prior, batch_size=one.batch_size
+                posterior = Posterior.from_second_moment(
+                    model,
+                    one.second_moment,
+                    n,
+                    name,
+                    prior_precision=n * decay or 1.0,
+                    batch_size=one.batch_size,
                 )
                 model.double()
                 posterior = posterior.to(dtype=torch.float64)
@@ -101,9 +103,9 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
                 recorder = Recorder.from_batches(
                     model.double(), batches, lambda f, t: kind.loss(f[None], t[None]).sum(), keep=_RECORDED
                 )
-                posterior = Posterior.from_recorder(model, recorder, n, structure=self.structure)
+                posterior = Posterior.from_recorder(model, recorder, n, name, structure=self.structure)
             held_out = x[part.held_out], y[part.held_out]
-            self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
+            self.posteriors_.append(_tuned(posterior, held_out, self.calibration))
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
         self.best_epochs_, self.n_iter_ = [one.best_epoch for one in trained], max(one.epochs for one in trained)
@@ -191,7 +193,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     activation: str = field(default="silu", kw_only=True)
     patience: int | None = field(default=60, kw_only=True)
-    likelihood: LikelihoodName = field(default="auto", kw_only=True)
+    likelihood: str = field(default="auto", kw_only=True)
 
     def fit(self, X: Any, y: Any) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
@@ -203,7 +205,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         if self.likelihood == "auto":
             # A posterior that widens makes E[exp(log-variance)] far too large.
             widens = self.structure != "diagonal" or self.calibration == "evidence"
-            few = sum(len(part.held_out) for part in parts) < FEWEST_SCORED
+            few = sum(len(part.held_out) for part in parts) < _FEWEST_HELD_OUT
             self.likelihood_ = "regression" if widens or few else "heteroscedastic"
         self._one_target, kind = y.ndim == 1, likelihood(self.likelihood_)
         columns = y.reshape(len(y), -1).astype(np.float64)
@@ -239,10 +241,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         mean = torch.stack([_centre(network, inputs, kind) for network in self.networks_]).mean(dim=0)
         told = [self._in_units(mean)]
         if return_std or return_interval is not None:
-            std = _predictive(self.posterior_, inputs, self.likelihood_).stddev
+            std = self.posterior_.predict(inputs).stddev
             told += [self._in_units(std, shift=False)] if return_std else []
         if return_interval is not None:
-            check_level(return_interval)
             reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
             ends = mean - reach, mean + reach
             if not kind.standardised:
@@ -255,7 +256,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found = _predictive(self.posterior_, inputs, self.likelihood_).log_prob(scaled).numpy()
+        found = self.posterior_.predict(inputs).log_prob(scaled).numpy()
         return np.asarray(found - np.log(self.target_scaler_.scale_).sum())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
@@ -263,20 +264,26 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
         Each draw is one function over all rows, of a network chosen at random, plus noise.
         """
-        inputs = self._inputs(X)
-        function, noise = check_random_state(random_state).randint(2**31 - 1, size=2).tolist()
-        # Moments, which are not used here, need two draws.
-        how: Any = {"predictive": "linearised-sampled", "n_samples": max(2, n_samples), "likelihood": self.likelihood_}
-        found = self.posterior_.predict(inputs, generator=torch.Generator().manual_seed(function), **how)
-        draws = found.sample(n_samples, generator=torch.Generator().manual_seed(noise))
-        return np.moveaxis(self._in_units(draws), 0, -1)
+        inputs, kind = self._inputs(X), likelihood(self.likelihood_)
+        assert isinstance(kind, NumericLikelihood)
+        pick, seed = check_random_state(random_state).randint(2**31 - 1, size=2).tolist()
+        networks = np.random.default_rng(pick).integers(len(self.posteriors_), size=n_samples)
+        draws = []
+        # Distributions of torch's draw from the global numbers, which are the user's.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for number, network in enumerate(networks):
+                q = self.posteriors_[network]
+                f = Moments(q.draw(seed + number)(inputs))
+                draws.append(kind.distribution([Component(f, q.noise_variance)]).sample())
+        return np.moveaxis(self._in_units(torch.stack(draws)), 0, -1)
 
     def _residuals(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> Array:
         """|y − E[y]| in standard deviations, (rows, targets), of each row under a network that held it out."""
         residuals, kind = [], likelihood(self.likelihood_)
         for posterior, part in zip(self.posteriors_, parts, strict=True):
             own = x[part.held_out]
-            std = _predictive(posterior, own, self.likelihood_).stddev
+            std = posterior.predict(own).stddev
             residuals.append((y[part.held_out] - _centre(posterior.model, own, kind)).abs() / std)
         # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
         rows = torch.cat([part.held_out for part in parts]).numpy()
@@ -330,7 +337,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
         inputs = self._inputs(X)
-        return np.asarray(_predictive(self.posterior_, inputs, "classification").probs)
+        return np.asarray(self.posterior_.predict(inputs).probs)
 
 
 def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
@@ -358,36 +365,22 @@ def _centre(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
     """E[y | f] at the network's own f, (rows, targets): no derivative is needed."""
     with alone_with(network), torch.no_grad():
         outputs = network(inputs)
-    found: Tensor = kind.expected(Component(outputs, torch.zeros_like(outputs)))
-    return found
+    mean: Tensor = kind.expected(Component(Moments(outputs)))
+    return mean
 
 
-def _predictive(posterior: Mixture | Posterior, inputs: Tensor, name: LikelihoodName) -> Any:
-    """With a generator of its own, for torch's global one is the user's."""
-    return posterior.predict(inputs, likelihood=name, generator=torch.Generator().manual_seed(0))
-
-
-def calibrated(
-    posterior: Posterior, held_out: tuple[Tensor, Tensor], name: LikelihoodName, calibration: Calibration | None
-) -> Posterior:
-    """The posterior, calibrated; as it was read where that is asked for, or where calibration fails."""
-    (x, y), kind = held_out, likelihood(name)
+def _tuned(posterior: Posterior, held_out: tuple[Tensor, Tensor], calibration: Calibration | None) -> Posterior:
+    """The posterior, tuned; as it was read where that is asked for, or where tuning fails."""
+    (x, y), kind = held_out, likelihood(posterior.likelihood or "")
     with torch.no_grad():
         noise = (y - posterior.model(x)).square().mean(dim=0) if kind.noise else kind.ceiling(y)
     posterior = posterior.replace(noise_variance=noise)
     if calibration is None:
         return posterior
-    method = None if calibration == "auto" else calibration
     try:
-        with warnings.catch_warnings():
-            # How much is held out is our affair.
-            warnings.simplefilter("ignore", HeldOutWarning)
-            found = calibrate(posterior, held_out, likelihood=name, method=method)
-        assert found.calibration is not None
-        # Inputs are scaled here: ranges would be told in other units than the user's.
-        return replace(found, calibration=replace(found.calibration, inputs=()))
+        return posterior.tune(held_out, method=None if calibration == "auto" else calibration)
     except CalibrationError as error:
-        warn(f"the posterior is not calibrated: {error}")
+        warn(f"the posterior is not tuned: {error}")
         return posterior
 
 

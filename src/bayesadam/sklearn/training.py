@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
-from bayesadam.engine.rules import Adam, optimizer_state_dict
+from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.engine.streams import epochs
 from bayesadam.errors import DivergedError
@@ -56,10 +56,10 @@ def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: A
 
 
 class Trained(NamedTuple):
-    """One network after the epoch with its lowest held-out loss, counted from 1: weights and AdamW's state dict."""
+    """One network after the epoch with its lowest held-out loss, counted from 1: weights and AdamW's v̂."""
 
     params: dict[str, Tensor]
-    state: dict[str, Any]
+    second_moment: dict[str, Tensor]
     best_epoch: int
     epochs: int
     batch_size: int
@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 def fit_networks(
     network: Network,
     rule: Adam,
-    kind: Likelihood[Any],
+    kind: Likelihood,
     data: tuple[Tensor, Tensor],
     parts: Sequence[Part],
     *,
@@ -99,7 +99,7 @@ def fit_networks(
     if centre is not None:
         weights[f"layer{len(network.hidden)}.bias"] += centre.to(device)
     stack = Stack(network, rule, seeds, batch, weights=flatten(weights), device=device)
-    live = {name: stack.tensors()[name] for name in ("weights", "exp_avg", "exp_avg_sq")}
+    live = {name: stack.tensors()[name] for name in ("weights", "exp_avg_sq")}
     best = {name: tensor.clone() for name, tensor in live.items()}
     lowest = torch.full((len(parts),), math.inf)
     best_epoch, trained = torch.zeros(2, len(parts), dtype=torch.long)
@@ -119,9 +119,10 @@ def fit_networks(
             break
     if not best_epoch.all():
         raise DivergedError(f"the held-out loss was not finite after any of {epoch} epochs: lower lr={lr:g}")
-    found = []
+    weights, v = (unflatten(network, best[name].cpu()) for name in ("weights", "exp_avg_sq"))
+    trained_networks = []
     for number, at in enumerate(best_epoch.tolist()):
-        state = optimizer_state_dict(network, {**best, "step": torch.tensor([float(steps * at)])}, number, rule)
-        params = member(unflatten(network, best["weights"].cpu()), number)
-        found.append(Trained(params, state, at, int(trained[number]), size))
-    return found
+        bias = 1 - rule.betas[1] ** (steps * at)
+        moment = {name: tensor / bias for name, tensor in member(v, number).items()}
+        trained_networks.append(Trained(member(weights, number), moment, at, int(trained[number]), size))
+    return trained_networks

@@ -1,12 +1,13 @@
 """`PosteriorCallback` for Lightning's Trainer, `lightning.pytorch` and `pytorch_lightning` alike."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bayesadam._extras import require
 from bayesadam.errors import MissingExtraError
-from bayesadam.posterior import Posterior
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
+from bayesadam.weights.posterior import Posterior
 
 try:
     Callback: Any = require("lightning.pytorch").Callback
@@ -18,37 +19,32 @@ except MissingExtraError:
 class PosteriorCallback(PosteriorKeeper, Callback):  # type: ignore[misc]
     """Reads the posterior off the trainer's optimisers when training ends, logs it and saves it.
 
-        callback = PosteriorCallback(calibrate=True, likelihood="classification")
+        callback = PosteriorCallback(likelihood="classification")
         trainer = Trainer(max_epochs=10, callbacks=[callback])
-        trainer.fit(module, train_loader, val_loader)
-        callback.posterior.predict(x, likelihood="classification")
+        trainer.fit(module, train_loader)
+        net = ba.calibrate(callback.posterior, held_out)
 
-    The numbers go to every logger of the trainer, under `posterior/`: `snr_median`, `snr_below_1`, and those of the
-    calibration, `nll`, `network_nll`, `scale`. The file is `posterior.safetensors` in `trainer.log_dir` unless `path`
-    says otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint` knows N. A dry run,
-    `fast_dev_run`, writes nothing. The arguments are those of `PosteriorKeeper`.
+    `posterior/snr_median` and `posterior/snr_below_1` go to every logger of the trainer. The file is
+    `posterior.safetensors` in `trainer.log_dir` unless `path` says otherwise. Every checkpoint gets `n_data`, so that
+    `Posterior.from_checkpoint` knows N. A dry run, `fast_dev_run`, writes nothing. The arguments are those of
+    `PosteriorKeeper`.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find N before the first step; a state to resume from is loaded by now."""
         # A few batches over and over are not the data set.
-        loader = None if trainer.overfit_batches else trainer.train_dataloader
-        self._begin(loader, trainer.optimizers, has_validation=bool(trainer.val_dataloaders))
+        self._begin(None if trainer.overfit_batches else trainer.train_dataloader, trainer.optimizers)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read, calibrate, log, save."""
+        """Read, save, log."""
 
         def log(numbers: dict[str, float]) -> None:
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
 
         path = self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
-        self._finish(
-            lambda: Posterior.from_optimizer(pl_module, trainer.optimizers, **self._settings()),
-            lambda: loaders[0] if isinstance(loaders := trainer.val_dataloaders, list | tuple) else loaders,
-            None if trainer.fast_dev_run else path,
-            log,
-        )
+        read = partial(Posterior.from_optimizer, pl_module, trainer.optimizers)
+        self._finish(read, None if trainer.fast_dev_run else path, log)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Follow the model, which the trainer moves off the accelerator at the end."""

@@ -5,12 +5,12 @@ from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.huggingface import ACCELERATE, ADAPTER, PARENT, TRAINER
 from bayesadam.readers.formats.registry import register_format
 from bayesadam.readers.formats.safetensors import POSTERIOR, SAFETENSORS
-from bayesadam.readers.formats.torch_files import FOLDER, OLD_TORCH, PICKLE, TAR, TORCH, ZIP
+from bayesadam.readers.formats.torch_files import FOLDER, OLD_TORCH, PICKLE, TORCH, ZIP
 
 # The last is tried first: an adapter, or DeepSpeed's files, may be in one folder with the Trainer's, and every known
 # folder has files that may be checkpoints by themselves.
 FORMATS = (
-    *(FOLDER, ZIP, PICKLE, TAR, OLD_TORCH, SAFETENSORS, POSTERIOR, TORCH),
+    *(FOLDER, ZIP, PICKLE, OLD_TORCH, SAFETENSORS, POSTERIOR, TORCH),
     *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
 )
 for known in FORMATS:

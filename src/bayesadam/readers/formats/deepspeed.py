@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError
-from bayesadam.readers.formats.contents import Contents, Recorded, contents_of, describe
+from bayesadam.readers.formats.contents import Contents, Network, Recorded, contents_of, describe
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.registry import Format, refuse_keys
+from bayesadam.readers.formats.registry import Format
 from bayesadam.readers.formats.torch_files import damage_named, load_tree
 
 _MODEL = "mp_rank_00_model_states.pt"
@@ -36,8 +36,7 @@ def _step_folder(path: Path) -> Path | None:
     return next((folder for folder in (path, *named) if any(any(folder.glob(one)) for one in patterns)), None)
 
 
-def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    refuse_keys(path, "DeepSpeed saves one model and its state", weights_key=weights_key, optimizer_key=optimizer_key)
+def _read_deepspeed(path: Path) -> Contents:
     folder = _step_folder(path) or path
     if any(folder.glob(_STAGE_3)) or len(list(folder.glob(_MODELS))) > 1:
         raise FileError(f"{folder} was saved by ZeRO stage 3 or by model-parallel ranks: stages 1 and 2 are read")
@@ -91,11 +90,9 @@ def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping
         if isinstance(tensor, Tensor)
     }
     return Contents(
-        weights=Lazy(outline, lambda name: masters[owner[name]]["weight"]),
-        optimizer={"state": states, "param_groups": groups},
+        networks=[Network(("module",), Lazy(outline, lambda name: masters[owner[name]]["weight"]))],
+        states={("optimizer",): {"state": states, "param_groups": groups}},
         summary=describe(saved),
-        weights_at=("module",),
-        ordered=True,
         recorded=Recorded(step=saved["global_steps"]),
     )
 

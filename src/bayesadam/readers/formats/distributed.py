@@ -165,7 +165,7 @@ def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": states, "param_groups": list(groups.values())}
 
 
-def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+def _read_distributed(path: Path) -> Contents:
     # Counters are needed at once; of larger tensors the shape and type are enough until they are accessed.
     leaves, behind = [], {}
     for entry in stored_entries(path):
@@ -177,24 +177,27 @@ def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | 
             behind[id(outline)] = entry
     with damage_named(path / _METADATA, _WRITER):
         tree = torch_layout(nested(leaves))
-    contents = contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
-    if contents.weights is None and weights_key is None:
+    contents = contents_of(tree, path)
+    if not contents.networks:
         # Some trainers save the model's tensors at the top, with the rest.
         loose = {key: value for key, value in tree.items() if isinstance(value, Tensor)}
-        rest = {key: value for key, value in tree.items() if key not in loose}
-        contents = contents_of({"model": loose, **rest}, path, weights_key=None, optimizer_key=optimizer_key)
+        contents = contents_of({"model": loose, **{key: v for key, v in tree.items() if key not in loose}}, path)
 
     def lazy(outline: Any) -> Any:
         def read(key: str) -> Any:
-            held = outline[key]
-            return lazy(held) if isinstance(held, Mapping) else read_stored(behind[id(held)])
+            inner = outline[key]
+            return lazy(inner) if isinstance(inner, Mapping) else read_stored(behind[id(inner)])
 
         return Lazy(outline, read) if isinstance(outline, Mapping) else outline
 
-    optimizer = contents.optimizer
-    if optimizer is not None:
-        optimizer = {**optimizer, "state": {key: lazy(held) for key, held in optimizer["state"].items()}}
-    return replace(contents, weights=lazy(contents.weights), optimizer=optimizer)
+    return replace(
+        contents,
+        networks=[replace(network, tensors=lazy(network.tensors)) for network in contents.networks],
+        states={
+            path: {**state, "state": {key: lazy(inner) for key, inner in state["state"].items()}}
+            for path, state in contents.states.items()
+        },
+    )
 
 
 def _is_distributed(path: Path, head: bytes) -> bool:

@@ -5,12 +5,10 @@ random states are pickles of classes, and are not opened. Nothing is fetched, an
 """
 
 import json
-import os
 import re
 import sys
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -20,10 +18,8 @@ from torch import Tensor, nn
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats.contents import Contents, Recorded, Rules, recorded_in
-from bayesadam.readers.formats.pickles import said
-from bayesadam.readers.formats.registry import Format, format_of, refuse_keys
-from bayesadam.readers.formats.torch_files import shortened
+from bayesadam.readers.formats.contents import Contents, Network, Recorded, Rules, recorded_in
+from bayesadam.readers.formats.registry import Format, format_of
 from bayesadam.readers.match import clean_names
 
 # In the order in which transformers itself looks for them.
@@ -46,8 +42,6 @@ _UNDECAYED: tuple[tuple[re.Pattern[str], bool], ...] = (
 )
 
 Orders = list[list[list[str]]]
-# Weights by name, whether they are in the model's order, and what else the trainer does.
-Loaded = tuple[dict[str, Tensor], bool, Rules]
 
 
 def _files_of(folder: Path) -> set[str]:
@@ -77,10 +71,10 @@ def _read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[s
 
 def _tensors_in(path: Path) -> tuple[dict[str, Tensor], bool]:
     """The tensors of one file, mapped, whatever its name says it is; and whether they are in the model's order."""
-    found = format_of(path).read(path, None, None)
-    if found.weights is None or found.weights_at:
+    networks = format_of(path).read(path).networks
+    if len(networks) != 1 or networks[0].path:
         raise FileError(f"{path} holds other things than tensors by name: save it with model.save_pretrained(folder)")
-    return dict(found.weights), found.ordered
+    return dict(networks[0].tensors), networks[0].ordered
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
@@ -102,30 +96,11 @@ def _sharded(index: Path) -> dict[str, Tensor]:
     return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
-def _folder_format(name: str, recognises: Callable[[Path, bytes], bool], load: Callable[[Path], Loaded]) -> Format:
-    """A folder of one model, with the optimiser's state in a file of its own."""
-
-    def read_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
-        refuse_keys(path, "it has one set of weights", weights_key=weights_key)
-        weights, ordered, rules = load(path)
-        summary = f"{len(weights)} tensors, {sorted(_files_of(path))[:12]}"
-        return Contents(weights, optimizer, summary, ordered=ordered, recorded=_recorded(path), rules=rules)
-
-    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        refuse_keys(path, "pass its files, the state as optimizer_path=", optimizer_key=optimizer_key)
-        contents = read_with(path, weights_key, None)
-        states = sorted(file for file in _files_of(path) if _STATE_FILE.fullmatch(file))
-        if len(states) > 1:
-            listed = " and ".join(states)
-            raise FileError(f"{path} has several states, {listed}: pass the model's file, and one as optimizer_path=")
-        if not states:
-            return contents
-        found = format_of(path / states[0]).read(path / states[0], None, None)
-        if found.optimizer is None:
-            raise FileError(f"{path / states[0]} holds no optimiser's state: pass another file as optimizer_path=")
-        return replace(contents, optimizer=found.optimizer)
-
-    return Format(name, recognises, read, read_with=read_with, folder=True)
+def _contents(path: Path, weights: Mapping[str, Tensor], ordered: bool, rules: Rules) -> Contents:
+    """One model, with the optimiser's state in a file of its own."""
+    states = sorted(path / file for file in _files_of(path) if _STATE_FILE.fullmatch(file))
+    summary = f"{len(weights)} tensors, {sorted(_files_of(path))[:12]}"
+    return Contents([Network((), weights, ordered)], {}, summary, _recorded(path), rules, states)
 
 
 def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
@@ -185,47 +160,6 @@ def _renamed_on_saving(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str,
     return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
 
 
-def _names_more(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration names code of its own, or a backbone, whose weights may be fetched when it is built."""
-    left: list[Any] = [config]
-    for item in left:
-        if isinstance(item, dict):
-            if any(value and ("auto_map" in key or "backbone" in key) for key, value in item.items()):
-                return True
-            left += item.values()
-        elif isinstance(item, list):
-            left += item
-    return False
-
-
-def _builder(folder: Path) -> Callable[[], nn.Module] | None:
-    """What builds the model that `config.json` describes; None where it names no class, or one with code of its own."""
-    path = folder / "config.json"
-    config = _read_json(path) if path.is_file() else {}
-    classes = config.get("architectures")
-    if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str) or _names_more(config):
-        return None
-    return partial(_build_model, path, classes[0], config)
-
-
-def _build_model(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The model of a `config.json`, on the meta device; of a class that transformers itself defines, or none."""
-    transformers = require("transformers")
-    remedy = "build the model as it was built for training, and pass it"
-    made: Any = getattr(transformers, name, None)
-    ours = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
-    if not ours or not made.__module__.startswith("transformers."):
-        raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
-    try:
-        # Attention may be asked for by the address of a kernel.
-        plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
-        with torch.device("meta"):
-            return made(made.config_class.from_dict(plain))  # type: ignore[no-any-return]
-    except Exception as error:
-        reason = shortened(error)
-        raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {remedy}") from error
-
-
 def _recorded(folder: Path) -> Recorded:
     """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down."""
     state = _read_json(folder / STATE) if (folder / STATE).is_file() else {}
@@ -240,11 +174,11 @@ def _is_trainer(path: Path, head: bytes) -> bool:
     return STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
 
 
-def _load_model(path: Path, *, is_trainer: bool) -> Loaded:
+def _read_model(path: Path, *, is_trainer: bool) -> Contents:
     weights, ordered = _read_weights(path)
-    names = partial(own_names, list(weights))
     # The user's script made Accelerate's optimiser: its order follows no rule.
-    return weights, ordered, Rules(_builder(path), names, _trainer_orders) if is_trainer else Rules(names=names)
+    rules = Rules(partial(own_names, list(weights)), _trainer_orders if is_trainer else None)
+    return _contents(path, weights, ordered, rules)
 
 
 def _checkpoints(path: Path) -> str:
@@ -253,7 +187,7 @@ def _checkpoints(path: Path) -> str:
     return ", ".join(name for _, name in sorted(found) if (path / name).is_dir())
 
 
-def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+def _read_parent(path: Path) -> Contents:
     names = _checkpoints(path)
     newest = path / names.rpartition(", ")[2]
     raise FileError(f"{path} is a folder of checkpoints, {names}: pass one of them; the newest is {newest}")
@@ -264,31 +198,10 @@ def _is_accelerate(path: Path, head: bytes) -> bool:
     return STATE not in (there := _files_of(path)) and "optimizer.bin" in there
 
 
-# --- PEFT's adapters, and the model behind a LoRA: built without values from its base model's `config.json` -----------
+# --- PEFT's adapters -----------------------------------------------------------------------------------------------
 
-# The optimiser numbers the tensors in the model's order, which an adapter's file does not keep: a model is used only if
-# it has exactly the tensors of the file.
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
-
-# What in LoRA's configuration decides which parameters there are. All else is left out: some of it names modules to
-# import (megatron_core) or files to load.
-_DECIDING = (
-    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
-    *("trainable_token_indices", "task_type", "r", "rank_pattern", "bias", "lora_bias", "use_dora", "fan_in_fan_out"),
-)
-# transformers' tables of classes, by the adapter's task.
-_TABLES = {
-    "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "FEATURE_EXTRACTION": "MODEL_MAPPING_NAMES",
-    "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-    "SEQ_2_SEQ_LM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-}
-# Heads with a row for each class, whose number is set for training: the base model's configuration has another.
-_HEADS = ("classifier.weight", "score.weight", "classifier.out_proj.weight")
-_PASS_IT = "pass the model (Posterior.from_checkpoint), or param_names=[...]"
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def _adapters_in(path: Path) -> list[Path]:
@@ -301,7 +214,7 @@ def _adapters_in(path: Path) -> list[Path]:
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
-def _load_adapter(path: Path) -> Loaded:
+def _read_adapter(path: Path) -> Contents:
     folders = _adapters_in(path)
     # An adapter of another name than PEFT's first has a folder of that name.
     names = ["default" if folder == path else folder.name for folder in folders]
@@ -314,18 +227,15 @@ def _load_adapter(path: Path) -> Loaded:
     if not isinstance(config.get("peft_type"), str):
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = _read_weights(folders[0], _ADAPTER_WEIGHTS)
-    adapter = _Adapter(path, folders[0], names[0], config, {key: tensor.shape for key, tensor in weights.items()})
-    return weights, False, Rules(adapter.model, adapter.names, adapter.orders, partial=True)
+    adapter = _Adapter(path, {key: tensor.shape for key, tensor in weights.items()})
+    return _contents(path, weights, False, Rules(adapter.names, adapter.orders, partial=True))
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The folder that was given, the one with the adapter, PEFT's name for it, its configuration, its shapes."""
+    """The folder that was given, and the shapes of the adapter's tensors."""
 
     path: Path
-    folder: Path
-    name: str
-    config: Mapping[str, Any]
     shapes: Mapping[str, torch.Size]
 
     def names(self, model: nn.Module) -> dict[str, str]:
@@ -378,79 +288,8 @@ class _Adapter:
                 misfits[key] = f"{key!r} has shape {tuple(stored)} in the adapter and {tuple(built)} in the {kind}"
         return names, misfits
 
-    def model(self) -> nn.Module:
-        """The model that was trained, on the meta device, if it has exactly the tensors that the file has."""
-        if self.config["peft_type"] != "LORA":
-            kind = said(self.config["peft_type"])
-            raise MatchError(f"{self.path} holds an adapter of kind {kind}, which is not built here: {_PASS_IT}")
-        for package in ("transformers", "peft"):
-            require(package)
-        base = self.config.get("base_model_name_or_path")
-        config: dict[str, Any] = {}
-        for folder in (self.path, self.path.parent, *([Path(base)] if isinstance(base, str) else [])):
-            source = folder / _CONFIG
-            # The name of the base model may be no path at all.
-            config = _read_json(source) if os.path.isfile(source) else {}
-            # Other things are called config.json, too.
-            if isinstance(config.get("model_type"), str):
-                break
-        else:
-            raise MatchError(
-                f"the order of the parameters is that of the base model, {said(base)}, whose {_CONFIG} is not in the "
-                f"adapter's folder: `hf download BASE {_CONFIG} --local-dir {self.path}`; or {_PASS_IT}"
-            )
-        if _names_more(config):
-            raise MatchError(f"{source} names code of its own or a backbone, and neither is loaded: {_PASS_IT}")
-        name = _class_of(self.config, config)
-        if name is None:
-            raise MatchError(
-                f"neither {source} nor {_ADAPTER_CONFIG} says which class of transformers it is: {_PASS_IT}"
-            )
-        heads = [shape for key, shape in self.shapes.items() if key.endswith(_HEADS)]
-        if heads:
-            config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
-            config["num_labels"] = heads[0][0]
-        model = self._put_on(_build_model(source, name, config))
-        misfits = self._compared(model, self.name)[1]
-        if misfits:
-            raise MatchError(
-                f"{source} is not the {_CONFIG} of this adapter's base model: {next(iter(misfits.values()))} that it "
-                f"describes. Copy the right one there; or {_PASS_IT}"
-            )
-        return model
-
-    def _put_on(self, model: nn.Module) -> nn.Module:
-        """PEFT's model around this one, with a new adapter."""
-        peft, given = require("peft"), self.config
-        # Releases of PEFT that do not know a setting do without it where it is not used.
-        deciding = {key: given[key] for key in _DECIDING if given.get(key) is not None and given[key] is not False}
-        try:
-            with torch.device("meta"), warnings.catch_warnings():
-                # They are about training.
-                warnings.simplefilter("ignore")
-                made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**deciding), adapter_name=self.name)
-        except Exception as error:
-            raise MatchError(
-                f"{self.folder / _ADAPTER_CONFIG}: PEFT cannot put this adapter on {type(model).__name__} "
-                f"({shortened(error)}): {_PASS_IT}"
-            ) from error
-        return made
-
-
-def _class_of(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """The base model's class in transformers: as PEFT noted, by the task, or as in `config.json`."""
-    noted, task, own = adapter.get("auto_mapping"), adapter.get("task_type"), config.get("architectures")
-    tables = require("transformers.models.auto.modeling_auto")
-    table = getattr(tables, _TABLES.get(task, "") if isinstance(task, str) else "", {})
-    found = [
-        noted.get("base_model_class") if isinstance(noted, Mapping) else None,
-        table.get(config["model_type"]),
-        *(own if isinstance(own, list) and len(own) == 1 else []),
-    ]
-    return next((name for name in found if isinstance(name, str)), None)
-
 
 PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
-TRAINER = _folder_format("Hugging Face Trainer", _is_trainer, partial(_load_model, is_trainer=True))
-ACCELERATE = _folder_format("Accelerate", _is_accelerate, partial(_load_model, is_trainer=False))
-ADAPTER = _folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _load_adapter)
+TRAINER = Format("Hugging Face Trainer", _is_trainer, partial(_read_model, is_trainer=True), folder=True)
+ACCELERATE = Format("Accelerate", _is_accelerate, partial(_read_model, is_trainer=False), folder=True)
+ADAPTER = Format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _read_adapter, folder=True)

@@ -33,11 +33,23 @@ class Lazy(Mapping[str, Any]):
         return key in self.outline
 
 
+def outline_of(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A dictionary of which what is on the disk appears as shape and type."""
+    outline: Mapping[str, Any] = getattr(tensors, "outline", tensors)
+    return outline
+
+
+def gathered(places: Mapping[str, tuple[Mapping[str, Any], str]]) -> Mapping[str, Any]:
+    """One dictionary out of several, by the dictionary and the key in it behind each name; files are not read."""
+    if any(isinstance(tensors, Lazy) for tensors, _ in places.values()):
+        outline = {name: outline_of(tensors)[key] for name, (tensors, key) in places.items()}
+        return Lazy(outline, lambda name: places[name][0][places[name][1]])
+    return {name: tensors[key] for name, (tensors, key) in places.items()}
+
+
 def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
-    """A dictionary under other names, by the present key behind each; what is on the disk stays there."""
-    if isinstance(tensors, Lazy):
-        return Lazy({new: tensors.outline[old] for new, old in keys.items()}, lambda new: tensors[keys[new]])
-    return {new: tensors[old] for new, old in keys.items()}
+    """A dictionary under other names, by the present key behind each."""
+    return gathered({new: (tensors, old) for new, old in keys.items()})
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

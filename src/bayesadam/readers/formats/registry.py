@@ -2,10 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -24,18 +23,15 @@ class Format:
     Attributes:
         name: its name in `Checkpoint.format`.
         recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
-        read: (path, weights_key, optimizer_key) → its contents; raises FileError where it is damaged.
+        read: (path) → all that it holds; raises FileError where it is damaged.
         rewrite: (source, keys of some weights, those keys → other weights, target) writes it again with these; or None.
-        read_with: (path, weights_key, an optimiser's state) → its contents with that state for its own, whose file is
-            not opened; None where weights and state are in one file.
         folder: whether it is a folder; None where it may be either.
     """
 
     name: str
     recognises: Callable[[Path, bytes], bool]
-    read: Callable[[Path, str | None, str | None], Contents]
+    read: Callable[[Path], Contents]
     rewrite: Callable[[Path, Collection[Keys], Callable[[Keys], Tensor], Path], None] | None = None
-    read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents] | None = None
     folder: bool | None = None
 
 
@@ -78,28 +74,19 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     raise FileError(f"{path} is of no known format; it starts with {head[:32]!r}")
 
 
-def refuse_keys(path: Path, why: str, **keys: str | None) -> None:
-    """Refuse `weights_key` and `optimizer_key` where there is nothing to choose from."""
-    for option, wanted in keys.items():
-        if wanted is not None:
-            raise SettingError(f"{option}={wanted!r} makes no sense for {path}: {why}")
-
-
-def state_beside(path: Path) -> Path | None:
-    """The one file with an optimiser's state next to weights: `optimizer.pt` next to `params.pt`, as by skorch.
+def states_beside(path: Path) -> list[Path]:
+    """The files with an optimiser's state next to weights: `optimizer.pt` next to `params.pt`, as by skorch.
 
     Without one, the saved posterior that was published with them: `posterior.safetensors` next to `model.safetensors`
     or `pytorch_model.bin`.
     """
-    named = _WEIGHTS.search(path.stem)
-    if named is None:
-        return None
-    before, after = path.name[: named.start()], path.name[named.end() :]
-    found = [other for word in _STATES if (other := path.with_name(before + word + after)).is_file()]
-    if found:
-        return found[0] if len(found) == 1 else None
+    role = _WEIGHTS.search(path.stem)
+    if role is None:
+        return []
+    before, after = path.name[: role.start()], path.name[role.end() :]
+    states = [path.with_name(before + word + after) for word in _STATES]
     published = path.with_name(before.removesuffix("pytorch_") + "posterior" + after).with_suffix(".safetensors")
-    return published if published.is_file() else None
+    return [file for file in states if file.is_file()] or [file for file in [published] if file.is_file()]
 
 
 def without_role(stem: str) -> str:
@@ -114,4 +101,4 @@ def without_role(stem: str) -> str:
 def is_state_file(path: Path) -> bool:
     """Whether a file is by its name an optimiser's state, and the weights are in another next to it."""
     beside = (file for file in path.parent.glob("*") if file != path and file.is_file())
-    return bool(_STATE.search(path.stem)) and any(state_beside(file) == path for file in beside)
+    return bool(_STATE.search(path.stem)) and any(path in states_beside(file) for file in beside)

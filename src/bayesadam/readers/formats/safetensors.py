@@ -14,9 +14,9 @@ from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tenso
 from bayesadam.errors import FileError
 from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
 from bayesadam.readers.curvature import RECORDED_MARK, Origin
-from bayesadam.readers.formats.contents import Contents, Keys, Recorded
+from bayesadam.readers.formats.contents import Contents, Keys, Network, Recorded
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.registry import Format, refuse_keys
+from bayesadam.readers.formats.registry import Format, states_beside
 from bayesadam.readers.rotated import BETA_KEY, LEFT_KEY, MOMENT_KEY, RIGHT_KEY, ROTATED_MOMENT_KEY, SAVED_MARK
 
 _ROLE = "second_moment"
@@ -28,11 +28,11 @@ def _is_safetensors(path: Path, head: bytes) -> bool:
     return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 100_000_000
 
 
-def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    refuse_keys(path, "a safetensors file has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
+def _read(path: Path) -> Contents:
     weights, _ = map_tensors(path)
     # The file is sorted: the order of the model's modules is lost.
-    return Contents(weights or None, None, f"{len(weights)} tensors in a safetensors file")
+    networks = [Network((), weights, ordered=False)] if weights else []
+    return Contents(networks, {}, f"{len(weights)} tensors in a safetensors file", beside=states_beside(path))
 
 
 def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
@@ -40,8 +40,7 @@ def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys]
     write_tensors(target, old, lambda name: weights((name,)) if (name,) in positions else old[name], metadata)
 
 
-def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    refuse_keys(path, "a saved posterior has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
+def _read_posterior(path: Path) -> Contents:
     tensors, header = read_mapped(path)
     kind = header.get("structure")
     if kind not in ("diagonal", "kronecker"):
@@ -67,12 +66,10 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     if stored is None:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
     known = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
+    param_groups = [{"params": members, "weight_decay": decay, **marks} for decay, members in groups.items()]
     return Contents(
-        weights=stored,
-        optimizer={
-            "state": states,
-            "param_groups": [{"params": held, "weight_decay": decay, **marks} for decay, held in groups.items()],
-        },
+        networks=[] if stored is None else [Network((), stored, ordered=False)],
+        states={(): {"state": states, "param_groups": param_groups}},
         summary=summary,
         recorded=Recorded(
             step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")

@@ -1,20 +1,18 @@
 """Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
 Since 1.6 torch writes a zip archive, a pickle and a member for every storage; before, five pickles and the storages
-with their lengths. `pickle.dump` of tensors has one of the second kind for every storage. Other archives and folders
-have such files in them: Stable-Baselines3's zip, NeMo's tar, a run's folder with several checkpoints.
+with their lengths. `pickle.dump` of tensors has one of the second kind for every storage. Zip archives, as
+Stable-Baselines3's, and folders have such files in them.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import json
 import mmap
 import re
 import shutil
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -39,13 +37,13 @@ from bayesadam.readers.formats.pickles import (
     storage_type,
     unpickle,
 )
-from bayesadam.readers.formats.registry import Format, format_of, is_state_file, state_beside
+from bayesadam.readers.formats.registry import Format, format_of, is_state_file, states_beside
 from bayesadam.readers.match import memory_of
 
 # What reading a damaged file may raise.
 _DAMAGED = (
     *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError),
-    *(struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
+    *(struct.error, zlib.error, zipfile.BadZipFile),
 )
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # The first as pickle writes it.
@@ -63,7 +61,7 @@ _ZIP = b"PK\x03\x04"
 _LEVELS = 3
 # Endings of files with tensors in archives, and of checkpoints in folders.
 _MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
-_SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip", ".nemo")
+_SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip")
 # Modules may be shared, and a hostile file can share them so often that no walk ends.
 _DEEPEST_MODULE, _MOST_MODULES = 200, 1_000_000
 
@@ -118,23 +116,6 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
             if left < 0:
                 raise BadPickle(_BOMB)
             found[info.filename] = memoryview(bytearray(archive.read(info)))
-    return found
-
-
-def tar_members(view: memoryview) -> dict[str, memoryview]:
-    """The files of a tar archive by name; of one compressed by gzip in memory, unless that takes absurdly much."""
-    packed = bytes(view[:2]) == b"\x1f\x8b"
-    found: dict[str, memoryview] = {}
-    left = _CHUNK + _MOST_UNPACKED * len(view)
-    with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
-        for member in archive:
-            left -= member.size if packed else 0
-            if left < 0:
-                raise BadPickle(_BOMB)
-            if member.isfile() and not member.issparse():
-                file = archive.extractfile(member) if packed else None
-                content = memoryview(bytearray(file.read())) if file else inside(view, member.offset_data, member.size)
-                found[member.name.removeprefix("./")] = content
     return found
 
 
@@ -368,8 +349,8 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
                         shutil.copyfileobj(member, out, _CHUNK)
 
 
-def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
+def _read(path: Path) -> Contents:
+    return replace(contents_of(load_tree(path), path), beside=states_beside(path))
 
 
 def _is_torch(path: Path, head: bytes) -> bool:
@@ -383,40 +364,24 @@ def _is_torch(path: Path, head: bytes) -> bool:
         return False
 
 
-def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
-    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        with damage_named(path, name.partition(" ")[0]):
-            tree = _tree(path, members_of(mapped(path)))
-        return contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
-
-    return Format(name, recognises, read)
-
-
-def _tree(path: Path, members: Mapping[str, memoryview]) -> dict[str, Any]:
+def _read_zip(path: Path) -> Contents:
     """The files with tensors in an archive as one dictionary, by their names without the ending."""
-    tensors = {name: view for name, view in members.items() if name.endswith(_MEMBERS) and view}
+    with damage_named(path, "zip"):
+        members = zip_members(mapped(path))
+    tensors = {PurePosixPath(name): view for name, view in members.items() if name.endswith(_MEMBERS) and view}
     if not tensors:
         raise FileError(f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}")
-    tree: dict[str, Any] = {}
-    for name, view in tensors.items():
-        key = PurePosixPath(name).stem
-        tree[key if key not in tree else name] = load_view(view, f"{path}: {name}")
+    tree = {name.stem: load_view(view, f"{path}: {name}") for name, view in tensors.items()}
     policy = tree.get("policy")
-    if any(key.endswith(".optimizer") and key != "policy.optimizer" for key in tree) and isinstance(policy, Mapping):
+    if isinstance(policy, Mapping) and any(k.endswith(".optimizer") and k != "policy.optimizer" for k in tree):
         # Stable-Baselines3's optimisers are named for the parts of the policy that they train.
         parts: dict[str, dict[str, Any]] = {}
         for name, tensor in policy.items():
             parts.setdefault(name.partition(".")[0], {})[name] = tensor
         tree["policy"] = parts
-    if "data" in members and policy is not None:
-        # Its settings are JSON, with the optimiser's class in words.
-        try:
-            settings = json.loads(bytes(members["data"]).decode("utf-8"))
-            named = re.search(r"<class '([\w.]+)'>", str(settings["policy_kwargs"]["optimizer_class"]))
-        except (ValueError, LookupError, TypeError, RecursionError):
-            named = None
-        tree |= {"optimizer_class": named[1]} if named else {}
-    return tree
+    # Its settings are JSON, with the optimiser's class in words.
+    written = re.search(rb"<class '([\w.]+)'>", bytes(members.get("data", b"")).partition(b'"optimizer_class"')[2])
+    return contents_of(tree | ({"optimizer_class": written[1].decode()} if written else {}), path)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -425,23 +390,17 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted((file for file in found if file.is_file()), key=lambda file: -file.stat().st_mtime)
 
 
-def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+def _read_folder(path: Path) -> Contents:
     """The one checkpoint in a folder, with the state beside it; several are listed."""
     files = [file for file in _files_in(path) if not is_state_file(file)]
     if len(files) != 1:
         listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:12])
         raise FileError(f"{path} holds {len(files)} files that may be checkpoints; the newest is first:{listed}")
-    found = format_of(files[0]).read(files[0], weights_key, optimizer_key)
-    beside = state_beside(files[0])
-    if found.optimizer is not None or beside is None:
-        return found
-    state = format_of(beside).read(beside, None, optimizer_key)
-    return replace(found, optimizer=state.optimizer, recorded=found.recorded.completed(state.recorded))
+    return format_of(files[0]).read(files[0])
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
 OLD_TORCH = Format("torch before 1.6", lambda path, head: any(one in head[:32] for one in _MAGIC_BYTES), _read)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
-ZIP = _archive("zip archive", lambda path, head: head.startswith(_ZIP), zip_members)
-TAR = _archive("tar archive", lambda path, head: head.startswith(b"\x1f\x8b") or head[257:262] == b"ustar", tar_members)
+ZIP = Format("zip archive", lambda path, head: head.startswith(_ZIP), _read_zip)
 FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder, folder=True)

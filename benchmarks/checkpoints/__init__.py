@@ -1,0 +1,1 @@
+"""Checkpoints that other libraries write, and models of GPT-2's size."""

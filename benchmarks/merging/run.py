@@ -1,0 +1,265 @@
+"""Merging fine-tuned networks by their optimisers' states, beside averaging, task arithmetic, TIES, DARE and the exact
+Fisher.
+
+    BAYESADAM_DATA=... python -m benchmarks.merging.run [--quick] [--experiment images text] [--networks mlp lenet]
+        [--data mnist fashion-mnist] [--tasks rotated mixed noisy] [--seeds 1000 1001 …] [--device cuda]
+
+Finished cells are kept in `--out`/merging as JSON, so that a run that was stopped resumes, and several processes may
+share the cells by options that select them.
+
+- images: a base is trained on plain images, experts are fine-tuned from it, one a task, all by Adam with β₂ = .999. λ
+  of task arithmetic, the density and λ of TIES and DARE are chosen on validation images; ours has nothing to choose.
+  Accuracy in % on test images, the mean over tasks. "experts" is each on its own task, "joint" one network trained on
+  all tasks' images, for as many steps as the experts together. "exact Fisher" is from per-example gradients at the
+  experts' weights.
+- text: two language models fine-tuned from one base on two kinds of text; nats per byte on held-out parts of both.
+
+Settings were chosen with seeds 0 to 99 on validation images; results are of seeds from 1000 on and of test images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.merging import merge
+from benchmarks.common.harness import (
+    Cell,
+    Target,
+    arguments,
+    at_least,
+    at_most,
+    number,
+    read_cell,
+    setting,
+    write_cell,
+    write_results,
+)
+from benchmarks.merging import rivals
+from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
+from benchmarks.merging.text import text_cell
+
+FACTORS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3)
+DENSITIES = (0.1, 0.2, 0.4)
+TRIMS = (0.5, 0.8, 0.9)
+Weights = Mapping[str, Tensor]
+
+
+class Scorer:
+    """Mean accuracy over tasks of weights put into one network."""
+
+    def __init__(
+        self, model: nn.Module, images: Tensor, labels: Tensor, tasks: Sequence[Callable[[Tensor], Tensor]]
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.sets = [(task(images), labels) for task in tasks]
+
+    def each(self, weights: Weights) -> list[float]:
+        """Task by task."""
+        self.model.load_state_dict(dict(weights))
+        return [accuracy(self.model, x, y) for x, y in self.sets]
+
+    def __call__(self, weights: Weights) -> float:
+        """The mean."""
+        found = self.each(weights)
+        return sum(found) / len(found)
+
+
+def best(candidates: Mapping[Any, Callable[[], Weights]], scorer: Scorer) -> tuple[Any, Weights]:
+    """The setting with the highest score, and its weights."""
+    scores = {key: scorer(make()) for key, make in candidates.items()}
+    key = max(scores, key=lambda k: scores[k])
+    return key, candidates[key]()
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def images_cell(network: str, name: str, tasks: str, seed: int, options: argparse.Namespace) -> Cell:
+    """Test accuracy of every method for one seed."""
+    data = load(name, options.device, options.most)
+    start_of = build(network, seed, options.hidden).to(options.device)
+    base = train(start_of, *data.base, steps=options.steps, seed=seed)
+    tuned = experts(base.model, data, TASKS[tasks], steps=options.steps, seed=seed)
+    validation = Scorer(base.model, *data.validation, TASKS[tasks])
+    test = Scorer(base.model, *data.test, TASKS[tasks])
+    start, own = copy.deepcopy(base.model.state_dict()), [copy.deepcopy(each.model.state_dict()) for each in tuned]
+    rows: dict[str, float] = {"base": test(start), "average": test(rivals.average(own))}
+    rows["experts"] = sum(test.each(each)[task] for task, each in enumerate(own)) / len(own)
+    chosen: dict[str, Any] = {}
+    tau = rivals.changes(start, own)
+    grids: dict[str, dict[Any, Callable[[], Weights]]] = {
+        "task arithmetic": {f: partial(rivals.added, start, rivals.task_arithmetic(tau), f) for f in FACTORS},
+        "TIES": {
+            (d, f): partial(rivals.added, start, rivals.ties(tau, d), f)
+            for d, f in product(DENSITIES, (*FACTORS, 1.6, 2.0))
+        },
+        "DARE": {
+            (d, f): partial(rivals.added, start, rivals.dare(tau, d, seed), f) for d, f in product(DENSITIES, FACTORS)
+        },
+    }
+    for row, grid in grids.items():
+        chosen[row], weights = best(grid, validation)
+        rows[row] = test(weights)
+    images = data.tune[0][: options.fisher]
+    exact = [rivals.exact_fisher(each.model, task(images)) for each, task in zip(tuned, TASKS[tasks], strict=True)]
+    rows["exact Fisher"] = test(rivals.fisher_merged(own, exact))
+    diagonal, rich = [each.diagonal for each in tuned], [each.kronecker for each in tuned]
+    seconds, merged = timed(lambda: merge(diagonal), options.device)
+    rows["fisher"] = test(merged)
+    rows["gradient-matching"] = test(merge(diagonal, base=base.diagonal))
+    for trim in TRIMS:
+        trimmed = merge(diagonal, method="fisher", base=base.model, trim=trim)
+        rows[f"fisher, {trim:g} trimmed"] = test(trimmed)
+    rows["gradient-matching, base without state"] = test(merge(diagonal, base=base.model))
+    rows["fisher of recorded gradients"] = test(merge(rich, method="fisher"))
+    factor_seconds, by_factors = timed(lambda: merge(rich, method="kronecker"), options.device)
+    rows["kronecker"] = test(by_factors)
+    rows["kronecker, base"] = test(merge(rich, method="kronecker", base=base.diagonal))
+    if options.soap:
+        soap = experts(base.model, data, TASKS[tasks], steps=options.steps, seed=seed, soap=True, rate=1e-3)
+        turned = [each.kronecker for each in soap]
+        rows["average (SOAP)"] = test(rivals.average([each.model.state_dict() for each in soap]))
+        rows["fisher (SOAP)"] = test(merge(turned, method="fisher"))
+        rows["kronecker (SOAP)"] = test(merge(turned, method="kronecker"))
+    x, y = data.tune
+    all_x, all_y = torch.cat([task(x) for task in TASKS[tasks]]), y.repeat(len(tuned))
+    joint = train(copy.deepcopy(base.model), all_x, all_y, steps=len(tuned) * options.steps, seed=seed, keep=0)
+    rows["joint"] = test(joint.model.state_dict())
+    return {
+        "rows": rows,
+        "chosen": chosen,
+        "seconds": seconds,
+        "kronecker seconds": factor_seconds,
+        "overlaps": [merged.report.overlap],
+    }
+
+
+def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
+    began = time.perf_counter()
+    found = call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, found
+
+
+# --- cells and tables -----------------------------------------------------------------------------------------------
+
+
+def cells_of(options: argparse.Namespace) -> dict[str, Callable[[], Cell]]:
+    """Every cell that was asked for, by the name of its file."""
+    cells: dict[str, Callable[[], Cell]] = {}
+    if "images" in options.experiment:
+        for seed, network, name, tasks in product(options.seeds, options.networks, options.data, options.tasks):
+            make = partial(images_cell, network, name, tasks, seed, options)
+            cells[f"images-{network}-{name}-{tasks}-{seed}"] = make
+    if "text" in options.experiment:
+        cells |= {f"text-{seed}": partial(text_cell, seed, options) for seed in options.seeds}
+    return cells
+
+
+DIFFERENCES = (("fisher", "average"), ("fisher", "exact Fisher"), ("kronecker", "fisher"))
+
+
+def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[float]]]]:
+    """The mean and standard error of every row over the seeds, one column a setting, in Markdown; and the numbers."""
+    columns: dict[str, dict[str, list[float]]] = {}
+    for key, cell in cells.items():
+        column = columns.setdefault(key.rpartition("-")[0], {})
+        for row, value in cell["rows"].items():
+            column.setdefault(row, []).append(value)
+        for value in cell.get("overlaps", ()):
+            column.setdefault("overlap", []).append(value)
+    images = [cell["rows"] for key, cell in cells.items() if key.startswith("images")]
+    if images:
+        columns["images, all"] = {row: [rows[row] for rows in images] for row in images[0]}
+        for one, other in DIFFERENCES:
+            columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in images]
+    texts = []
+    for column, rows in columns.items():
+        digits = 1 if column.startswith("images") else 3
+        lines = [f"| {row} | {number(values, 3 if row == 'overlap' else digits)} |" for row, values in rows.items()]
+        texts.append("\n".join([f"| {column} | |", "| --- | ---: |", *lines]))
+    return "\n\n".join(texts), columns
+
+
+def targets_of(columns: Mapping[str, Mapping[str, Sequence[float]]], cells: Mapping[str, Cell]) -> list[Target]:
+    """What was promised, of each setting."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    found: list[Target] = []
+    for column, rows in columns.items():
+        if column.startswith("images-"):
+            value = {row: mean(values) for row, values in rows.items()}
+            found += at_least(f"{column}: v̂ over averaging", 8.0, value["fisher"] - value["average"])
+            found += at_least(f"{column}: v̂ over exact Fisher", 0.0, value["fisher"] - value["exact Fisher"])
+            found += at_least(f"{column}: Kronecker over the diagonal", 3.0, value["kronecker"] - value["fisher"])
+    seconds = [cell["seconds"] for cell in cells.values() if "seconds" in cell]
+    if seconds:
+        found += at_most("seconds of the slowest diagonal merge", 1.0, max(seconds))
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="tiny networks and few steps, every experiment", device=True)
+    parser.add_argument("--experiment", nargs="+", choices=("images", "text"), default=["images"])
+    parser.add_argument("--networks", nargs="+", choices=("mlp", "lenet"), default=["mlp", "lenet"])
+    parser.add_argument("--data", nargs="+", choices=("mnist", "fashion-mnist"), default=["mnist", "fashion-mnist"])
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1000, 1005)))
+    parser.add_argument("--steps", type=int, default=2000, help="of the base and of each expert")
+    parser.add_argument("--hidden", type=int, default=400, help="units of the MLP's two layers")
+    parser.add_argument("--soap", action="store_true", help="experts trained by SOAP as well")
+    parser.add_argument("--layers", type=int, default=12, help="of `text`")
+    parser.add_argument("--width", type=int, default=768, help="of `text`")
+    parser.add_argument("--context", type=int, default=256, help="of `text`, in bytes")
+    parser.add_argument("--text-steps", type=int, default=1500, help="of the base; each of the two has half as many")
+    options = parser.parse_args()
+    options.most, options.fisher = None, 1000
+    if options.quick:
+        options.experiment = ["images"]
+        options.networks, options.data, options.tasks, options.seeds = ["mlp"], ["mnist"], ["mixed"], [0]
+        options.steps, options.hidden, options.most, options.fisher, options.soap = 60, 16, 500, 50, True
+        options.layers, options.width, options.context, options.text_steps = 2, 32, 32, 40
+    # Short training is warned of, rightly, and here in every cell.
+    warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
+    keys = ("steps", "hidden", "most", "fisher", "soap", "layers", "width", "context", "text_steps")
+    about = {key: getattr(options, key) for key in keys}
+    folder: Path = options.out / "merging"
+    cells: dict[str, Cell] = {}
+    for name, make in cells_of(options).items():
+        path = folder / f"{name}.json"
+        cell = read_cell(path, about)
+        if cell is None:
+            began = time.perf_counter()
+            cell = {"settings": about, **make()}
+            write_cell(path, cell)
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+        cells[name] = cell
+    text, columns = table(cells)
+    print(text)
+    (options.out / "merging.md").write_text(text + "\n", encoding="utf-8")
+    found = targets_of(columns, cells)
+    write_results(
+        options.out, "merging", {**setting(), "settings": about, "columns": columns, "targets": list(map(vars, found))}
+    )
+    for target in found:
+        print(target)
+    print(f"{len(cells)} cells")
+
+
+if __name__ == "__main__":
+    main()

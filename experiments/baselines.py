@@ -1,0 +1,451 @@
+"""The methods of the paper, and more, behind one protocol: a `Problem` in, a predictor for each seed out.
+
+Networks train as stacks, one for each seed, by the rules of `bayesadam.engine`. What a method predicts is a function's
+mean and variance; the targets' noise, where it is not learnt, is what the held-out part leaves unexplained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from bayesadam import Posterior, calibrate
+from bayesadam.engine.gradients import Slope, loss_and_slope
+from bayesadam.engine.network import Network as Network
+from bayesadam.engine.network import forward, member
+from bayesadam.engine.rules import adam_state, adam_update
+from bayesadam.engine.stack import Stack, constant, cosine, train
+from bayesadam.engine.streams import Streams, blocks
+from bayesadam.likelihoods import likelihood
+from experiments.rules import RULES, Adam, Dropout, Rule, functions
+
+# Noise is at least this share of the held-out squared residual, however large the function's own variance.
+_LEAST_NOISE = 0.05
+N_MEMBERS = 5
+
+
+# --- problems and predictions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Data for a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n), seed by seed.
+
+    The held-out part, (s, m, ...), calibrates and is not trained on.
+    """
+
+    x: Tensor
+    y: Tensor
+    x_held_out: Tensor
+    y_held_out: Tensor
+    likelihood: Literal["regression", "classification"]
+
+    def __len__(self) -> int:
+        return self.x.shape[1]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of every network of the stack, (s,)."""
+        return likelihood(self.likelihood).loss(outputs, targets)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a network is trained; the defaults are the paper's for its toy problem.
+
+    The loss has the penalties (`weight_decay`/2)|θ|² and `sparsity` |θ|₁, a Laplace prior that Adam's second moment
+    never sees; an epoch is counted in examples, and a `"cosine"` schedule ends at nothing.
+    """
+
+    epochs: int = 20_000
+    batch_size: int = 100
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    sparsity: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+
+    def steps(self, n: int) -> int:
+        """The number of steps for n examples."""
+        return max(1, round(self.epochs * n / min(self.batch_size, n)))
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What every method is given: data and one network for each seed, and the draws behind a sampled prediction."""
+
+    data: Data
+    network: Network
+    training: Training
+    seeds: tuple[int, ...]
+    draws: int = 100
+
+    @cached_property
+    def optimum(self) -> Stack:
+        """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
+        return trained(self, Dropout if self.network.dropout or self.network.input_dropout else Adam)
+
+    def networks(self) -> list[nn.Sequential]:
+        """The networks at their optimum as modules."""
+        return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """y as an even mixture of Gaussians N(means, variances + noise): (k, b, outputs), and noise (outputs,).
+
+    `f_mean` and `f_variance` are those of the function, without noise.
+    """
+
+    means: Tensor
+    variances: Tensor
+    noise: Tensor | float
+
+    @property
+    def f_mean(self) -> Tensor:
+        """E[f], (b, outputs)."""
+        return self.means.mean(dim=0)
+
+    @property
+    def f_variance(self) -> Tensor:
+        """Var[f], (b, outputs)."""
+        return self.variances.mean(dim=0) + self.means.var(dim=0, correction=0)
+
+    @property
+    def stddev(self) -> Tensor:
+        """That of y, (b, outputs)."""
+        return (self.f_variance + self.noise).sqrt()
+
+    def nll(self, y: Tensor) -> float:
+        """Mean negative log-likelihood in nats per example."""
+        variance = self.variances + self.noise
+        scores = -0.5 * ((y - self.means).square() / variance + (2 * math.pi * variance).log()).sum(dim=-1)
+        scores = scores.logsumexp(dim=0) - math.log(len(self.means))
+        return -float(scores.mean(dtype=torch.float64))
+
+    def coverage(self, y: Tensor, level: float = 0.95) -> float:
+        """The share of targets in the central interval of the level: P(Y ≤ y) is at most so far from ½."""
+        scale = (self.variances.double() + self.noise).sqrt()
+        below = torch.special.ndtr((y - self.means) / scale).mean(dim=0)
+        return float(((below - 0.5).abs() <= level / 2).double().mean())
+
+
+Predictor = Callable[[Tensor], Prediction]
+# One predictor for each seed.
+Method = Callable[[Problem], list[Predictor]]
+
+
+def trained(
+    problem: Problem, kind: type[Rule], *, lr: float | None = None, learn_noise: bool = False, **changes: Any
+) -> Stack:
+    """A stack trained on the problem's data by one rule, with changes to its settings; `lr=None` is its usual rate.
+
+    Where the rule needs the noise of a regression, σ² is the held-out squared error of the network under Adam; or with
+    `learn_noise` log σ is learnt beside the weights, one per network, by Adam on r²/(2σ²) + log σ with r² the squared
+    error.
+    """
+    data, training, n = problem.data, problem.training, len(problem.data)
+    rule, device = kind.with_settings(**{**vars(training), **changes}), data.x.device
+    index = torch.arange(len(problem.seeds), device=device)[:, None]
+    log_noise = torch.full((len(problem.seeds),), -1.0, device=device)
+    noise_state, noise_lr = adam_state(log_noise), torch.tensor(training.lr, device=device)
+    needs_noise = rule.needs_noise and data.likelihood == "regression"
+
+    def batch(rows: Tensor) -> tuple[Tensor, Slope]:
+        y = data.y[index, rows]
+
+        def slope(outputs: Tensor) -> Tensor:
+            losses, gradient = loss_and_slope(lambda f: data.loss(f, y), outputs)
+            if needs_noise and learn_noise:
+                precision = torch.exp(-2 * log_noise)
+                adam_update(log_noise, 1 - losses * precision, noise_state, noise_lr)
+                stack.scale.copy_(0.5 * precision.unsqueeze(1))
+            return gradient
+
+        return data.x[index, rows], slope
+
+    weights = problem.optimum.weights.clone() if rule.starts_trained else None
+    stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
+    if needs_noise and not learn_noise:
+        error = data.loss(forward(problem.network, problem.optimum.params, data.x_held_out), data.y_held_out)
+        stack.scale.copy_(0.5 / error.clamp(min=1e-12).unsqueeze(1))
+    steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
+    schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
+    train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
+    return stack
+
+
+def noise_variance(draws: Tensor, y: Tensor) -> Tensor:
+    """σ² per output from held-out residuals, E[r²] = σ² + Var[f], not below a small share of them; draws (n, b, o)."""
+    square = (y - draws.mean(dim=0)).square().mean(dim=0)
+    spread = draws.var(dim=0, correction=int(len(draws) > 1)).mean(dim=0)
+    return (square - spread).clamp(min=_LEAST_NOISE * square)
+
+
+# --- functions drawn from what a rule has learnt --------------------------------------------------------------------
+
+
+def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Tensor], Tensor]:
+    """One seed's functions, always the same: from inputs to draws of f, (n, b, outputs)."""
+
+    def draw(x: Tensor) -> Tensor:
+        streams = Streams([problem.seeds[index]], f"{name}-prediction", x.device)
+        params, masks = functions(stack, index, problem.draws, streams)
+        return forward(stack.network, params, x, masks=masks)
+
+    return draw
+
+
+def _sampled(problem: Problem, draws: Sequence[Callable[[Tensor], Tensor]], *, mixed: bool = False) -> list[Predictor]:
+    """Predictors of the moments of drawn functions, or of the mixture of them."""
+    data = problem.data
+
+    def predictor(index: int, draw: Callable[[Tensor], Tensor]) -> Predictor:
+        noise = noise_variance(draw(data.x_held_out[index]), data.y_held_out[index])
+
+        def predict(x: Tensor) -> Prediction:
+            f = draw(x)
+            if mixed or len(f) == 1:
+                return Prediction(f, torch.zeros_like(f), noise)
+            return Prediction(f.mean(dim=0, keepdim=True), f.var(dim=0, keepdim=True), noise)
+
+        return predict
+
+    return [predictor(index, draw) for index, draw in enumerate(draws)]
+
+
+def fit_rule(name: str, problem: Problem, **changes: Any) -> list[Predictor]:
+    """A method that predicts by functions drawn from what its rule has learnt; `changes` are to the rule's settings."""
+    if name == "mc-dropout" and not problem.network.dropout:
+        problem = replace(problem, network=replace(problem.network, dropout=0.2))
+    stack = trained(problem, RULES[name], **changes)
+    return _sampled(problem, [drawn(name, problem, stack, index) for index in range(len(problem.seeds))])
+
+
+def fit_map(problem: Problem) -> list[Predictor]:
+    """The network itself: no uncertainty of the weights."""
+    return _sampled(problem, [partial(_once, network) for network in problem.networks()])
+
+
+def _once(network: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        outputs: Tensor = network(x)
+    return outputs.unsqueeze(0)
+
+
+def fit_ensemble(problem: Problem) -> list[Predictor]:
+    """A deep ensemble: the mixture of five independently initialised networks.
+
+    The first is the network that the other methods start from; the rest of all seeds train as one stack.
+    """
+    rest = N_MEMBERS - 1
+    seeds = tuple(1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(rest))
+    parts = ("x", "y", "x_held_out", "y_held_out")
+    data = replace(problem.data, **{name: getattr(problem.data, name).repeat_interleave(rest, dim=0) for name in parts})
+    first, others = problem.optimum.params, replace(problem, data=data, seeds=seeds).optimum.params
+    draws = []
+    for index in range(len(problem.seeds)):
+        members = slice(index * rest, (index + 1) * rest)
+        params = {name: torch.cat([first[name][index, None], t[members]]) for name, t in others.items()}
+        draws.append(partial(forward, problem.network, params))
+    return _sampled(problem, draws, mixed=True)
+
+
+# --- networks linearised around their optimum -----------------------------------------------------------------------
+
+
+def linearised(posterior: Posterior, *, shift: bool = False) -> Predictor:
+    """N(f, J diag(σ²) Jᵀ) and the posterior's σ²; with `shift` the variance grows with the leverage of an input."""
+
+    def predict(x: Tensor) -> Prediction:
+        p: Any = posterior.predict(x, likelihood="regression", shift=shift)
+        return Prediction(p.mean[None], p.variance[None], p.noise_variance)
+
+    return predict
+
+
+def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predictor]:
+    """Posteriors as they are: the network linearised, σ² its held-out squared error."""
+    predictors = []
+    for index, posterior in enumerate(posteriors):
+        noise = noise_variance(_once(posterior.model, problem.data.x_held_out[index]), problem.data.y_held_out[index])
+        predictors.append(linearised(posterior.replace(noise_variance=noise)))
+    return predictors
+
+
+def read(problem: Problem, **settings: Any) -> list[Posterior]:
+    """The posterior of every seed, read off Adam's state."""
+    states = map(problem.optimum.state_dict, range(len(problem.seeds)))
+    pairs = zip(problem.networks(), states, strict=True)
+    return [Posterior.from_state_dict(*pair, len(problem.data), **settings) for pair in pairs]
+
+
+def fit_badam(problem: Problem, *, shift: bool = False) -> list[Predictor]:
+    """The paper's method: the posterior is read off Adam's state, calibrated, and the network linearised.
+
+    With `shift` its variance grows with the leverage of an input, as it does where a user calls `predict`.
+    """
+    held_out = zip(problem.data.x_held_out, problem.data.y_held_out, strict=True)
+    posteriors = zip(read(problem, prior_precision=1.0), held_out, strict=True)
+    return [linearised(calibrate(*each, likelihood="regression"), shift=shift) for each in posteriors]
+
+
+def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
+    """Laplace with the diagonal of the GGN, H = Σ_n J_nᵀ J_n/σ² + δ, and δ by evidence; the network linearised."""
+    predictors = []
+    for index, network in enumerate(problem.networks()):
+        jacobian, noise = _scaled_jacobian(problem, network, index)
+        params = dict(network.named_parameters())
+        curvature = jacobian.square().sum(dim=0)
+        variance = (curvature + _evidence(curvature, params)).reciprocal().float()
+        pieces = zip(params.items(), torch.split(variance, [p.numel() for p in params.values()]), strict=True)
+        named = {name: piece.view_as(p) for (name, p), piece in pieces}
+        posterior = Posterior.from_moments(network, params, named, len(problem.data))
+        predictors.append(linearised(posterior.replace(noise_variance=noise)))
+    return predictors
+
+
+def fit_laplace_full(problem: Problem) -> list[Predictor]:
+    """Laplace with the whole GGN, through the data's own kernel matrix, so that no (weights, weights) matrix is needed.
+
+    (JᵀJ + δ)⁻¹ = (1 − Jᵀ (J Jᵀ + δ)⁻¹ J)/δ, by Woodbury, with J divided by σ.
+    """
+
+    def predictor(index: int, network: nn.Sequential) -> Predictor:
+        jacobian, noise = _scaled_jacobian(problem, network, index)
+        kernel = jacobian @ jacobian.T
+        delta = _evidence(torch.linalg.eigvalsh(kernel).clamp(min=0), dict(network.named_parameters()))
+        factor = torch.linalg.cholesky(kernel + delta * torch.eye(len(kernel), dtype=torch.float64))
+
+        def predict(x: Tensor) -> Prediction:
+            here = _jacobian(network, x)
+            explained = torch.linalg.solve_triangular(factor, jacobian @ here.flatten(0, 1).T, upper=False)
+            variance = here.square().sum(dim=2) - explained.square().sum(dim=0).view(here.shape[:2])
+            return Prediction(_once(network, x), (variance / delta).clamp(min=0).float()[None], noise)
+
+        return predict
+
+    return [predictor(*each) for each in enumerate(problem.networks())]
+
+
+@torch.no_grad()
+def _jacobian(network: nn.Module, x: Tensor) -> Tensor:
+    """J of all examples and outputs, (b, outputs, weights), float64."""
+    params = {name: p.double() for name, p in network.named_parameters()}
+    parts: dict[str, Tensor] = jacrev(lambda p: functional_call(network, p, (x.double(),)))(params)
+    return torch.cat([part.flatten(2) for part in parts.values()], dim=2)
+
+
+def _scaled_jacobian(problem: Problem, network: nn.Module, index: int) -> tuple[Tensor, Tensor]:
+    """J/σ of the training data, rows by example and output, and σ²."""
+    data = problem.data
+    noise = noise_variance(_once(network, data.x_held_out[index]), data.y_held_out[index])
+    return (_jacobian(network, data.x[index]) / noise.double().sqrt()[:, None]).flatten(0, 1), noise
+
+
+def _evidence(eigenvalues: Tensor, params: Mapping[str, Tensor]) -> float:
+    """MacKay's fixed point δ = γ/|θ|², γ = Σ h/(h + δ)."""
+    delta, square = 1.0, sum(float(p.detach().double().square().sum()) for p in params.values())
+    for _ in range(200):
+        gamma = float((eigenvalues / (eigenvalues + delta)).sum())
+        following = max(gamma / square, 1e-10)
+        if abs(following - delta) <= 1e-8 * delta:
+            break
+        delta = following
+    return delta
+
+
+def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_once: int = 1000) -> dict[str, Tensor]:
+    """diag Σ_n J_nᵀ (diag p − p pᵀ) J_n of a stack of classifiers, (s, *shape), layer by layer and never a Jacobian.
+
+    With A Aᵀ the softmax's curvature and D = ∂(Aᵀf)/∂z back-propagated, a layer's share is Σ_n Σ_c D²ᵀ a².
+    The inputs, (n, inputs), are the same for all, and taken `at_once` at a time.
+    """
+    total = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    for first in range(0, len(x), at_once):
+        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+        with torch.enable_grad():
+            weights = {name: t.detach().requires_grad_() for name, t in params.items()}
+            f = forward(network, weights, x[first : first + at_once], seen=seen)
+        p = f.detach().softmax(dim=-1)
+        # A = diag(√p) − p √pᵀ.
+        root = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
+        for c in range(f.shape[-1]):
+            grads = torch.autograd.grad(f, seen[1], root[..., c], retain_graph=True)
+            for number, (grad, inputs) in enumerate(zip(grads, seen[0], strict=True)):
+                squares = grad.square()
+                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), inputs.detach().square())
+                total[f"layer{number}.bias"] += squares.sum(dim=1)
+    return total
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+def gaussian_process(theta: Tensor, x: Tensor, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(y) for inputs (n, inputs) and targets (n,), and the mean and variance of f at other inputs.
+
+    θ = (log ℓ for each input, log s², log σ², m), and k(a, b) = s² exp(−½ |(a − b)/ℓ|²), K = k + σ². Then
+    log p(y) = −½ rᵀK⁻¹r − ½ log det K − n/2 log 2π with r = y − m, mean m + k*K⁻¹r, variance s² − k*K⁻¹k*ᵀ.
+    """
+    lengthscales, (signal, noise), mean = theta[:-3].exp(), theta[-3:-1].exp(), theta[-1]
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1)).mul(signal)
+
+    root = torch.linalg.cholesky(kernel(x, x) + (noise + 1e-6) * torch.eye(len(x), dtype=x.dtype))
+    residual = y - mean
+    solved = torch.cholesky_solve(residual[:, None], root).squeeze(1)
+    evidence = -0.5 * residual @ solved - root.diagonal().log().sum() - len(y) / 2 * math.log(2 * math.pi)
+    cross = kernel(x, at)
+    explained = torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
+    return evidence, mean + cross.T @ solved, (signal - explained).clamp(min=0)
+
+
+def fit_gp(problem: Problem) -> list[Predictor]:
+    """The reference of Figure 1: an exact Gaussian process whose hyperparameters maximise the marginal likelihood.
+
+    An RBF kernel with one lengthscale per input, a constant mean and Gaussian noise, one process per seed.
+    """
+
+    def predictor(x: Tensor, y: Tensor) -> Predictor:
+        scale, variance = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6), y.var().clamp(min=1e-4)
+        theta = torch.cat([(0.3 * scale).log(), torch.stack([variance.log(), (0.1 * variance).log(), y.mean()])])
+        optimizer = torch.optim.LBFGS([theta.requires_grad_()], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = -gaussian_process(theta, x, y, x[:1])[0] / len(y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        fitted = theta.detach()
+
+        def predict(at: Tensor) -> Prediction:
+            mean, variance = (part.float()[None, :, None] for part in gaussian_process(fitted, x, y, at.double())[1:])
+            return Prediction(mean, variance, float(fitted[-2].exp()))
+
+        return predict
+
+    targets = problem.data.y.double().squeeze(2)
+    return [predictor(x, y) for x, y in zip(problem.data.x.double(), targets, strict=True)]
+
+
+METHODS: Mapping[str, Method] = {
+    "gp": fit_gp,
+    "badam": fit_badam,
+    **{name: partial(fit_rule, name) for name in RULES if name != "adam"},
+    # With a noise as small as the toy problem's its usual rate diverges.
+    "ivon": partial(fit_rule, "ivon", learn_noise=True),
+    "map": fit_map,
+    "laplace-diagonal": fit_laplace_diagonal,
+    "laplace-full": fit_laplace_full,
+    "ensemble": fit_ensemble,
+}

@@ -1,0 +1,180 @@
+"""Figure 1: the paper's toy regression, every method, many seeds."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import plots
+from experiments.baselines import METHODS, Data, Method, Network, Predictor, Problem, Training, fit_badam, fit_rule
+from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from experiments.released import fit_letter, fit_script
+from experiments.running import Run, Sample, Table, digits, generator, run_parts, seeds_of
+
+# Vadam from other initial precisions than its usual 10⁴.
+_PRECISIONS = (1e1, 1e2, 1e3, 1e5)
+# Rows of the table that stand beside those of the figure: what the paper leaves open, settled otherwise.
+VARIANTS: Mapping[str, Method] = {
+    "badam-released": fit_script,
+    "badam-letter": fit_letter,
+    "badam-leverage": partial(fit_badam, shift=True),
+    "bbb-learnt": partial(fit_rule, "bbb", learn_noise=True),
+    "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
+    **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
+}
+# The first five as in the paper's figure, in its order.
+TITLES = {
+    "gp": "GP",
+    **{name: plots.METHOD_TITLES[name] for name in ("badam", "mc-dropout", "bbb", "vadam")},
+    "map": "MAP",
+    "laplace-diagonal": "Laplace, diagonal GGN",
+    "laplace-full": "Laplace, full GGN",
+    "swag": "SWAG",
+    "ivon": "IVON",
+    "ensemble": "Ensemble of 5",
+    "badam-released": "Badam, as the released code",
+    "badam-letter": "Badam, to the letter of the paper",
+    "badam-leverage": "Badam, widened by leverage",
+    "bbb-learnt": "Bayes by Backprop, noise learnt",
+    "vadam-learnt": "Vadam, noise learnt",
+    **{f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS},
+}
+METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "coverage95_in", "rmse_in")
+# Outside, "near" are inputs at most so far from the middle of the training range, and "far" the others.
+_NEAR = 0.5
+
+
+def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
+    """The range of the training data, without its middle third if there is a gap."""
+    low, high = TRAIN_INTERVAL
+    third = (high - low) / 3
+    return ((low, low + third), (high - third, high)) if gap else (TRAIN_INTERVAL,)
+
+
+@dataclass(frozen=True)
+class RegressionSettings:
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
+
+    `n_held_out` points calibrate, `n_test` in range and as many outside give the scores.
+    """
+
+    methods: tuple[str, ...] = tuple(TITLES)
+    n_seeds: int = 5
+    epochs: int = 20_000
+    batch_size: int = 100
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    n_held_out: int = 50
+    n_test: int = 500
+    gap: bool = False
+
+
+def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
+    """Training, held-out, in-range and outside points of one seed."""
+    source = generator(seed, "toy")
+    low, high = TRAIN_INTERVAL
+    counts = (N_TRAIN, settings.n_held_out, settings.n_test)
+    inside = training_intervals(gap=settings.gap)
+    train, held_out, near = (toy_points(n, generator=source, intervals=inside) for n in counts)
+    outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
+    return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
+
+
+def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], settings: RegressionSettings) -> Problem:
+    """The paper's network of two layers of 50 units on what `drawn` gives for each seed."""
+    x, y, x_held_out, y_held_out = (
+        torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
+    )
+    training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
+    return Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
+
+
+# One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
+Row = dict[str, Any]
+
+
+def fit_methods(methods: Sequence[str], *, seed: int, settings: RegressionSettings) -> Iterator[tuple[str, Row]]:
+    """Fit some methods on every seed at once, and score them."""
+    seeds = seeds_of(seed, settings.n_seeds)
+    sets = [drawn(s, settings) for s in seeds]
+    problem = problem_of(sets, seeds, settings)
+    for method in methods:
+        yield method, _scored({**METHODS, **VARIANTS}[method](problem), sets)
+
+
+def _scored(predictors: Sequence[Predictor], sets: Sequence[tuple[ToyData, ...]]) -> Row:
+    rows = []
+    for predictor, (_, _, inside, outside) in zip(predictors, sets, strict=True):
+        near, far = predictor(inside.x), predictor(outside.x)
+        std_in, std_out = (p.f_variance.sqrt() for p in (near, far))
+        close = (outside.x - sum(TRAIN_INTERVAL) / 2).abs() <= _NEAR
+        deviations = (float(part.mean()) for part in (std_in, std_out[close], std_out[~close], std_out))
+        rmse = float((near.f_mean - inside.y).double().square().mean().sqrt())
+        rows.append((near.nll(inside.y), far.nll(outside.y), *deviations, near.coverage(inside.y), rmse))
+    grid = predictors[0](toy_grid().x)
+    mean, std = (part.squeeze(1).tolist() for part in (grid.f_mean, grid.stddev))
+    return {"scores": dict(zip(METRICS, zip(*rows, strict=True), strict=True)), "mean": mean, "std": std}
+
+
+def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
+    """Means over the seeds."""
+    columns = {"nll_in": "NLL in", "nll_out": "NLL out", "coverage95_in": "95 % coverage", "rmse_in": "RMSE in"}
+    columns |= {"std_in": "std in", "std_near": "std near", "std_far": "std far", "std_out": "std out"}
+    rows = []
+    for method, scores in results.items():
+        means = {name: Sample.of(scores.get(name, ())).mean for name in columns}
+        growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
+        rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
+    note = (
+        "NLL is the mean negative log-likelihood of new points, lower is better; RMSE is that of noisy points. “std” "
+        "is the function's standard deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to "
+        "0 and 0.5 to 1.2, where no method has seen data, “near” its part at most 0.25 away and “far” the rest. The "
+        "noise is the held-out squared error of a network unless it is learnt. The paper prints no numbers for this "
+        "figure."
+    )
+    return Table(f"Scores, mean of {settings['n_seeds']} seeds", ("method", *columns.values(), "out / in"), rows, note)
+
+
+def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
+    """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations.
+
+    Of the variants only the released code's is drawn, unless there is nothing else.
+    """
+    rows = {name: row for name, row in rows.items() if name not in VARIANTS or name == "badam-released"} or rows
+    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
+    grid = toy_grid()
+    x = grid.x.squeeze(1).numpy()
+
+    def panel(axes: Axes, method: str, row: Row) -> None:
+        for interval in training_intervals(gap=settings.gap):
+            axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+        shade, mean, std = plots.colour(method), np.array(row["mean"]), np.array(row["std"])
+        for width in (1, 2):
+            axes.fill_between(x, mean - width * std, mean + width * std, color=shade, alpha=0.16, linewidth=0)
+        axes.plot(x, grid.y.squeeze(1), color=plots.INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.plot(train.x, train.y, "o", color=plots.INK, markersize=2.4, markeredgewidth=0, alpha=0.55)
+        axes.plot(x, mean, color=shade, linewidth=1.8)
+        axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+        axes.locator_params(axis="x", nbins=4)
+
+    title = "Toy regression: mean, one and two standard deviations (noise included)"
+    draw = [partial(panel, method=method, row=row) for method, row in rows.items()]
+    with plots.house_style():
+        return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
+
+
+def run(*, seed: int, out: Path, quiet: bool, settings: RegressionSettings) -> tuple[Path, ...]:
+    """The command."""
+    task = Run("figure1", seed, out, asdict(settings), quiet=quiet)
+    parts = run_parts(task, settings.methods, partial(fit_methods, seed=seed, settings=settings))
+    rows = {name: parts[name] for name in TITLES if name in parts}
+    results = {method: row["scores"] for method, row in rows.items()}
+    task.show(table(results, asdict(settings)))
+    return task.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)

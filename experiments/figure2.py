@@ -1,0 +1,298 @@
+"""Figure 2: accuracy of MNIST networks after pruning, every method's ranking; and networks trained to be pruned."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bayesadam.engine.network import forward, unflatten
+from experiments import plots, released
+from experiments.baselines import Data, Network, Problem, Training, diagonal_ggn, read, trained
+from experiments.data import Images, load_images
+from experiments.rules import RULES, gaussian
+from experiments.running import Run, Table, percent, run_parts, seeds_of
+
+FRACTIONS = (
+    *(round(0.1 * k, 1) for k in range(8)),
+    *(0.75, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.992, 0.995, 0.997, 0.999),
+)
+SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
+# Badam with other settings than those that the paper found best, no L2 penalty and β₂ = .99999.
+_BETAS, _DECAYS = (0.99, 0.999, 0.9999), (1e-6, 1e-5, 1e-4)
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    **{f"badam-beta2-{beta:g}": {"betas": (0.9, beta)} for beta in _BETAS},
+    **{f"badam-l2-{decay:g}": {"weight_decay": decay} for decay in _DECAYS},
+}
+RELEASED = "badam-released"
+TITLES = {
+    **plots.METHOD_TITLES,
+    RELEASED: "Badam, as the released notebook",
+    **{f"badam-beta2-{beta:g}": f"Badam, β₂ = {beta:g}" for beta in _BETAS},
+    **{f"badam-l2-{decay:g}": f"Badam, L2 penalty {decay:g}" for decay in _DECAYS},
+}
+# The accuracies that the notebook prints, of one network.
+PRINTED: Mapping[str, Mapping[float, float]] = {
+    "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
+    "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
+}
+_STYLES = {"snr": "-", "magnitude": "--", "path-snr": ":"}
+_SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
+
+
+@dataclass(frozen=True)
+class PruningSettings:
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
+
+    Badam's and MC dropout's networks have `dropout`; `beta2` is Badam's, the other methods have Adam's usual .999. With
+    `sparse` there are networks trained to be pruned, by the `RECIPES`, instead of the methods.
+    """
+
+    data: str = "mnist"
+    methods: tuple[str, ...] = tuple(TITLES)
+    n_seeds: int = 5
+    epochs: int = 100
+    hidden: tuple[int, ...] = (400, 400)
+    activation: str = "relu"
+    dropout: float = 0.2
+    batch_size: int = 128
+    lr: float = 1e-3
+    beta2: float = 0.99999
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way of training to be pruned: a Laplace prior with penalty λ|θ|₁, and a learning rate that falls to nothing.
+
+    It has its own widths, and `longer` times the usual epochs.
+    """
+
+    hidden: tuple[int, ...]
+    sparsity: float
+    input_dropout: float = 0.0
+    longer: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as `2×400, λ = 3e-05`."""
+        dropout = f", input dropout {self.input_dropout:g}" if self.input_dropout else ""
+        longer = f", {self.longer} × epochs" if self.longer != 1 else ""
+        return f"{len(self.hidden)}×{self.hidden[0]}, λ = {self.sparsity:g}{dropout}{longer}"
+
+
+RECIPES = (
+    Recipe((400, 400), 1e-5),
+    Recipe((400, 400), 3e-5),
+    Recipe((400, 400), 6e-5),
+    Recipe((1200, 1200), 2e-5),
+    Recipe((1200, 1200), 2e-5, input_dropout=0.1, longer=2),
+)
+
+
+def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
+    """All seeds on the same images, which are on the device once; the test images count as held out."""
+    parts = (part.to(device) for part in (images.train_x, images.train_y, images.test_x, images.test_y))
+    x, y, x_test, y_test = (part.expand(len(seeds), *part.shape) for part in parts)
+    return Problem(Data(x, y, x_test, y_test, "classification"), network, training, seeds)
+
+
+# --- weights and their signal-to-noise ratios, of every seed: (s, *shape) by name -----------------------------------
+
+Weights = dict[str, Tensor]
+Ranked = tuple[Weights, Weights]
+
+
+def _from_adam(problem: Problem) -> Ranked:
+    """Read off Adam's state, as the paper has it: no prior."""
+    posteriors, weights = read(problem, prior_precision=0.0), problem.optimum.params
+    ratios = [posterior.snr() for posterior in posteriors]
+    return weights, {name: torch.stack([snr[name] for snr in ratios]) for name in weights}
+
+
+def _usual(problem: Problem) -> Problem:
+    """With Adam's usual β, for the methods that do not read its state."""
+    return replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
+
+
+def _from_rule(name: str, problem: Problem, **changes: Any) -> Ranked:
+    found = gaussian(trained(_usual(problem), RULES[name], **changes))
+    assert found is not None
+    snr = found.mean.abs() / found.variance.sqrt()
+    return unflatten(problem.network, found.mean), unflatten(problem.network, snr)
+
+
+def _from_ggn(problem: Problem) -> Ranked:
+    weights = _usual(problem).optimum.params
+    return weights, _ratios(weights, diagonal_ggn(problem.network, weights, problem.data.x[0]))
+
+
+def _from_notebook(problem: Problem) -> Ranked:
+    _, weights, moments = released.trained(problem, released.NOTEBOOK)
+    return weights, _ratios(weights, {name: len(problem.data) * v.sqrt() for name, v in moments.items()})
+
+
+def _ratios(weights: Weights, precision: Weights) -> Weights:
+    return {name: weights[name].abs() * p.clamp(min=1e-30).sqrt() for name, p in precision.items()}
+
+
+_TRAINERS: Mapping[str, Callable[[Problem], Ranked]] = {
+    RELEASED: _from_notebook,
+    "mc-dropout": lambda problem: _from_adam(_usual(problem)),
+    "bbb": partial(_from_rule, "bbb"),
+    "vadam": lambda problem: _from_rule("vadam", problem, prior_precision=len(problem.data) / 600),
+    "swag": partial(_from_rule, "swag"),
+    "ivon": partial(_from_rule, "ivon", lr=0.1, initial_hessian=0.1),
+    "laplace-diagonal": _from_ggn,
+}
+
+
+def path_scores(snr: Weights) -> Weights:
+    """s_ij a_j b_i: a weight's ratio times what reaches its input and what its output reaches.
+
+    a_i² = Σ_j (s_ij a_j)² + s_i² with the bias last, b_j² = Σ_i (s_ij b_i)²; 1 at the network's ends, and on average
+    over each layer. Squared, the product sums over all paths through the weight.
+    """
+
+    def of_mean_one(strength: Tensor) -> Tensor:
+        return strength / strength.mean(dim=1, keepdim=True)
+
+    layers = [(snr[f"layer{k}.weight"], snr[f"layer{k}.bias"]) for k in range(len(snr) // 2)]
+    arriving, leaving = [torch.ones_like(layers[0][0][:, 0])], [torch.ones_like(layers[-1][1])]
+    for weight, bias in layers[:-1]:
+        square = (weight * arriving[-1][:, None, :]).square().sum(dim=2) + bias.square()
+        arriving.append(of_mean_one(square.sqrt()))
+    for weight, _ in reversed(layers[1:]):
+        leaving.insert(0, of_mean_one((weight * leaving[0][:, :, None]).square().sum(dim=1).sqrt()))
+    scores: Weights = {}
+    for k, ((weight, bias), a, b) in enumerate(zip(layers, arriving, leaving, strict=True)):
+        scores |= {f"layer{k}.weight": weight * a[:, None, :] * b[:, :, None], f"layer{k}.bias": bias * b}
+    return scores
+
+
+def curves_of(method: str, problem: Problem) -> dict[str, Any]:
+    """Train one method, or Adam for a recipe, on every seed at once, and prune by each ranking that it has.
+
+    The accuracies of a ranking are (seeds, fractions), as plain data.
+    """
+    weights, snr = _TRAINERS.get(method, _from_adam)(problem)
+    rankings = {"snr": snr, "magnitude": {name: theta.abs() for name, theta in weights.items()}}
+    if method == "mc-dropout":
+        del rankings["snr"]
+    elif method in VARIANTS:
+        del rankings["magnitude"]
+    elif method not in _TRAINERS:
+        rankings["path-snr"] = path_scores(snr)
+    return {
+        name: {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, scores)}
+        for name, scores in rankings.items()
+    }
+
+
+@torch.no_grad()
+def pruned_accuracy(problem: Problem, weights: Weights, scores: Weights) -> Any:
+    """Test accuracy after each of `FRACTIONS` of all weights, biases included, is set to 0, lowest score first."""
+    device = problem.data.x.device
+    weights = {name: t.to(device) for name, t in weights.items()}
+    flat = torch.cat([scores[name].to(device).flatten(1) for name in weights], dim=1)
+    rank = unflatten(problem.network, flat.argsort(dim=1, stable=True).argsort(dim=1))
+    x, y = problem.data.x_held_out[0], problem.data.y_held_out[0]
+    accuracies = []
+    for fraction in FRACTIONS:
+        removed = round(fraction * flat.shape[1])
+        pruned = {name: t * (rank[name] >= removed) for name, t in weights.items()}
+        right = forward(problem.network, pruned, x).argmax(dim=-1) == y
+        accuracies.append(right.double().mean(dim=1))
+    return torch.stack(accuracies, dim=1).tolist()
+
+
+def fit_part(
+    names: Sequence[str], *, seed: int, settings: PruningSettings, device: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The curves of each method or recipe."""
+    images = load_images(settings.data)
+    inputs, classes, seeds = images.train_x.shape[1], images.n_classes, seeds_of(seed, settings.n_seeds)
+    for name in names:
+        training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
+        training = replace(training, **VARIANTS.get(name, {}))
+        network = Network(inputs, settings.hidden, classes, settings.activation, settings.dropout)
+        if name == RELEASED:
+            network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
+        if settings.sparse:
+            recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+            network = replace(network, hidden=recipe.hidden, input_dropout=recipe.input_dropout)
+            epochs = recipe.longer * settings.epochs
+            training = replace(training, epochs=epochs, sparsity=recipe.sparsity, schedule="cosine")
+        yield name, curves_of(name, problem_of(images, network, training, seeds, device))
+
+
+def mean_curves(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[float, float]]:
+    """By method and ranking, the mean accuracy over the seeds at each fraction."""
+    return {
+        (method, ranking): dict(zip(curve["fractions"], map(fmean, zip(*curve["accuracy"], strict=True)), strict=True))
+        for method, rankings in results.items()
+        for ranking, curve in rankings.items()
+    }
+
+
+def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
+    """Mean accuracy in percent at some of the fractions."""
+    curves = mean_curves(results)
+    fractions = [f for f in SHOWN if any(f in curve for curve in curves.values())]
+    best = {f: max(curve[f] for curve in curves.values() if f in curve) for f in fractions}
+    rows = []
+    for (method, ranking), curve in curves.items():
+        bold = ["**" if curve.get(f) == best[f] else "" for f in fractions]
+        cells = (f"{b}{percent(curve.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
+        rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
+        if method == RELEASED:
+            printed = (percent(PRINTED[ranking].get(f)) for f in fractions)
+            rows.append((f"*what the notebook prints*, {ranking}", *printed))
+    title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
+    note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
+    return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)
+
+
+def picture(results: Mapping[str, Any], title: str) -> Figure:
+    """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left.
+
+    Badam with other settings is drawn where nothing else is.
+    """
+    results = {method: curves for method, curves in results.items() if method not in VARIANTS} or results
+    with plots.house_style():
+        figure = plots.new_figure(11.5, 4.6, title)
+        left, right = figure.subplots(1, 2)
+        for (method, ranking), curve in mean_curves(results).items():
+            shade = _SHADES[list(results).index(method) % len(_SHADES)]
+            look: Any = {"color": plots.COLOURS.get(method, shade), "linestyle": _STYLES.get(ranking, "-")}
+            look |= {"linewidth": 1.5, "label": f"{TITLES.get(method, method)}, {ranking}"}
+            left.plot([100 * f for f in curve], [100 * a for a in curve.values()], **look)
+            errors = [max(100 - 100 * a, 0.1) for a in curve.values()]
+            right.plot([100 - 100 * f for f in curve], errors, **look)
+        left.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(0, 100), title="Accuracy")
+        right.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
+        right.set(xscale="log", yscale="log", xlim=(100, 0.1))
+        for axes in (left, right):
+            axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
+        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def run(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
+    """The command."""
+    if settings.sparse:
+        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
+        names, file = tuple(recipe.name for recipe in RECIPES), "figure2-sparse.png"
+    else:
+        units = f"{settings.activation} units, {settings.epochs} epochs"
+        title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
+        names, file = settings.methods, "figure2.png"
+    task = Run("figure2", seed, out, asdict(settings), device=device, quiet=quiet)
+    results = run_parts(task, names, partial(fit_part, seed=seed, settings=settings, device=device))
+    task.show(table(results, asdict(settings)))
+    return task.finish({file: plots.png(picture(results, title))}, results)

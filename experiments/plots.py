@@ -1,0 +1,101 @@
+"""The look that all pictures share: one style, and one colour for each method."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
+# Okabe and Ito's palette, safe for the colour-blind.
+COLOURS: Mapping[str, str] = {
+    **dict.fromkeys(("badam", "badam-map"), "#0072B2"),
+    **dict.fromkeys(("gp", "greedy", "epsilon-greedy"), "#009E73"),
+    "mc-dropout": "#E69F00",
+    "bbb": "#D55E00",
+    "vadam": "#CC79A7",
+    **dict.fromkeys(("laplace-full", "laplace-diagonal", "linear"), "#56B4E9"),
+    **dict.fromkeys(("ensemble", "bootstrap"), "#9A7D0A"),
+    "ivon": "#8C564B",
+    "hybrid": "#1A1A1A",
+    **dict.fromkeys(("swag", "neural-linear"), "#6A5ACD"),
+}
+METHOD_TITLES = {
+    "badam": "Badam",
+    "mc-dropout": "MC dropout",
+    "bbb": "Bayes by Backprop",
+    "vadam": "Vadam",
+    "swag": "SWAG",
+    "ivon": "IVON",
+    "laplace-diagonal": "Laplace, diagonal GGN",
+}
+_STYLE: dict[Any, Any] = {
+    "figure.dpi": 150,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "legend.fontsize": 8,
+}
+
+
+def colour(method: str) -> str:
+    """The method's colour; grey for one without."""
+    return COLOURS.get(method, MUTED)
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Our style inside, whatever the user's is; theirs again outside."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """A figure in inches that lays itself out and draws to memory: no window, no pyplot, no backend chosen."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    return figure
+
+
+def panels(
+    draw: Sequence[Callable[[Axes], object]],
+    title: str,
+    *,
+    columns: int,
+    size: tuple[float, float],
+    margin: tuple[float, float],
+) -> tuple[Figure, list[Axes]]:
+    """A figure of panels of one size in inches, each drawn by one function, row by row."""
+    columns = min(columns, len(draw))
+    rows = -(-len(draw) // columns)
+    figure = new_figure(size[0] * columns + margin[0], size[1] * rows + margin[1], title)
+    drawn = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, one in zip(drawn, draw, strict=False):
+        one(axes)
+    for axes in drawn[len(draw) :]:
+        axes.set_axis_off()
+    return figure, drawn
+
+
+def png(figure: Figure) -> Callable[[Path], None]:
+    """What writes the figure to a path as PNG, whatever the path's name and the user's style."""
+
+    def write(path: Path) -> None:
+        with house_style():
+            figure.savefig(path, format="png")
+
+    return write

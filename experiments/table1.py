@@ -1,0 +1,227 @@
+"""Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bayesadam.bandits.settings import AgentSettings
+from bayesadam.errors import SettingError
+from experiments import plots
+from experiments.agents import agent_settings
+from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
+from experiments.simulation import Playing, in_turn
+
+TITLES = {
+    **plots.METHOD_TITLES,
+    "badam-map": "Badam, map form",
+    "mc-dropout-showdown": "MC dropout, as the Showdown",
+    "bbb-showdown": "Bayes by Backprop, as the Showdown",
+    "greedy-showdown": "Greedy, as the Showdown",
+    "greedy": "Greedy",
+    "uniform": "Uniform",
+    "epsilon-greedy": "ε-greedy",
+    "neural-linear": "Neural-linear",
+    "linear": "Linear, full posterior",
+}
+# Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
+_COLUMNS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
+PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    agent: dict(zip(_COLUMNS, zip(means, deviations, strict=True), strict=True))
+    for agent, means, deviations in (
+        ("badam", (0.74, 0.74, 0.48, 0.97, 0.13, 0.58, 0.36), (0.09, 0.03, 0.01, 0.02, 0.01, 0.01, 0.06)),
+        ("mc-dropout", (0.68, 0.68, 0.48, 0.96, 0.13, 0.57, 0.44), (0.11, 0.02, 0.01, 0.02, 0.01, 0.01, 0.03)),
+        ("bbb", (0.60, 0.21, 0.46, 0.71, 0.10, 0.39, 0.38), (0.15, 0.13, 0.02, 0.17, 0.04, 0.06, 0.02)),
+        ("vadam", (0.76, 0.81, 0.48, 0.99, 0.26, 0.74, 0.65), (0.03, 0.00, 0.01, 0.00, 0.02, 0.01, 0.00)),
+        ("greedy", (0.64, 0.86, 0.50, 0.97, 0.16, 0.62, 0.44), (0.18, 0.03, 0.01, 0.03, 0.01, 0.03, 0.02)),
+        ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
+    )
+}
+# An agent that the paper took from the Showdown has this at the end of its name.
+SHOWDOWN = "-showdown"
+# The rows with the paper's settings: its own, Badam's other form, and a stronger Bayes by Backprop.
+OWN_AGENTS = (
+    *("badam", "badam-map", f"mc-dropout{SHOWDOWN}", f"bbb{SHOWDOWN}", "bbb", "vadam", f"greedy{SHOWDOWN}", "uniform"),
+)
+# What a lost run is, in a few words; see `experiments.simulation.Simulation`.
+LOST = "Lost are runs that earned no more than the best single arm"
+# Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
+_AT_ONCE = {"cpu": 1, "cuda": 8}
+
+
+@dataclass(frozen=True)
+class BanditSettings:
+    """What the table depends on besides the seed: its columns, its rows, the runs of each cell, the agents' settings.
+
+    These are `"tuned"` or `"paper"`, with changes to single ones, by name, for every agent that has them.
+    """
+
+    problems: tuple[str, ...] = (*_COLUMNS[:6], "census:1000", "jester:redrawn")
+    agents: tuple[str, ...] = tuple(PAPER)
+    runs: int = 10
+    rounds: int | None = None
+    settings: str = "tuned"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = sorted({name for agent in self.agents for name in agent_settings(agent, self.settings).names()})
+        if unknown := sorted(set(self.changes) - set(known)):
+            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(known)}")
+        for agent in self.agents:
+            self.of(agent)
+
+    def of(self, agent: str) -> AgentSettings:
+        """The settings of an agent, with those changes that concern it."""
+        own = agent_settings(agent, self.settings)
+        return replace(own, **{name: value for name, value in self.changes.items() if name in own.names()})
+
+
+Cell = dict[str, Any]
+HEADINGS = {"census:1000": "census, 1,000 rounds", "jester:redrawn": "jester, arms redrawn"}
+
+
+def play(names: Sequence[str], *, seed: int, settings: BanditSettings, device: str) -> Iterator[tuple[str, Cell]]:
+    """Finished cells as plain data, as they come."""
+    given: Any = {"runs": settings.runs, "rounds": settings.rounds, "seed": seed, "device": device}
+    pairs = [name.split("/") for name in names]
+    cells = [partial(Playing, problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs]
+    for number, found in in_turn(cells, _AT_ONCE[device]):
+        regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
+        mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
+        shares = {name: getattr(found, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
+        played = {"rounds": found.rounds, "seconds": round(found.seconds, 3), "points": found.points.tolist()}
+        yield names[number], {**shares, **played, "regret_mean": mean, "regret_sd": sd}
+
+
+def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
+    """`problem/agent` as `results[problem][agent]`."""
+    found: dict[str, dict[str, Cell]] = {}
+    for name, cell in cells.items():
+        problem, _, agent = name.partition("/")
+        found.setdefault(problem, {})[agent] = cell
+    return found
+
+
+def published(problem: str, agent: str) -> tuple[float, float] | None:
+    """The paper's mean and standard deviation; its jester has fixed arms."""
+    kind, _, option = problem.partition(":")
+    return None if option == "redrawn" else PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(kind)
+
+
+def spread(cell: Cell) -> str:
+    """A cell's mean ± standard deviation; in brackets its standard error, its worst run, and how many runs were lost.
+
+    >>> spread({"reward_ratio": [0.9, 0.1], "lost": [False, True]})
+    '.500 ± .566 (.400; .100, 1 lost)'
+    """
+    sample, lost = Sample.of(cell["reward_ratio"]), sum(cell.get("lost", ()))
+    if not sample.values:
+        return MISSING
+    told = f"{fixed(min(sample.values))}{f', {lost} lost' if lost else ''}"
+    if len(sample.values) == 1:
+        return f"{fixed(sample.mean)} ({told})"
+    return f"{fixed(sample.mean)} ± {fixed(sample.deviation)} ({fixed(sample.standard_error)}; {told})"
+
+
+def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> Table:
+    """Reward over the optimum's, ours above the paper's, the best of each column and source in bold."""
+    problems = [problem for problem in settings["problems"] if problem in results]
+    agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
+    means = {p: {a: Sample.of(cell["reward_ratio"]).mean for a, cell in results[p].items()} for p in problems}
+    best = {p: max((m for m in found.values() if math.isfinite(m)), default=None) for p, found in means.items()}
+    highest = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
+    rows = []
+    for agent in agents:
+        shown, paper = [], []
+        for p in problems:
+            bold = "**" if means[p].get(agent) == best[p] else ""
+            mean, _, rest = spread(results[p][agent]).partition(" ") if agent in results[p] else (MISSING, "", "")
+            shown.append(f"{bold}{mean}{bold} {rest}".strip())
+            theirs = published(p, agent)
+            star = "**" if theirs and theirs[0] == highest[p.partition(":")[0]] else ""
+            paper.append(f"{star}{fixed(theirs[0], 2)}{star} ± {fixed(theirs[1], 2)}" if theirs else "")
+        rows.append((TITLES.get(agent, agent), *shown))
+        if any(paper) and agent + SHOWDOWN not in agents:
+            rows.append(("*in the paper*", *paper))
+    changed = ", ".join(f"{name}={value}" for name, value in (settings.get("changes") or {}).items())
+    played = f"{settings['runs']} runs, settings `{settings['settings']}`" + (f" with {changed}" if changed else "")
+    title = f"Total reward over the optimum's: mean ± standard deviation of {played} (standard error; worst run)"
+    note = f"{LOST}. The paper's are means ± standard deviations of 10 runs; its census has 10,000 rounds."
+    return Table(title, ("agent", *(HEADINGS.get(p, p) for p in problems)), rows, note)
+
+
+def settings_table() -> Table:
+    """Every setting of `--settings paper`, and whose it is."""
+    rows = []
+    for record in json.loads(Path(__file__).with_name("settings.json").read_text("utf-8")):
+        agents = record["agents"]
+        named = "all" if agents == "all" else ", ".join(TITLES.get(agent, agent) for agent in agents) or MISSING
+        rows.append((record["what"], named, record["value"], record["whose"]))
+    note = (
+        "The Showdown is the code of *Deep Bayesian Bandits Showdown*, on which the paper builds; the released code is "
+        "the authors', which has no bandits."
+    )
+    return Table("The settings `paper`, and whose they are", ("setting", "agents", "value", "whose"), rows, note)
+
+
+def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings) -> Figure:
+    """Cumulative regret, mean and one standard deviation over the runs: a panel per problem, with one legend."""
+
+    def panel(axes: Axes, problem: str) -> None:
+        for agent, cell in results[problem].items():
+            shade = plots.colour(agent)
+            mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
+            axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
+            axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
+        axes.set(title=HEADINGS.get(problem, problem), xlabel="rounds", ylabel="cumulative regret")
+        axes.locator_params(axis="x", nbins=4)
+
+    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
+    draw = [partial(panel, problem=problem) for problem in results]
+    columns = 2 if len(draw) == 4 else 3
+    with plots.house_style():
+        figure, panels = plots.panels(draw, title, columns=columns, size=(4.2, 3.2), margin=(1.6, 0.4))
+        panels[min(columns, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def command(
+    *,
+    problems: tuple[str, ...] | None,
+    agents: tuple[str, ...] | None,
+    runs: int,
+    rounds: int | None,
+    settings: str,
+    changes: Mapping[str, Any],
+    device: str,
+    seed: int,
+    out: Path,
+    quiet: bool,
+) -> tuple[Path, ...]:
+    """The `table1` command; None stands for what the paper has."""
+    chosen = {name: value for name, value in (("problems", problems), ("agents", agents)) if value is not None}
+    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
+    return run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=device)
+
+
+def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str) -> tuple[Path, ...]:
+    """Play the cells; results go to `metrics.json` as they arrive."""
+    this = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
+    names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
+
+    def so_far(done: Mapping[str, Cell]) -> None:
+        this.write({"metrics.json": this.metrics(by_problem(done))})
+
+    results = by_problem(run_parts(this, names, partial(play, seed=seed, settings=settings, device=device), so_far))
+    view = table(results, asdict(settings))
+    this.show(view)
+    text = view.markdown() + (settings_table().markdown() if settings.settings == "paper" else "")
+    files: Any = {"table1.md": text, "regret.png": plots.png(picture(results, settings))}
+    return this.finish(files, results)

@@ -1,0 +1,353 @@
+"""The hybrid agent: exact linear heads on the contexts and on a network's last hidden layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bayesadam.bandits.linear import (
+    Contexts,
+    Head,
+    Learner,
+    Sampler,
+    Scores,
+    Statistics,
+    normal_equations,
+    shared_precision,
+    with_constant,
+)
+from bayesadam.bandits.observations import MOST_ROOM, Floats, Indices, Observations
+from bayesadam.bandits.settings import HybridSettings
+from bayesadam.engine.gradients import Slope
+from bayesadam.engine.network import Network, unflatten
+from bayesadam.engine.rules import Adam, Dropout
+from bayesadam.engine.stack import Stack, constant
+from bayesadam.engine.streams import Streams
+
+# The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
+# is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)³: trying everything is
+# cheap in few dimensions only.
+_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 9.0
+# The prior that arms share is learnt from them and from so many arms with the prior above, in so many steps a training.
+_FIRST_ARMS, _SHARED_STEPS = 4.0, 2
+# The range seen is widened by this factor where `reward_range` is not given: more may come.
+_MORE = 2.0
+# Each observation forgets this share of the others' errors when the network's noise is estimated.
+_MEMORY = 0.9995
+# The share of the hidden layer is drawn towards 0 as if by this many observations.
+_CAUTION = 4.0
+# The penalty falls to a half over this many observations.
+_PENALISED = 500.0
+_CLIP, _CHUNK = 5.0, 4096
+
+
+@dataclass(eq=False)
+class Belief:
+    """What decides: both heads, the network's hidden layers, and the share s of the head on the last of them.
+
+    Rewards are learnt in the `units` (shift, scale), as (r − shift)/scale; `ends` are the smallest and largest seen.
+    """
+
+    linear: Head
+    hidden: Head
+    layers: list[tuple[Contexts, Contexts]]
+    share: float
+    units: tuple[float, float]
+    ends: tuple[float, float]
+
+    def features(self, head: Head, contexts: Contexts) -> Floats:
+        """Of a head, with a constant 1."""
+        h = contexts
+        for weight, bias in self.layers if head is self.hidden else ():
+            h = np.maximum(h @ weight.T + bias, 0)
+        return with_constant(h)
+
+    def observe(self, contexts: Contexts, arms: Indices, rewards: npt.NDArray[Any], memory: float | None) -> None:
+        """Update both heads; the hidden one, which forgets its errors by the factor `memory`, unless that is None."""
+        targets = (rewards.astype(np.float64) - self.units[0]) / self.units[1]
+        self.ends = min(self.ends[0], float(rewards.min())), max(self.ends[1], float(rewards.max()))
+        for head in (self.linear, self.hidden) if memory is not None else (self.linear,):
+            for arm, x, target in zip(arms.tolist(), self.features(head, contexts), targets.tolist(), strict=True):
+                head.update(arm, x, target)
+                if memory is not None and head is self.hidden:
+                    head.scale *= memory
+                    head.shape -= _SHAPE
+                    head.shape *= memory
+                    head.shape += _SHAPE
+
+
+class Hybrid(Learner):
+    """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
+
+    Both heads are exact Gaussians that every observation updates at once. After a training the head on the hidden layer
+    is refitted to all observations, around the network's own last layer. s minimises the squared error of the sum on
+    held-out observations: where rewards are linear, or data are few, it is near 0.
+
+    The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). How much
+    each feature of the contexts matters is learnt from all arms together: see `shared_precision`. σ² is the noise of
+    all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each arm's f with
+    one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h)) with V = (α² σ² + b₀/a) xᵀ C x. α falls from 1
+    to `exploration` with the arm's own observations, and b₀/a with the arm's own a: an arm that was seldom chosen stays
+    doubtful however much is known of the others.
+
+    The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
+    """
+
+    settings: HybridSettings
+    choice = "hybrid"
+
+    def __init__(self, settings: HybridSettings, n_features: int, n_arms: int, seed: int) -> None:
+        super().__init__(settings, n_features, n_arms, seed)
+        self.network = Network(n_features, settings.hidden, n_arms, dropout=settings.dropout)
+        rule = (Dropout if settings.dropout else Adam)(betas=(0.9, 0.999))
+        self.stack = Stack(self.network, rule, [seed], self._batch, average=settings.average, clip=_CLIP, predraw=True)
+        self._penalty = torch.zeros(1, 1)
+        self.stack.penalty = self._penalty if settings.l2 else None
+        self.streams |= {"batches": Streams([seed], "batches"), "training": self.stack.streams}
+        linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
+        self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
+        # How many observations the next training waits for; statistics of those no longer held, and when they were.
+        self._next = 0
+        self._dropped, self._dropped_at = Statistics.zeros(n_arms, n_features + 1), 0
+        # What a training learns from, in which units.
+        self._seen, self._units = Observations(n_features), (0.0, 1.0)
+
+    def _layers(self) -> list[tuple[Contexts, Contexts]]:
+        """A copy of the network's hidden layers."""
+        params = {name: tensor[0].numpy().copy() for name, tensor in self.stack.params.items()}
+        return [(params[f"layer{at}.weight"], params[f"layer{at}.bias"]) for at in range(len(self.network.hidden))]
+
+    def _memory(self, seen: Observations) -> float | None:
+        """By which an observation fades the errors of the head on the hidden layer; None before the first training."""
+        return min(_MEMORY, seen.faded(1)) if self.stack.done else None
+
+    # --- what decides -----------------------------------------------------------------------------------------------
+
+    def _range(self, belief: Belief) -> float:
+        """R in units of the targets."""
+        if self.settings.reward_range is not None:
+            low, high = self.settings.reward_range
+            return (high - low) / belief.units[1]
+        low, high = belief.ends
+        width = high - low if high > low else max(abs(high), 1)
+        return _MORE * (width if np.isfinite(width) else 1) / belief.units[1]
+
+    def _noise(self, belief: Belief) -> float:
+        """b₀."""
+        return float(_NOISE * self._range(belief) ** 2 / (self.n_features + 1) ** 3)
+
+    def _variance(self, belief: Belief, head: Head) -> float:
+        """σ² of all arms together."""
+        return float((head.scale + self._noise(belief)).sum() / head.shape.sum())
+
+    def _precision(self, belief: Belief, head: Head, data: Statistics) -> Floats:
+        """λ1 with λ = σ² E|x|²/(c R)², with which functions have the standard deviation c R."""
+        squares = np.trace(data.gram, axis1=1, axis2=2).sum() / max(data.counts.sum(), 1)
+        function = (_FUNCTION * self._range(belief)) ** 2
+        precision = np.clip(self._variance(belief, head) * squares / function, 1e-8, 1e8)
+        return np.full(head.mean.shape[1], precision)
+
+    def predictive(self, contexts: Contexts) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of f, (k, arms), in units of the targets."""
+        belief, least, settling = self.belief, self.settings.exploration**2, self.settings.settling
+        noise, counts = self._noise(belief), 2 * (belief.linear.shape - _SHAPE)
+        tempered = least + (1 - least) * settling / (settling + counts)
+        mean = std = np.zeros(())
+        for head, weight in ((belief.linear, 1 - belief.share), (belief.hidden, belief.share)):
+            if weight:
+                x = belief.features(head, contexts)
+                pooled = head.scale.sum() / (_SHAPE + (head.shape - _SHAPE).sum())
+                mean = mean + weight * (x @ head.mean.T)
+                std = std + weight * np.sqrt((tempered * pooled + noise / head.shape) * head.widths(x))
+        return mean, std
+
+    def sampler(self, contexts: Contexts) -> Sampler:
+        """One normal number an arm and draw."""
+        mean, std = (part.astype(np.float32)[:, None] for part in self.predictive(contexts))
+
+        def draw(n: int, streams: Streams) -> Scores:
+            scores: Scores = streams.normal(len(contexts), n, self.n_arms).numpy()[0]
+            scores *= std
+            scores += mean
+            return scores
+
+        return draw
+
+    def observe(self, seen: Observations, rows: slice) -> None:
+        """Update both heads."""
+        self.note(self.belief, seen, rows)
+
+    def note(self, belief: Belief, seen: Observations, rows: slice) -> None:
+        """Update both heads of a belief."""
+        belief.observe(seen.contexts[rows], seen.arms[rows], seen.rewards[rows], self._memory(seen))
+
+    # --- a training -------------------------------------------------------------------------------------------------
+
+    def due(self, seen: Observations) -> bool:
+        """Whether the observations have grown by the factor `growth`."""
+        return seen.total >= self._next
+
+    def train(self, seen: Observations, old: Belief) -> Belief:
+        """The belief after a training: of the network, of both heads around it, and of the share.
+
+        `old` is a copy of the one that decides, which goes on. Where it fails, the network is as it was.
+        """
+        before = {name: tensor.clone() for name, tensor in self.stack.tensors().items()}
+        done, own = self.stack.done, self.settings
+        self._seen, self._units = seen, _rounded(*seen.moments())
+        # Squared errors are in the units of the previous training.
+        errors = old.hidden.scale * (old.units[1] / self._units[1]) ** 2
+        new = replace(old, hidden=replace(old.hidden, scale=errors), units=self._units)
+        noise = min(self._variance(new, new.hidden), 1) if done else 1.0
+        self._penalty.fill_(noise * own.l2 * _PENALISED / (_PENALISED + seen.total))
+        try:
+            rows = torch.from_numpy(self._rows(seen)).unsqueeze(1)
+            self.stack.prepare(rows, constant(own.lr))
+            self.stack.run(own.train_steps)
+            new.layers = self._layers()
+            new.linear = self._fit_linear(new)
+            self._fit_hidden(new)
+            new.share = self._share(new)
+        except BaseException:
+            self.stack.done = done
+            for name, tensor in self.stack.tensors().items():
+                tensor.copy_(before[name])
+            raise
+        self._next = seen.total + int(max(own.train_every, (own.growth - 1) * seen.effective_count))
+        return new
+
+    def _rows(self, seen: Observations) -> Indices:
+        """Of the mini-batches; held-out observations are replaced by their neighbours."""
+        rows = seen.drawn(self.streams["batches"], self.settings.train_steps, self.settings.batch_size)
+        for _ in range(2):
+            rows = np.where(self._held_out(seen)[rows], (rows - 1) % seen.count, rows)
+        return rows
+
+    def _held_out(self, seen: Observations) -> npt.NDArray[np.bool_]:
+        """Which observations are not trained on."""
+        numbers = np.arange(seen.total - seen.count, seen.total)
+        return np.equal(numbers % self.settings.hold_out, 0)
+
+    def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
+        """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
+        at, seen, (shift, scale) = rows[0].numpy(), self._seen, self._units
+        contexts, chosen, rewards = (torch.from_numpy(of[at])[None] for of in (seen.contexts, seen.arms, seen.rewards))
+        targets, arms = rewards.sub_(shift).div_(scale), chosen.unsqueeze(2)
+
+        def slope(outputs: Tensor) -> Tensor:
+            errors = outputs.gather(2, arms).squeeze(2).sub_(targets).mul_(2 / len(at))
+            return torch.zeros_like(outputs).scatter_(2, arms, errors.unsqueeze(2))
+
+        return contexts, slope
+
+    def thin(self, seen: Observations) -> None:
+        """Add what is dropped to its statistics."""
+        self._dropped.fade(seen.faded(seen.total - self._dropped_at))
+        self._dropped_at = seen.total
+        for part in _chunks(seen.count - MOST_ROOM // 2):
+            x = self.belief.features(self.belief.linear, seen.contexts[part])
+            self._dropped.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
+
+    def _statistics(self, belief: Belief, head: Head) -> Statistics:
+        """Of all observations, in units of the targets.
+
+        Those no longer held are known by their contexts' statistics; on the hidden layer, those held count as all of
+        their arm.
+        """
+        seen, data = self._seen, Statistics.zeros(*head.mean.shape)
+        for part in _chunks(seen.count):
+            x = belief.features(head, seen.contexts[part])
+            data.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
+        if seen.total > seen.count:
+            faded = seen.faded(seen.total - self._dropped_at)
+            more = 1 + faded * self._dropped.counts / data.counts.clip(min=1)
+            for name, array in vars(data).items():
+                if head is belief.linear:
+                    array += faded * vars(self._dropped)[name]
+                else:
+                    array *= more.reshape(-1, *[1] * (array.ndim - 1))
+        return data.standardised(*belief.units)
+
+    def _fit_linear(self, belief: Belief) -> Head:
+        """Around the mean reward of a random arm: agents that learn see better rewards."""
+        data, noise = self._statistics(belief, belief.linear), self._noise(belief)
+        counts, center = data.counts, np.zeros_like(data.cross)
+        center[:, -1] = (data.cross[:, -1] / counts.clip(min=1)).sum() / max((counts > 0).sum(), 1)
+        shape, first = _SHAPE + 0.5 * counts, self._precision(belief, belief.linear, data)
+        covariance, mean, scale = normal_equations(data, center, first)
+        variance = float((scale + noise).sum() / shape.sum())
+        for _ in range(_SHARED_STEPS):
+            shared = shared_precision(mean - center, covariance, variance, first, first_arms=_FIRST_ARMS)
+            covariance, mean, scale = normal_equations(data, center, shared)
+        return Head(mean, covariance, shape, scale)
+
+    def _fit_hidden(self, belief: Belief) -> None:
+        """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt."""
+        head, data = belief.hidden, self._statistics(belief, belief.hidden)
+        weight, bias = (tensor[0].numpy() for tensor in list(self.stack.params.values())[-2:])
+        last = np.column_stack([weight, bias]).astype(np.float64)
+        head.covariance, head.mean, _ = normal_equations(data, last, self._precision(belief, head, data))
+
+    def _share(self, belief: Belief) -> float:
+        """s = Σ ω e_x (e_x − e_h)/(Σ ω (e_x − e_h)² + m σ²) in [0, 1], e the errors of held-out observations left out.
+
+        ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
+        """
+        seen = self._seen
+        rows = np.flatnonzero(self._held_out(seen))[-_CHUNK:]
+        contexts, arms = seen.contexts[rows], seen.arms[rows]
+        targets = (seen.rewards[rows].astype(np.float64) - belief.units[0]) / belief.units[1]
+        (first, rest), (second, other) = (
+            head.left_out(arms, belief.features(head, contexts), targets) for head in (belief.linear, belief.hidden)
+        )
+        weights = np.minimum(rest, other) ** 2 * seen.weights(rows)
+        noise, gap = min((weights * first**2).mean(), (weights * second**2).mean()), first - second
+        below = (weights * gap**2).sum() + _CAUTION * noise
+        share = (weights * first * gap).sum() / max(below, np.finfo(np.float64).tiny)
+        return float(np.clip(share, 0, 1))
+
+    # --- the state --------------------------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Both heads, the statistics of what is no longer held, the network and its optimiser."""
+        belief = self.belief
+        parts = {"linear": belief.linear, "hidden": belief.hidden, "dropped": self._dropped}
+        arrays = {f"{name}.{field}": array for name, part in parts.items() for field, array in vars(part).items()}
+        arrays |= {"share": np.array(belief.share), "ends": np.array(belief.ends), "due": np.array(self._next)}
+        arrays |= {"shift": np.array(belief.units[0]), "scale": np.array(belief.units[1])}
+        arrays |= {"dropped.at": np.array(self._dropped_at), "steps": np.array(self.stack.done)}
+        return arrays | {name: tensor.numpy() for name, tensor in self._weights().items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        # Rewards are scaled before the network sees them, and "scale" is theirs.
+        return {name: tensor for name, tensor in self.stack.tensors().items() if name != "scale"}
+
+    def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over all of it. A file of release 0.2 has dropped nothing."""
+        own, belief = self.arrays(), self.belief
+        values = {name: arrays[name] for name in own if name in arrays or not name.startswith("dropped")}
+        for name, value in values.items():
+            own[name][...] = value.reshape(own[name].shape)
+        self._next, self._dropped_at = int(own["due"]), int(own["dropped.at"])
+        self.stack.done, belief.layers, belief.share = int(own["steps"]), self._layers(), float(own["share"])
+        belief.units, belief.ends = (float(own["shift"]), float(own["scale"])), tuple(own["ends"].tolist())
+
+    def parts(self, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
+        """The layers of flat weights."""
+        flat = array.shape == tuple(self.stack.weights.shape)
+        return [t.numpy() for t in unflatten(self.network, torch.from_numpy(array)).values()] if flat else (array,)
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(first, min(first + _CHUNK, count)) for first in range(0, count, _CHUNK))
+
+
+def _rounded(shift: float, scale: float) -> tuple[float, float]:
+    """Units that float32, in which the network learns, has."""
+    return float(np.float32(shift)), float(np.float32(scale))

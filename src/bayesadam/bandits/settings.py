@@ -1,0 +1,130 @@
+"""The settings of the agents, each with the condition that its values meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from bayesadam._checks import is_count, is_number
+from bayesadam.errors import SettingError
+
+
+class Check(NamedTuple):
+    """A condition on the values of a setting; it stands in the field's type."""
+
+    holds: Callable[[Any], bool]
+    meaning: str
+
+
+def _is_range(value: Any) -> bool:
+    pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
+    return value is None or (pair and value[0] < value[1])
+
+
+def _are_widths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(is_count, value))
+
+
+Count = Annotated[int, Check(is_count, "a positive whole number")]
+CountOrZero = Annotated[int, Check(lambda v: is_count(v, 0), "a whole number, 0 or more")]
+Several = Annotated[int, Check(lambda v: is_count(v, 2), "a whole number, 2 or more")]
+Positive = Annotated[float, Check(lambda v: is_number(v) and v > 0, "positive and finite")]
+PositiveOrNone = Annotated[
+    float | None, Check(lambda v: v is None or (is_number(v) and v > 0), "positive and finite, or None")
+]
+NotNegative = Annotated[float, Check(lambda v: is_number(v) and v >= 0, "finite and at least 0")]
+Factor = Annotated[float, Check(lambda v: is_number(v) and v > 1, "finite and above 1")]
+Probability = Annotated[float, Check(lambda v: is_number(v) and 0 <= v <= 1, "between 0 and 1")]
+Share = Annotated[float, Check(lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1")]
+Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
+Range = Annotated[tuple[float, float] | None, Check(_is_range, "a tuple (low, high) with low below high, or None")]
+Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
+SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """The settings of every agent.
+
+    Attributes:
+        train_every: the fewest observations between two trainings.
+        initial_pulls: how often every arm is pulled, in turn, before the agent chooses.
+        epsilon: the share of decisions with an arm drawn at random.
+        forget: the half-life of what was learnt, in observations of any arm, for rewards that drift.
+    """
+
+    train_every: Count = 20
+    initial_pulls: CountOrZero = 3
+    epsilon: Probability = 0.0
+    forget: PositiveOrNone = None
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            for check in getattr(hint, "__metadata__", ()):
+                if not check.holds(getattr(self, name)):
+                    raise SettingError(f"{name} must be {check.meaning}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The settings that this class has."""
+        return tuple(field.name for field in fields(cls))
+
+    def plain(self) -> dict[str, Any]:
+        """The values by name, as JSON has them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> AgentSettings:
+        """The inverse of `plain`; settings that the class does not have are ignored."""
+        own: dict[str, Any] = {name: values[name] for name in cls.names()}
+        return cls(**own | {name: tuple(value) for name, value in own.items() if isinstance(value, list)})
+
+
+@dataclass(frozen=True)
+class LinearSettings(AgentSettings):
+    """Bayesian linear regression per arm.
+
+    Attributes:
+        standardise: whether rewards are learnt in units of their mean and standard deviation so far.
+        shape, scale: a₀ and b₀ of the inverse gamma prior of the noise.
+        precision: λ of the weights' prior precision, in units of the noise.
+    """
+
+    standardise: Flag = True
+    shape: Positive = 6.0
+    scale: Positive = 6.0
+    precision: Positive = 0.25
+
+
+@dataclass(frozen=True)
+class HybridSettings(AgentSettings):
+    """Two exact linear heads, on the contexts and on the last hidden layer of a network.
+
+    Attributes:
+        hidden: the widths of the network's hidden layers of ReLU units.
+        lr, batch_size, train_steps: Adam's learning rate, the size of a mini-batch, and how many a training has.
+        average: β of the moving average of the weights that acts in their place; 0 for none.
+        l2: λ of the penalty (λ/2)|θ|², in units of the rewards' noise; it falls with the observations.
+        dropout: the rate at which hidden units are dropped in training.
+        reward_range: (low, high), where it is known; None for twice the range seen so far.
+        exploration: α, the share of the posterior's standard deviation that acts in the end; it begins at 1.
+        settling: n₀: α² of an arm falls as n₀/(n₀ + n) does over its own n observations.
+        growth: the next training comes when the number of observations has grown by this factor.
+        hold_out: one of so many observations is held out from the network, to weigh the heads by.
+    """
+
+    train_every: Count = 5
+    initial_pulls: CountOrZero = 1
+    hidden: SomeWidths = (100, 100)
+    lr: Positive = 4e-3
+    batch_size: Count = 256
+    train_steps: Count = 200
+    average: Share = 0.995
+    l2: NotNegative = 6e-3
+    dropout: Share = 0.2
+    reward_range: Range = None
+    exploration: Probability = 0.0
+    settling: Positive = 1.0
+    growth: Factor = 1.15
+    hold_out: Several = 10

@@ -1,1 +1,0 @@
-"""The work of the commands that are not of the paper: on a saved file, and the demo."""

@@ -1,0 +1,19 @@
+"""Smaller networks: which weights to remove, a posterior without them, and keeping them removed."""
+
+from bayesadam.compress.masking import apply_masks, keep_pruned, load_masks, save_masks
+from bayesadam.compress.pruning import PruningReport, importance, prune, prune_checkpoint
+from bayesadam.compress.ranking import RANKINGS, masks, weight_scores
+
+__all__ = [
+    "RANKINGS",
+    "PruningReport",
+    "apply_masks",
+    "importance",
+    "keep_pruned",
+    "load_masks",
+    "masks",
+    "prune",
+    "prune_checkpoint",
+    "save_masks",
+    "weight_scores",
+]

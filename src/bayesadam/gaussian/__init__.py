@@ -1,1 +1,0 @@
-"""Covariance structures: diagonal, Kronecker, low-rank."""

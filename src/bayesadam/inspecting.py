@@ -1,0 +1,233 @@
+"""The signal-to-noise ratios of a checkpoint's or a posterior's weights, layer by layer: no model, no data."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesadam._tables import aligned
+from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
+from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
+from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
+from bayesadam.weights.gaussian import GaussianWeights, is_saved
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Quantiles of a larger tensor come from every k-th weight, so many or fewer.
+_SAMPLE = 2**20
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """|μ|/σ over one parameter's weights, or σ where a file has no weights.
+
+    Attributes:
+        dead: how many have v = 0.
+        below: how many have |μ|/σ < 1; None where that or N is not known.
+        quantiles: 5, 50 and 95 % of |μ|/σ, or of σ.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weights: int
+    dead: int
+    below: int | None
+    quantiles: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found; prints as a table and the doctor's remarks.
+
+    Attributes:
+        optimizer: the reader that read the state.
+        n_data: N, or None where it is not known: the numbers are then those of N = 1.
+        omitted: tensors without a state, with the reason.
+        why: how the file was read, a sentence each.
+        rule: what |μ|/σ or σ is, in words.
+        has_weights: whether the file has the weights; without them σ stands for |μ|/σ.
+    """
+
+    source: str
+    format: str
+    optimizer: str
+    n_data: float | None
+    parameters: tuple[ParameterReport, ...]
+    omitted: Mapping[str, str]
+    diagnosis: Diagnosis
+    why: tuple[str, ...]
+    rule: str
+    has_weights: bool
+
+    @property
+    def quantity(self) -> str:
+        """What the quantiles are of: `"|μ|/σ"` or `"σ"`."""
+        return "|μ|/σ" if self.has_weights else "σ"
+
+    @property
+    def weights(self) -> int:
+        """Weights with a state."""
+        return sum(row.weights for row in self.parameters)
+
+    @property
+    def dead(self) -> int:
+        """Weights with v = 0."""
+        return sum(row.dead for row in self.parameters)
+
+    @property
+    def below(self) -> int | None:
+        """Weights with |μ|/σ < 1; None where that or N is not known."""
+        return sum(row.below or 0 for row in self.parameters) if self.has_weights and self.n_data else None
+
+    @property
+    def legend(self) -> str:
+        """What the columns of the table are, and what the numbers mean as N is known or not."""
+        lines = [
+            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
+            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights.",
+        ]
+        if self.below is not None:
+            lines.append("< 1: the share of weights with |μ|/σ below that.")
+        return "\n".join([*lines, self.rule])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table as text, its heading first and its total last."""
+        table: list[tuple[str, ...]] = [("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", "< 1")]
+        for row in self.parameters:
+            quantiles = [f"{value:.2g}" for value in row.quantiles]
+            cells = [row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", _share(row.dead, row.weights)]
+            table.append((*cells, *quantiles, _share(row.below or 0, row.weights)))
+        dead, below = _share(self.dead, self.weights), _share(self.below or 0, self.weights)
+        table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
+        return [row if self.below is not None else row[:-1] for row in table]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        own = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
+        shown = ("shape", "weights", "dead", "below", "quantiles")
+        return {
+            **{key: getattr(self, key) for key in own},
+            "parameters": {row.name: {key: getattr(row, key) for key in shown} for row in self.parameters},
+            "omitted": dict(self.omitted),
+            "doctor": self.diagnosis.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.diagnosis), "", *aligned(self.rows()), "", self.legend])
+
+
+def inspect(
+    source: str | os.PathLike[str] | Checkpoint | GaussianWeights,
+    *,
+    n_data: float | None = None,
+    **options: Unpack[CheckpointKeywords],
+) -> Inspection:
+    """Signal-to-noise ratio and dead weights of every parameter; one tensor of a file is in memory at a time.
+
+    Of a checkpoint the ratio is that of the paper, |θ| N^½ v̂^¼, without a prior; of a posterior, live or saved, it is
+    `Posterior.snr`. Where a file has no weights, σ is shown instead.
+
+    Args:
+        source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
+        n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
+        **options: how the file is read, see `CheckpointOptions`.
+    """
+    gaussian, known = _opened(source, n_data, options)
+    opened = gaussian.source
+    match = None if opened is None else opened.match
+    examined, reports = [], []
+    for result in examine(gaussian, match):
+        if result.part is None:
+            raise StateError(result.error)
+        reports.append(_report(result.part, result, known))
+        # Without the tensors, which the next step replaces.
+        examined.append(replace(result, part=None))
+        del result
+    reader = None if match is None else match.entries[0].reader
+    return Inspection(
+        source=type(getattr(gaussian, "model", gaussian)).__name__ if opened is None else str(opened.path),
+        format="posterior" if opened is None else opened.format,
+        optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
+        n_data=known,
+        parameters=tuple(reports),
+        omitted=gaussian.omitted,
+        diagnosis=diagnose(gaussian, examined, match, n_data=known),
+        why=() if opened is None else opened.why,
+        rule=_rule(gaussian, known if match else None, match is not None),
+        has_weights=gaussian.has_weights,
+    )
+
+
+def diagnose_checkpoint(
+    path: str | os.PathLike[str], *, n_data: float | None = None, **options: Unpack[CheckpointKeywords]
+) -> Diagnosis:
+    """What `doctor` says of a checkpoint or of a saved posterior; raises only where there is no file."""
+    try:
+        gaussian, known = _opened(path, n_data, options)
+        match = None if gaussian.source is None else gaussian.source.match
+        return diagnose(gaussian, [replace(each, part=None) for each in examine(gaussian, match)], match, n_data=known)
+    except (MissingFileError, SettingError):
+        raise
+    except BayesAdamError as error:
+        finding = Finding("unreadable", "error", str(error))
+        return Diagnosis(f"{Path(path).name}: no posterior can be read", (finding,))
+
+
+def _opened(
+    source: str | os.PathLike[str] | Checkpoint | GaussianWeights, n_data: float | None, options: CheckpointKeywords
+) -> tuple[GaussianWeights, float | None]:
+    """The Gaussian, a checkpoint's without a prior, and N where it is known."""
+    reading = CheckpointOptions(**options)
+    if isinstance(source, GaussianWeights):
+        found = source if n_data is None else source.replace(n_data=n_data)
+        return found, found.n_data
+    if is_saved(source, reading.optimizer_path):
+        found = GaussianWeights.open(source, n_data, **options)
+        return found, found.n_data
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, reading)
+    known = checkpoint.recorded.n_data if n_data is None else n_data
+    given = 1.0 if known is None else known
+    return GaussianWeights.open(checkpoint, given, prior_precision=0.0, **options), known
+
+
+def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -> str:
+    """What |μ|/σ is in a checkpoint, or σ in a posterior, in a sentence or two."""
+    if is_checkpoint and known is not None:
+        return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {known:g}."
+    if is_checkpoint:
+        return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
+    of = gaussian.settings
+    text = f"σ is that of the {gaussian.structure.kind} posterior: N = {of.n_data:g}, "
+    text += f"1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
+    if gaussian.has_weights:
+        return text
+    return f"{text}\nFor |μ|/σ inspect the weights' file, with this one as optimizer_path (--optimizer-file)."
+
+
+@torch.no_grad()
+def _report(part: GaussianWeights, result: Examined, known: float | None) -> ParameterReport:
+    name = result.name
+    values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
+    below = int((values < 1).sum()) if part.has_weights and known else None
+    spread = quantiles(values[:: 1 + len(values) // _SAMPLE])
+    return ParameterReport(name, tuple(part.shapes[name]), result.numel, result.zeros, below, spread)
+
+
+def quantiles(values: Tensor) -> tuple[float, float, float]:
+    """5, 50 and 95 % of a vector; NaN of an empty one."""
+    if not values.numel():
+        return (math.nan,) * 3
+    low, median, high = torch.quantile(values, values.new_tensor((0.05, 0.5, 0.95))).tolist()
+    return low, median, high
+
+
+def _share(count: int, total: int) -> str:
+    return f"{100 * count / max(total, 1):.1f} %"

@@ -1,0 +1,191 @@
+"""What a batch is: tensors or arrays, alone, in tuples or in mappings, with a row for each example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bayesadam._alone import alone_with
+from bayesadam.errors import MatchError
+
+# Names under which a batch holds its targets: first those that a model's own loss takes.
+_OWN_LABELS = ("labels", "label", "label_ids")
+_LABELS = (*_OWN_LABELS, "targets", "target", "y")
+
+
+class Batch(NamedTuple):
+    """Inputs, their targets, and whether these are a model's own labels, out of a mapping with its inputs."""
+
+    inputs: Any
+    targets: Tensor
+    own: bool
+
+
+# --- batches and loaders --------------------------------------------------------------------------------------------
+
+
+def is_loader(data: Any) -> TypeGuard[Iterable[Any]]:
+    """Whether it gives batches and is not one: an iterable, but no tensor, array, tuple, mapping or list of tensors.
+
+    >>> is_loader([(torch.zeros(2, 3), torch.zeros(2))]), is_loader([torch.zeros(2, 3), torch.zeros(2)])
+    (True, False)
+    """
+    if isinstance(data, list):
+        batches = [entry for entry in data if isinstance(entry, tuple | list | Mapping)]
+        return bool(data) and len(batches) == len(data) and all(map(_has_data, batches))
+    return isinstance(data, Iterable) and not isinstance(data, tuple | Mapping | str) and not _is_data(data)
+
+
+def batches_of(data: Any, model: nn.Module) -> Iterator[Batch]:
+    """What a loader of tuples or mappings gives, or a single one of these; arrays become tensors, as in `for_model`."""
+    if not isinstance(data, Iterable):
+        raise MatchError(f"batches must be a loader of (inputs, targets), got {type(data).__name__}")
+    for batch in data if is_loader(data) else [data]:
+        inputs, y, own = _split(batch)
+        if y is None:
+            keys = f" with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            what = f"{type(batch).__name__}{keys}"
+            raise MatchError(f"a batch must be (inputs, targets), or a mapping with one of {_LABELS}, got {what}")
+        y = _tensor(y) if _is_array(y) else y
+        if not isinstance(y, Tensor) or y.dim() == 0:
+            raise MatchError(
+                f"the targets of a batch must be a tensor with a row for each example, got {type(y).__name__}: "
+                "collate the examples first; a single one is (x[None], y[None])"
+            )
+        yield Batch(for_model(inputs, model), y, own)
+
+
+def inputs_of(batch: Any, model: nn.Module) -> Any:
+    """The inputs of a loader's batch, without the targets that `batches_of` would find in it, on the model's device."""
+    return to_device(for_model(_split(batch)[0], model), _like(model).device)
+
+
+def _split(batch: Any) -> tuple[Any, Any, bool]:
+    """Inputs, targets, those under a label's name or else the last, and whether they are the model's own labels."""
+    if isinstance(batch, Batch):
+        return batch
+    if isinstance(batch, Mapping):
+        key = next((key for key in _LABELS if key in batch), None)
+        return {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key], key in _OWN_LABELS
+    if not isinstance(batch, tuple | list):
+        return batch, None, False
+    if len(batch) < 2:
+        return batch[0] if batch else batch, None, False
+    names = getattr(batch, "_fields", ())
+    last = next((names.index(key) for key in _LABELS if key in names), len(batch) - 1)
+    others = (*batch[:last], *batch[last + 1 :])
+    return others[0] if len(others) == 1 else others, batch[last], False
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def for_model(inputs: Any, model: nn.Module, *, graph: bool = False) -> Any:
+    """A batch with arrays, numpy's and others', as tensors on the model's device, real numbers in its floating type."""
+    inputs = plain(inputs, graph=graph)
+    if not any(map(_is_array, pytree.tree_leaves(inputs))):
+        return inputs
+    like = _like(model)
+    return pytree.tree_map(lambda leaf: _tensor(leaf, like) if _is_array(leaf) else leaf, inputs)
+
+
+def plain(inputs: Any, *, graph: bool = False) -> Any:
+    """A batch that can be cut and joined: mappings as dicts, no inference tensors, no graph unless asked for."""
+    graph = graph and torch.is_grad_enabled()
+
+    def differentiable(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with torch.inference_mode(False):
+            return leaf.clone() if leaf.is_inference() else leaf if graph else leaf.detach()
+
+    return pytree.tree_map(differentiable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def has_graph(inputs: Any) -> bool:
+    """Whether gradients with respect to the inputs are wanted: they require them, and gradients are recorded."""
+    leaves = pytree.tree_leaves(inputs) if torch.is_grad_enabled() else ()
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def batch_size(inputs: Any) -> int:
+    """The number of examples: the length of the first tensor."""
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            if leaf.shape[0] == 0:
+                raise MatchError("the batch is empty: it has no examples")
+            return leaf.shape[0]
+    raise MatchError(
+        f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array"
+    )
+
+
+def is_batched(leaf: Any, size: int) -> bool:
+    """Whether a leaf of the inputs has one entry per example."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _map_examples(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    size = batch_size(inputs)
+    return pytree.tree_map(lambda leaf: change(leaf) if is_batched(leaf, size) else leaf, inputs)
+
+
+def examples(inputs: Any, start: int, stop: int) -> Any:
+    """Examples `start` to `stop` of a batch of tensors, tuples or dicts."""
+    return _map_examples(inputs, lambda leaf: leaf[start:stop])
+
+
+def chosen_examples(inputs: Any, rows: Tensor) -> Any:
+    """Some examples of a batch, by index."""
+    return _map_examples(inputs, lambda leaf: leaf[rows.to(leaf.device)])
+
+
+def repeated(inputs: Any, times: int) -> Any:
+    """The batch, `times` over."""
+    return _map_examples(inputs, lambda leaf: torch.cat([leaf] * times))
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """The batch on another device."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+# --- what a batch is made of ----------------------------------------------------------------------------------------
+
+
+def _has_data(batch: Any) -> bool:
+    return any(map(_is_data, pytree.tree_leaves(batch)))
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or _is_array(leaf)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Arrays, and what says it can be one, such as a table of pandas; not the numbers in them."""
+    return hasattr(leaf, "__array__") and not isinstance(leaf, Tensor | np.generic | type)
+
+
+def _tensor(array: Any, like: Tensor | None = None) -> Tensor:
+    # A copy: torch takes neither read-only memory nor strides that run backwards.
+    values = np.array(array, order="C")
+    if values.dtype.kind not in "biuf":
+        raise MatchError(f"an array of {values.dtype} holds no numbers: pass one of floats or integers")
+    if (values.dtype.kind == "u" and values.dtype.itemsize > 1) or values.dtype.kind == "i":
+        values = values.astype(np.int64)
+    tensor = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+    if like is None:
+        return tensor
+    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
+
+
+def _like(model: nn.Module) -> Tensor:
+    """An empty tensor of the model's floating type, on its device."""
+    with alone_with(model):
+        first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        return torch.empty(0, dtype=first.dtype, device=first.device)

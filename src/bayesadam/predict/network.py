@@ -1,0 +1,214 @@
+"""The user's model as a pure function of named parameters: other weights in it for a while, in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bayesadam._alone import alone_with, in_eval_mode, named_modules
+from bayesadam._shards import is_sharded
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.named import Named
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+class Gaussian(Protocol):
+    """What a prediction needs of a posterior over the weights of a model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+
+    @property
+    def mean(self) -> Named:
+        """μ by parameter name."""
+
+    @property
+    def structure(self) -> Diagonal:
+        """The coordinates in which Σ is diagonal."""
+
+    @property
+    def coordinate_variance(self) -> Named:
+        """The variances in those coordinates."""
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The model's parameters by name."""
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """A draw of the weights."""
+
+    def require_proper(self) -> None:
+        """Raise unless every weight has a finite variance."""
+
+
+def means(posterior: Gaussian) -> dict[str, Tensor]:
+    """μ of a posterior in the types and on the devices of its model's parameters."""
+    with alone_with(posterior.model):
+        parameters = posterior.parameters()
+        if any(map(is_sharded, parameters.values())):
+            raise SettingError(
+                "a prediction needs whole tensors, and this posterior is sharded over processes: predict with "
+                "posterior.gathered(model), a plain model of the same architecture, or run the model yourself inside "
+                "posterior.sampled()"
+            )
+        return {name: mu.detach().to(parameters[name]) for name, mu in posterior.mean.items()}
+
+
+@contextmanager
+def swapped(model: nn.Module, params: Named) -> Iterator[None]:
+    """The model with other tensors for the parameters they name, wherever those are used, and copies of its buffers.
+
+    They are taken in the types and on the devices of the parameters, and may have a copy for each example. Buffers of
+    torch's own layers are only read in evaluation mode, and not copied. What was there before is back at the end.
+    """
+    modules = list(named_modules(model))
+    instead: dict[int, Tensor] = {}
+    missing = dict(params)
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            tensor = params.get(prefix + key)
+            if tensor is not None and parameter is not None and _may_replace(tensor.shape, parameter.shape):
+                instead[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
+                missing.pop(prefix + key)
+    for name, tensor in missing.items():
+        raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(tensor.shape)}")
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for _, module in modules:
+        before += [(module._parameters, k, p) for k, p in module._parameters.items() if id(p) in instead]
+        if module.training or not type(module).__module__.startswith("torch.nn."):
+            before += [(module._buffers, k, b) for k, b in module._buffers.items() if b is not None]
+    try:
+        for place, key, tensor in before:
+            place[key] = instead[id(tensor)] if id(tensor) in instead else tensor.clone()
+        yield
+    finally:
+        for place, key, tensor in before:
+            place[key] = tensor
+
+
+def _may_replace(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether a tensor may stand for a parameter: of its shape, or a copy of it for each example."""
+    return shape == other or shape[1:] == other or (other[:1] == (1,) and shape[1:] == other[1:])
+
+
+@dataclass(frozen=True)
+class Call:
+    """f(θ, inputs) → (batch, ...) of one model; tensors are passed alone, tuples as arguments, mappings as keywords.
+
+    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken.
+    """
+
+    model: nn.Module
+    forward: Forward | None = None
+
+    def __call__(self, params: Named, inputs: Any) -> Tensor:
+        """The model's output, (batch, ...), with `params` for the parameters they name."""
+        with swapped(self.model, params):
+            return output_tensor(self.run(inputs))
+
+    def flat(self, params: Named, inputs: Any) -> Tensor:
+        """The output as (batch, outputs)."""
+        output = self(params, inputs)
+        return output.reshape(output.shape[0], -1)
+
+    def run(self, inputs: Any) -> Any:
+        """All that the model returns, with the weights that it has."""
+        if self.forward is not None:
+            return self.forward(self.model, inputs)
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The tensor in what a model returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() == 0:
+        what = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise MatchError(
+            f"the model returned {what}, not a tensor of real outputs with a row for each example: pass "
+            "forward=lambda model, batch: ... that returns them, (batch, ...)"
+        )
+    return output
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The same in float32 or wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+class _Shared:
+    """A setting of the whole process: made as the first thread enters, undone as the last one leaves."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.setting = setting
+        self.guard = RLock()
+        self.users = 0
+        self.undo = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.guard:
+            if self.users == 0:
+                self.undo.enter_context(self.setting())
+            self.users += 1
+        try:
+            yield
+        finally:
+            with self.guard:
+                self.users -= 1
+                if self.users == 0:
+                    self.undo.close()
+
+
+@contextmanager
+def _changed(get: Callable[[], bool], change: Callable[[bool], Any], value: bool) -> Iterator[None]:
+    before = get()
+    try:
+        change(value)
+        yield
+    finally:
+        change(before)
+
+
+_mha, _onednn = torch.backends.mha, torch.backends.mkldnn
+_by_layers = _Shared(lambda: _changed(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled, False))
+_without_onednn = _Shared(
+    lambda: _changed(lambda: bool(_onednn.enabled), lambda value: setattr(_onednn, "enabled", value), False)
+)
+_in_plain_mathematics = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
+_uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
+
+
+@contextmanager
+def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[None]:
+    """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
+
+    Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
+    would be compiled anew for every hook, and other threads that use the same model wait. Recurrent layers do without
+    oneDNN, whose LSTM in evaluation mode gives gradients that are memory never written to.
+    """
+    with in_eval_mode(model) as modules:
+        compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
+        eager = _uncompiled() if compiled else nullcontext()
+        plainly = _in_plain_mathematics() if differentiable else nullcontext()
+        recurrent = _without_onednn() if any(isinstance(m, nn.RNNBase) for m in modules) else nullcontext()
+        with _by_layers(), plainly, eager, recurrent, torch.inference_mode(False):
+            yield

@@ -1,0 +1,141 @@
+"""The uses of parameters by known layers, as one forward pass runs them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from bayesadam.predict.batches import batch_size
+from bayesadam.predict.network import Call
+from bayesadam.predict.tap import first_input, is_transposed_linear, watched
+from bayesadam.predict.uses import Addend, Layout, Lookup, Product, Use, batch_first, batch_second
+from bayesadam.weights.named import Named
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_KNOWN = (
+    *_LINEAR, *_CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention,
+)  # fmt: skip
+_FREE: tuple[Layout, ...] = (batch_first, batch_second)
+_FIRST: tuple[Layout, ...] = (batch_first,)
+# The kind of a use, its parameter, the layer's output and the use's other fields.
+_Note = tuple[type[Use], Tensor | None, Tensor, dict[str, Any]]
+
+
+def recorded(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[list[Use], Tensor]:
+    """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy each.
+
+    A layer whose class was changed, or a parameter used in another way, is not noticed here: `explained` compares
+    with autograd before anything trusts the list.
+    """
+    size, names = batch_size(inputs), {id(leaf): name for name, leaf in leaves.items()}
+    # Tables are looked up for each example, other parameters copied.
+    tables, copies = {}, {}
+    for name in shared:
+        if isinstance(call.model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+            tables[name] = size
+        else:
+            leaf = leaves[name]
+            row = leaf if leaf.dim() > 1 and leaf.shape[0] == 1 else leaf.unsqueeze(0)
+            copies[name] = row.expand(size, *row.shape[1:]).clone()
+    uses: list[Use] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        replaced = None
+        if isinstance(module, nn.MultiheadAttention):
+            notes, replaced = _attention(module, args, kwargs, output)
+        else:
+            a = first_input(args, kwargs)
+            if isinstance(module, nn.Embedding) and names.get(id(module.weight)) in tables:
+                a, output = _for_each(a, size, 0), _for_each(output, size, 1)
+            notes = _noted(module, a, output)
+        for kind, parameter, z, fields in notes:
+            # What the model runs without gradients has none.
+            if parameter is not None and id(parameter) in names and z.requires_grad:
+                uses.append(kind(name=names[id(parameter)], edge=get_gradient_edge(z), shape=z.shape, **fields))
+        if replaced is not None:
+            return replaced
+        # What follows may work in place; D is wanted at the layer's own output.
+        return output.clone() if isinstance(output, Tensor) else None
+
+    known = (module for module in call.model.modules() if type(module) in _KNOWN or is_transposed_linear(module))
+    with watched(known, see):
+        output = call({**leaves, **copies}, inputs)
+    for name, copy in copies.items():
+        uses.append(Addend(name=name, edge=get_gradient_edge(copy), shape=copy.shape, layouts=_FIRST))
+    return uses, output
+
+
+def _for_each(tensor: Tensor, size: int, features: int) -> Tensor:
+    """(positions, ...) or (1, positions, ...) as (size, positions, ...), with so many dimensions of features."""
+    whole = tensor if tensor.dim() > 1 + features else tensor.unsqueeze(0)
+    return whole.expand(size, *whole.shape[1:])
+
+
+def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
+    """The uses of the parameters of one layer with input a and output z."""
+    free: dict[str, Any] = {"layouts": _FREE}
+    first: dict[str, Any] = {"layouts": _FIRST, "channel": True}
+    if isinstance(m, nn.Embedding):
+        return [] if m.max_norm else [(Lookup, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
+    if isinstance(m, _CONVOLUTIONS):
+        how = {"layouts": _FIRST, "input": a, "convolution": m}
+        uses: list[_Note] = [(Product, m.weight, z, how), (Addend, m.bias, z, first)]
+        return uses if a.dim() == len(m.kernel_size) + 2 else []
+    if isinstance(m, _LINEAR) or is_transposed_linear(m):
+        product = {**free, "input": a, "inputs_first": not isinstance(m, _LINEAR)}
+        return [(Product, m.weight, z, product), (Addend, getattr(m, "bias", None), z, free)]
+    x = a.detach()
+    if isinstance(m, nn.LayerNorm):
+        scale = partial(F.layer_norm, x, m.normalized_shape, eps=m.eps)
+    elif isinstance(m, nn.RMSNorm):
+        scale = partial(F.rms_norm, x, m.normalized_shape, None, m.eps)
+    elif isinstance(m, nn.GroupNorm):
+        scale = partial(F.group_norm, x, m.num_groups, eps=m.eps)
+    elif m.running_mean is not None:
+        scale = partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
+    else:
+        return []
+    how = free if isinstance(m, nn.LayerNorm | nn.RMSNorm) else first
+    return [(Addend, m.weight, z, {**how, "scale": scale}), (Addend, getattr(m, "bias", None), z, how)]
+
+
+def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> tuple[list[_Note], Any]:
+    """Attention written out, so that its four projections are seen, and its result, which replaces the module's own."""
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query = given["query"]
+    if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
+        return [], None
+    how: Any = {"layouts": _FIRST if m.batch_first else (batch_second,)}
+    apart = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+    projected: list[Tensor] = []
+    notes: list[_Note] = []
+    for index, a in enumerate((query, given["key"], given["value"])):
+        bias_rows = slice(index * m.embed_dim, (index + 1) * m.embed_dim)
+        bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
+        weight, rows = (m.in_proj_weight, bias_rows) if apart is None else (apart[index], None)
+        z = F.linear(a, weight if rows is None else weight[rows], bias)
+        notes.append((Product, weight, z, {**how, "input": a, "rows": rows}))
+        notes.append((Addend, m.in_proj_bias, z, {**how, "rows": bias_rows}))
+        projected.append(z if m.batch_first else z.transpose(0, 1))
+    q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    mask = mask.view(scores.shape) if mask is not None and mask.dim() == 3 else mask
+    padding = None if padding is None else padding.view(len(scores), 1, 1, scores.shape[-1])
+    for each in (mask, padding):
+        if each is not None:
+            scores = scores.masked_fill(each, -math.inf) if each.dtype == torch.bool else scores + each
+    mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
+    mixed = mixed if m.batch_first else mixed.transpose(0, 1)
+    z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
+    notes += [(Product, m.out_proj.weight, z, {**how, "input": mixed}), (Addend, m.out_proj.bias, z, how)]
+    return notes, (z.clone(), output[1])

@@ -1,0 +1,179 @@
+"""Which networks and which state of a file belong together: those named, the usual, or the one choice that fits."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bayesadam.errors import FileError, MatchError
+from bayesadam.readers.formats.contents import Keys, Network
+from bayesadam.readers.formats.lazy import outline_of
+from bayesadam.readers.match import AmbiguousError, candidates, clean_names, memory_of, names_in, pair, slots_of
+
+# In lower case. A key that is not among them is taken where it is the only one that fits.
+_WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
+_STEMS = ("optimizer", "optim")
+_OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
+# Words in the key of a copy of other weights.
+_COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "polyak", "swa", "teacher", "best"}
+# More networks than so many are not tried together.
+_MOST_TOGETHER = 3
+_MOST_ROWS = 12
+
+State = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The networks, in the optimiser's order, the keys of its state, and why they were taken."""
+
+    networks: tuple[Network, ...]
+    state: Keys | None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        state = f", optimizer_key={dotted(self.state)!r}" if self.state else ""
+        return f"weights_key={dotted(*(network.path for network in self.networks))!r}{state}"
+
+    def named(self) -> dict[str, tuple[Network, str]]:
+        """The network and the name in it behind every name: of several networks with their keys before it."""
+        return {
+            name if len(self.networks) == 1 else f"{dotted(network.path)}.{name}": (network, name)
+            for network in self.networks
+            for name, tensor in outline_of(network.tensors).items()
+            if isinstance(tensor, Tensor)
+        }
+
+
+def dotted(*paths: Keys) -> str:
+    """Keys as `weights_key` and `optimizer_key` have them."""
+    return ",".join(".".join(path) for path in paths)
+
+
+def choose(
+    networks: Sequence[Network],
+    states: Mapping[Keys, State],
+    source: object,
+    weights_key: str | None,
+    optimizer_key: str | None,
+) -> Choice:
+    """The networks and the state under the keys that are given, else the usual keys, else the one pair that fits."""
+    by_path = {network.path: network for network in networks}
+    asked = () if weights_key is None else tuple(_under(by_path, weights_key, "weights_key").values())
+    states = states if optimizer_key is None else _under(states, optimizer_key, "optimizer_key")
+    copies = {} if asked else _copies(networks)
+    notes = tuple(f"{dotted(copy.path)!r} was left out, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
+    originals = {path: network for path, network in by_path.items() if network not in copies}
+    usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
+    for what, option, paths in (
+        ("states", "optimizer_key", list(usual_states) if not networks else []),
+        ("sets of weights", "weights_key", [network.path for network in usual] if not states and not asked else []),
+    ):
+        if len(paths) > 1:
+            raise FileError(f"{source} holds several {what}, {_listed(paths)}: say which with {option}=")
+    first = next(iter(usual_states), None)
+    if not states or not networks:
+        return Choice(usual, first, notes)
+    is_clear = len(usual_states) == 1 and (asked or len(usual) == 1)
+    is_named = len(asked) == 1 and optimizer_key is not None
+    if first is not None and is_clear and (is_named or fit(Choice(usual, first), states[first])):
+        return Choice(usual, first, notes)
+    pairs = _pairs(asked, tuple(originals.values()), usual_states if len(usual_states) == 1 else states)
+    if len(pairs) == 1:
+        return Choice(pairs[0].networks, pairs[0].state, (*notes, f"{pairs[0]}: the only choice that fits"))
+    if not pairs and is_clear:
+        # The error comes where the states are matched.
+        return Choice(usual, first, notes)
+    rows = "".join(f"\n  {row} ({row.notes[0]})" for row in pairs[:_MOST_ROWS])
+    raise FileError(
+        f"{source} holds weights under {_listed(list(originals))} and states under {_listed(list(states))}"
+        f"{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, with "
+        f"{rows or 'weights_key= and optimizer_key='}"
+    )
+
+
+def _listed(paths: Sequence[Keys]) -> str:
+    return " and ".join(repr(dotted(path)) for path in paths[:6])
+
+
+def _under(choices: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]:
+    """Those under the keys that an option names, in that order; a comma separates several."""
+    by_name = {dotted(path): path for path in choices}
+    names = [wanted] if wanted in by_name else [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in by_name:
+            there = ", ".join(map(repr, by_name)) or "none"
+            raise FileError(f"there is nothing of the kind under {option}={name!r}; there is {there}")
+    if len(set(names)) < len(names):
+        raise FileError(f"{option}={wanted!r} names a network twice")
+    return {by_name[name]: choices[by_name[name]] for name in names}
+
+
+def _usual(choices: Mapping[Keys, T], known: Sequence[str]) -> dict[Keys, T]:
+    """The shallowest under a usual key, else all."""
+    usual = [path for path in choices if any(part.lower() in known for part in path[-2:])]
+    depth = min(map(len, usual), default=0)
+    return {path: value for path, value in choices.items() if not usual or (path in usual and len(path) == depth)}
+
+
+def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
+    """Targets, averages and repeated weights, with the network that each is a copy of."""
+    shapes, memory, words = {}, {}, {}
+    for network in networks:
+        tensors = {name: t for name, t in outline_of(network.tensors).items() if isinstance(t, Tensor)}
+        sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
+        sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
+        shapes[network] = {name: tensors[key].shape for name, key in sized.items()}
+        memory[network] = [memory_of(tensor) for tensor in tensors.values()]
+        # `criticTarget` is two words.
+        words[network] = set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r" \1", dotted(network.path)).lower()))
+    copies: dict[Network, Network] = {}
+    for number, network in enumerate(networks):
+        alike = [n for n in networks if n is not network and n not in copies and shapes[n] == shapes[network]]
+        originals = [n for n in alike if not words[n] & _COPIES]
+        same = [n for n in alike if n in networks[:number] and memory[n] == memory[network]]
+        if same or (originals and words[network] & _COPIES):
+            copies[network] = (same or originals)[0]
+    return copies
+
+
+def _pairs(asked: tuple[Network, ...], networks: tuple[Network, ...], states: Mapping[Keys, State]) -> list[Choice]:
+    """Every choice that nothing contradicts: the networks asked for, else one, else the fewest in some order."""
+    pairs: list[Choice] = []
+    for path, state in states.items():
+        sizes = [len(asked)] if asked else range(1, min(len(networks), _MOST_TOGETHER) + 1)
+        for size in sizes:
+            orders = [asked] if asked else itertools.permutations(networks, size)
+            choices = [Choice(order, path, (why,)) for order in orders if (why := fit(Choice(order, path), state))]
+            pairs += choices
+            if choices:
+                break
+    return pairs
+
+
+def fit(choice: Choice, state: State) -> str:
+    """How an optimiser's state fits networks in this order; empty where something contradicts that."""
+    behind, names = choice.named(), names_in(state)
+    if names is not None:
+        known = set(clean_names(behind))
+        return "every name is there" if all(name in known for name in clean_names(names)) else ""
+    slots = slots_of(state)
+    tensors = {name: outline_of(network.tensors)[inner] for name, (network, inner) in behind.items()}
+    shapes = candidates(tensors, len(slots))
+    if all(slot.shape is None for slot in slots):
+        return "nothing in its state to check" if len(choice.networks) == 1 and len(slots) <= len(shapes) else ""
+    try:
+        pairing = pair(slots, shapes, ordered=all(network.ordered for network in choice.networks))
+    except AmbiguousError:
+        return "no shape contradicts it"
+    except MatchError:
+        return ""
+    used = {behind[pairing.names[slot.key]][0] for slot in slots if slot.key in pairing.names}
+    gaps = f", of {len(slots)} in {len(shapes)} parameters" if len(slots) < len(shapes) else ""
+    return f"every shape fits{gaps}" if len(used) == len(choice.networks) else ""

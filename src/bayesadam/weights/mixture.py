@@ -1,0 +1,312 @@
+"""A mixture of posteriors: a deep ensemble whose networks each know how sure they are."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesadam import _storage as storage
+from bayesadam._alone import unwrap
+from bayesadam._checks import require_kind
+from bayesadam._version import __version__
+from bayesadam._warnings import warn
+from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.predict import Forward
+from bayesadam.weights.draws import fresh_seed, stream_seed
+from bayesadam.weights.gaussian import Marginals, check_draws
+from bayesadam.weights.named import AnyPath, Named
+from bayesadam.weights.posterior import Posterior, copy_into, described, warn_of_calibration
+
+_KIND = "mixture"
+# The role, in a file, of what a network has besides the weights of its posterior.
+_BESIDES = "besides"
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class Mixture(Marginals):
+    """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
+
+    Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
+    model's buffers and frozen weights are then those of all, so that networks with batch norm need a model each.
+
+    >>> def member(seed):
+    ...     model, generator = torch.nn.Linear(2, 1), torch.Generator().manual_seed(seed)
+    ...     mean = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    ...     return Posterior.from_moments(model, mean, {name: torch.ones_like(mu) for name, mu in mean.items()}, 10)
+    >>> mixture = Mixture([member(0), member(1)])
+    >>> mixture.sample(3)["weight"].shape, mixture.weights
+    (torch.Size([3, 1, 2]), (0.5, 0.5))
+
+    Attributes:
+        members: the posteriors, over parameters of the same names and shapes.
+        weights: π, positive, of sum 1.
+    """
+
+    members: tuple[Posterior, ...]
+    weights: tuple[float, ...]
+
+    def __init__(self, members: Iterable[Posterior], weights: Iterable[float] | Tensor | None = None) -> None:
+        if isinstance(members, Posterior):
+            raise SettingError("a mixture is of several posteriors: Mixture([first, second, ...])")
+        members = tuple(members)
+        _check_members(members)
+        object.__setattr__(self, "members", members)
+        object.__setattr__(self, "weights", _normalised(weights, len(members)))
+        _warn_of_shared_statistics(members)
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """E[θ] = Σ π_m μ_m by parameter name: a moment, in no network's basin, and no weights to run one with."""
+        return self._averaged([member.mean for member in self.members])
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
+        centre, pairs = self.mean, [(member.variance, member.mean) for member in self.members]
+        apart = [{name: v + (mean[name] - centre[name]).square() for name, v in var.items()} for var, mean in pairs]
+        return self._averaged(apart)
+
+    def _averaged(self, named: Sequence[Named]) -> dict[str, Tensor]:
+        """Σ π_m x_m by name."""
+        shares = list(zip(self.weights, named, strict=True))
+        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
+
+    @property
+    def n_weights(self) -> int:
+        """The number of weights of one network."""
+        return self.members[0].n_weights
+
+    @property
+    def likelihood(self) -> str | None:
+        """The likelihood of its members' outputs."""
+        return next((member.likelihood for member in self.members if member.likelihood is not None), None)
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draws from q, each from a member picked with probability π_m, in the types of the models' parameters.
+
+        Args:
+            n: the number of draws, a leading dimension; None for one draw without it, the first of any number.
+            generator: makes picks and draws reproducible; they depend on it alone.
+        """
+        check_draws(n)
+        self.require_proper()
+        seed = fresh_seed(generator)
+        picked = picks(self.weights, n or 1, seed)
+        if n is None:
+            return self.members[picked[0]].sample(generator=stream_of(seed, picked[0]))
+        draws: dict[str, Tensor] = {}
+        for number in sorted(set(picked)):
+            places = [place for place, pick in enumerate(picked) if pick == number]
+            for name, values in self.members[number].sample(len(places), generator=stream_of(seed, number)).items():
+                whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
+                whole[places] = values.to(whole)
+        return draws
+
+    def log_prob(self, params: Named) -> Tensor:
+        """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
+        scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
+        return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        draws: int | None = None,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """p(y) = Σ π_m p_m(y) of a batch, or of a loader, as `Posterior.predict` has it; `draws` are of each member."""
+        from bayesadam.predicting import predict
+
+        self.require_proper()
+        how: Any = {"draws": draws, "forward": forward, "generator": generator}
+        return predict(self.members, self.weights, inputs, **how)
+
+    @contextmanager
+    def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
+        """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
+        self.require_proper()
+        seed = fresh_seed(generator)
+        (number,) = picks(self.weights, 1, seed)
+        with self.members[number].sampled(generator=stream_of(seed, number)) as model:
+            yield model
+
+    def require_proper(self) -> None:
+        """Raise unless every weight of every member has a finite variance."""
+        for member in self.members:
+            member.require_proper()
+
+    def replace(self, **changes: Any) -> Mixture:
+        """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
+        return Mixture([member.replace(**changes) for member in self.members], self.weights)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Mixture:
+        """The same mixture on another device or in another floating type; the models stay where they are."""
+        return Mixture([member.to(device, dtype) for member in self.members], self.weights)
+
+    def save(self, path: AnyPath) -> None:
+        """Write one safetensors file, with all in which the networks differ, in place of an older one once complete."""
+        tensors: dict[str, Tensor] = {}
+        headers = []
+        for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
+            parts, header = member.packed()
+            tensors |= {f"{number}.{key}": parts[key] for key in parts}
+            tensors |= {f"{number}.{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
+            headers.append(header)
+        about = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
+        storage.write(path, tensors, about)
+
+    @classmethod
+    def load(cls, path: AnyPath, model: nn.Module) -> Mixture:
+        """Read a saved mixture for `model`, one module for all members, which gets the first member's mean as weights.
+
+        Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
+        """
+        if not isinstance(model, nn.Module):
+            raise SettingError(f"Mixture.load takes one model for all members, got {type(model).__name__}")
+        tensors, about = storage.read(path)
+        if about.get("structure") != _KIND:
+            kind = about.get("structure")
+            raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
+        weights, headers = about.get("weights"), about.get("members")
+        if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
+            raise FileError(f"{path} is damaged: its header has not a weight for every member")
+        members = []
+        for number, header in enumerate(headers):
+            if not isinstance(header, dict):
+                raise FileError(f"{path} is damaged: member {number} has no header")
+            parts = storage.under(f"{number}.", tensors)
+            besides = storage.under(f"{_BESIDES}.", parts)
+            parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
+            members.append(Posterior.unpacked(path, parts, header, _with(path, model, besides)))
+        try:
+            mixture = cls(members, weights)
+        except (MatchError, SettingError) as error:
+            raise FileError(f"{path} is damaged: {error}") from error
+        warn_of_calibration(path, about, *headers)
+        copy_into(model, members[0].mean)
+        return mixture
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Posterior]:
+        return iter(self.members)
+
+    def __repr__(self) -> str:
+        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
+        size = f"{self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
+        shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
+        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {kinds}, {size}, weights=({shares}))"
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
+        title = f"Mixture over {type(self.members[0].model).__name__}"
+        return "\n".join([title, *described(self.members, members=f"{len(self)}, weights {shares}")])
+
+
+def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
+    """n members' numbers, drawn with probabilities π from a stream of their own."""
+    random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+    return list(map(int, np.searchsorted(np.cumsum(weights)[:-1], random.random(n), side="right")))
+
+
+def stream_of(seed: int, number: int) -> torch.Generator:
+    """A member's own random numbers."""
+    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
+
+
+def require_one_network(posterior: object, what: str) -> None:
+    """Raise where one network's weights are meant and a mixture was given."""
+    if isinstance(posterior, Mixture):
+        raise SettingError(
+            f"{what} is of one network, and a Mixture has {len(posterior)}: go through them, `for member in mixture`"
+        )
+
+
+def require_posterior(posterior: object, what: str) -> None:
+    """Raise unless it is the posterior of one network."""
+    require_one_network(posterior, what)
+    require_kind(posterior, Posterior, "posterior")
+
+
+def _check_members(members: Sequence[Posterior]) -> None:
+    """Refuse what is no set of whole posteriors over one architecture, naming the first difference."""
+    if not members:
+        raise SettingError("a mixture needs at least one member")
+    for number, member in enumerate(members):
+        require_kind(member, Posterior, f"member {number}")
+        member.require_whole("a mixture")
+        for name in {**members[0].mode, **member.mode}:
+            first, other = members[0].mode.get(name), member.mode.get(name)
+            if first is None or other is None or (first.shape, first.device) != (other.shape, other.device):
+                kinds = ["none" if t is None else f"{tuple(t.shape)} on {t.device}" for t in (first, other)]
+                raise MatchError(
+                    f"the members of a mixture have the same parameters, but {name!r} is {kinds[0]} in member 0 and "
+                    f"{kinds[1]} in member {number}"
+                )
+
+
+def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
+    """Weights of sum 1, equal ones for None."""
+    try:
+        numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
+        raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
+    total = math.fsum(numbers)
+    return tuple(numbers) if math.isclose(total, 1, rel_tol=1e-15) else tuple(weight / total for weight in numbers)
+
+
+def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
+    """Networks that differ in their weights differ in their batch norms' running statistics."""
+    owners: dict[int, Posterior] = {}
+    for member in members:
+        first = owners.setdefault(id(member.model), member)
+        norms = [pair for pair in member.model.named_modules() if isinstance(pair[1], nn.modules.batchnorm._BatchNorm)]
+        tracked = [name for name, module in norms if module.running_mean is not None]
+        if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
+            warn(
+                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, "
+                "which are right for one network alone: give each member a model of its own"
+            )
+            return
+
+
+def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
+    """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
+    besides = [_besides(member.model, member.mode) for member in members]
+    names = dict.fromkeys(name for tensors in besides for name in tensors)
+    odd = [name for name in names if not all(_same(besides[0].get(name), tensors.get(name)) for tensors in besides)]
+    return [{name: tensors[name] for name in odd if name in tensors} for tensors in besides]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
+
+
+def _besides(model: nn.Module, mode: Named) -> dict[str, Tensor]:
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in everything.items() if name not in mode}
+
+
+def _with(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
+    """The model, or a copy of it that holds other buffers and frozen weights."""
+    if not besides:
+        return model
+    storage.check_owner(path, {name: tensor.shape for name, tensor in besides.items()}, _besides(unwrap(model), {}))
+    network = copy.deepcopy(unwrap(model))
+    places = _besides(network, {})
+    with torch.no_grad():
+        for name, tensor in besides.items():
+            places[name].copy_(tensor)
+    return network

@@ -1,0 +1,588 @@
+"""The posterior: a Gaussian over a model's weights, and the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam import _storage as storage
+from bayesadam import readers
+from bayesadam._alone import alone_with, unwrap
+from bayesadam._checks import positive, require_kind
+from bayesadam._shards import holding, is_sharded, own_part, whole
+from bayesadam._warnings import warn
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import likelihood as likelihood_named
+from bayesadam.predict import Forward, input_sides
+from bayesadam.readers import CheckpointKeywords, Recorder
+from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
+from bayesadam.weights.diagonal import Diagonal
+from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match, unpacked
+from bayesadam.weights.named import AnyPath, Named
+from bayesadam.weights.running import (
+    other_statistics,
+    running_statistics,
+    warn_of_other_statistics,
+    writes_to_statistics,
+)
+from bayesadam.weights.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
+from bayesadam.weights.store import SETTING_NAMES, read_folder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from bayesadam.predicting import Function
+
+_OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Posterior(GaussianWeights):
+    """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
+
+    A `GaussianWeights` with a model and a likelihood: see there for the equation, `sample`, `log_prob` and `save`.
+    Frozen: `replace` returns a new one that shares its tensors. It has its own copy of the weights, so training may
+    continue. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 2)).square().mean().backward()
+    ...     optimizer.step()
+    >>> posterior = Posterior.from_optimizer(model, optimizer, n_data=160, likelihood="regression")
+    >>> posterior.sample(3)["weight"].shape
+    torch.Size([3, 1, 2])
+
+    Attributes:
+        model: the model; only `sampled` and `copy_mean_to_model` write to it.
+        likelihood: the name of the likelihood of its outputs, such as `"classification"`; None where none was given.
+        noise_variance: σ² of a regression's observations, by output, or the most that heteroscedastic noise can be;
+            None until it is tuned or given.
+        temperature: T, by which logits are divided before they become probabilities.
+        padding: None for the padding rows of the model's embeddings.
+    """
+
+    model: nn.Module = field(kw_only=True)
+    padding: Mapping[str, int] = field(default=None, kw_only=True)  # type: ignore[arg-type]
+    likelihood: str | None = field(default=None, kw_only=True)
+    noise_variance: Tensor | None = field(default=None, kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
+    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.likelihood is not None:
+            likelihood_named(self.likelihood)
+        if self.padding is None:
+            # Once: other threads may have other tensors in the model by the time of a `replace`, which keeps this.
+            with alone_with(self.model):
+                rows = {name: row for name, row in padding_rows(self.model).items() if name in self.mode}
+            object.__setattr__(self, "padding", rows)
+        if self.running is None:
+            object.__setattr__(self, "running", (writes_to_statistics(self.model), running_statistics(self.model)))
+
+    # --- where it is from ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        n_data: float,
+        likelihood: str | None = None,
+        *,
+        prior_precision: Prior | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        structure: str = "diagonal",
+        reader: str | readers.StateReader | None = None,
+    ) -> Posterior:
+        """Read the posterior off a live optimiser; no data, no change to either.
+
+        The mean is θ. The paper's other form, in which the prior is applied after training and shrinks the mean, is
+        `posterior.replace(form="likelihood")`.
+
+        Args:
+            optimizer: the optimiser that trained it, or a list of several over one model.
+            n_data: N, the number of training examples.
+            likelihood: of the outputs: `"regression"`, `"classification"` (logits in the last dimension), `"binary"`
+                (one logit per output), `"heteroscedastic"` (means, then log-variances, in the last dimension),
+                or `"poisson"` (one log-rate per target); kept, so that `predict` needs none.
+            prior_precision: δ, one number or one per parameter name, or a `LoraPrior`; None takes N × the weight decay
+                of each parameter's group, and 1 where there is none. 0.0 is the paper's equation to the letter.
+            power: p of the curvature v̂ᵖ; the paper's is 1/2.
+            batch_size: examples behind one gradient; needed for power=1. None takes what `track` was told.
+            structure: `"diagonal"`; `"kronecker"`, with the eigenbases of a SOAP. See `from_recorder` for those of
+                recorded gradients, and `with_inputs` for the input side of the layers.
+            reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
+        """
+        match = match_optimizers(model, optimizer, reader)
+        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
+
+    @classmethod
+    def from_recorder(
+        cls,
+        model: nn.Module,
+        recorder: Recorder,
+        n_data: float,
+        likelihood: str | None = None,
+        *,
+        prior_precision: Prior | None = 1.0,
+        power: float = 1.0,
+        batch_size: int | None = None,
+        structure: str = "kronecker",
+    ) -> Posterior:
+        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size; as above."""
+        require_kind(recorder, Recorder, "recorder")
+        match = match_optimizers(model, list(recorder.optimizers), "ogd")
+        reading = Reading(n_data, prior_precision, power, batch_size or recorder.batch_size, structure)
+        q = cls._of_match(model, match, reading, likelihood, recorder=recorder)
+        readers.warn_of_few(q.origin, "the posterior")
+        return q
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        model: nn.Module,
+        state_dict: Mapping[str, Any],
+        n_data: float,
+        likelihood: str | None = None,
+        *,
+        optimizer: str | readers.StateReader = "adam",
+        param_names: Sequence[str] | None = None,
+        prior_precision: Prior | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        structure: str = "diagonal",
+    ) -> Posterior:
+        """The same from `optimizer.state_dict()`, with the model's weights as they are now; the rest as above.
+
+        Args:
+            optimizer: the name of the optimiser that wrote it, or a reader.
+            param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
+        """
+        match = match_state_dict(model, state_dict, optimizer, param_names)
+        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: AnyPath,
+        model: nn.Module,
+        n_data: float | None = None,
+        likelihood: str | None = None,
+        *,
+        prior_precision: Prior | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        structure: str = "diagonal",
+        **how: Unpack[CheckpointKeywords],
+    ) -> Posterior:
+        """The same from what a trainer saved; the model gets the weights and buffers of the file.
+
+        Args:
+            path: the checkpoint; only tensors and plain data are read from it.
+            model: the model that was trained, its weights may be any; a part of it will do.
+            n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
+            **how: how the file is read, such as `optimizer_path`: see `CheckpointOptions`.
+        """
+        options = readers.CheckpointOptions(**how)
+        checkpoint = readers.read_checkpoint(path, options)
+        n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
+        match = readers.match_checkpoint(checkpoint, model, options)
+        if (apart := readers.moments_apart(checkpoint, match)) is not None:
+            warn(apart)
+        reading = Reading(n_data, prior_precision, power, batch_size, structure)
+        load = partial(readers.load_weights, checkpoint, model)
+        return cls._of_match(model, match, reading, likelihood, load=load)
+
+    @classmethod
+    def from_second_moment(
+        cls,
+        model: nn.Module,
+        second_moment: Named,
+        n_data: float,
+        likelihood: str | None = None,
+        *,
+        mean: Named | None = None,
+        prior_precision: Plain = 1.0,
+        power: float = 0.5,
+        batch_size: int | None = None,
+    ) -> Posterior:
+        """From v̂ by parameter name, free of bias, whoever kept it; θ is the model's, or `mean`."""
+        parameters = own_parameters(model)
+        theta: Named = parameters if mean is None else mean
+        for name, v in second_moment.items():
+            if name not in parameters or name not in theta or v.shape != parameters[name].shape:
+                raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
+            if not bool((torch.isfinite(v) & (v >= 0)).all()):
+                raise SettingError(f"the second moment of {name!r} must be finite and not negative")
+        kinds = {name: readers.working_dtype(theta[name].dtype) for name in second_moment}
+        mode = {name: theta[name].detach().to(kind, copy=True) for name, kind in kinds.items()}
+        moments = {name: v.detach().to(mode[name], copy=True) for name, v in second_moment.items()}
+        settings = Settings(n_data, prior_by_name(prior_precision, mode), power, batch_size)
+        omitted = {name: "not given" for name in parameters if name not in mode}
+        return cls(mode, Diagonal(moments), settings, omitted, model=unwrap(model), likelihood=likelihood)
+
+    @classmethod
+    def from_moments(
+        cls, model: nn.Module, mean: Named, variance: Named, n_data: float, likelihood: str | None = None
+    ) -> Posterior:
+        """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
+
+        Kept as power 1 with v = 1/(N σ²) and no prior, so that it can do all that one read off an optimiser can.
+        """
+        for name, sigma in variance.items():
+            if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
+                raise SettingError(f"the variance of {name!r} must be finite and positive")
+        wide = {name: sigma.detach().to(readers.working_dtype(sigma.dtype)) for name, sigma in variance.items()}
+        v = {name: (n_data * sigma).reciprocal() for name, sigma in wide.items()}
+        how: Any = {"mean": mean, "prior_precision": 0.0, "power": 1.0, "batch_size": 1}
+        return cls.from_second_moment(model, v, n_data, likelihood, **how)
+
+    @classmethod
+    def _of_match(
+        cls,
+        model: nn.Module,
+        match: Match,
+        reading: Reading,
+        likelihood: str | None,
+        *,
+        recorder: Recorder | None = None,
+        load: Callable[[], None] | None = None,
+    ) -> Posterior:
+        """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
+        curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
+        q = of_match(match, reading, curvature=curvature, gradients=gradients)
+        if load is not None:
+            load()
+            match.settle()
+        parameters, v, origin = own_parameters(model), curvature.second_moment, q.origin
+        mode = {name: parameters[name].detach().to(v[name].dtype, copy=True) for name in v}
+        if recorder is not None:
+            origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
+        model = unwrap(model)
+        posterior = cls(mode, q.structure, q.settings, q.omitted, origin=origin, model=model, likelihood=likelihood)
+        return posterior.replace(prior_precision=reading.prior_precision) if q.settings.covariant else posterior
+
+    @classmethod
+    def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
+        """Read a saved posterior for `model`, which gets its mean as weights.
+
+        A file without weights leaves the model's as they are, which must be those that were trained: they are compared
+        with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
+        not those it was saved with. The model may be plain or sharded, over any number of processes, whatever the
+        posterior was saved from; a folder is read by all processes together.
+        """
+        parameters = own_parameters(model)
+        tensors, header = read_folder(path, parameters) if os.path.isdir(path) else storage.read(path)
+        posterior = cls.unpacked(path, tensors, header, model)
+        warn_of_calibration(path, header)
+        if header.get("has_weights", True):
+            posterior.copy_mean_to_model()
+        return posterior
+
+    @classmethod
+    def unpacked(cls, path: AnyPath, tensors: Named, header: Mapping[str, Any], model: nn.Module) -> Posterior:
+        """The posterior that `packed` gave, for `model`; errors name `path`, the file it was read from."""
+        parameters = own_parameters(model)
+        q = unpacked(path, tensors, header, parameters)
+        for name in q.mode:
+            readers.check_parameter(name, parameters[name])
+        warn_of_other_statistics(path, header.get("running_statistics"), model)
+        return cls(
+            q.mode,
+            q.structure,
+            q.settings,
+            q.omitted,
+            origin=q.origin,
+            model=unwrap(model),
+            # Files of releases before 0.3 have it in their calibration alone.
+            likelihood=header.get("likelihood") or (header.get("calibration") or {}).get("likelihood"),
+            noise_variance=_noise(header.get("noise_variance")),
+            temperature=header.get("temperature", 1.0),
+        )
+
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
+        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
+        tensors, header = super().packed(weights=weights, compress=compress)
+        header |= {
+            "likelihood": self.likelihood,
+            "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
+            "temperature": self.temperature,
+            "running_statistics": running_statistics(self.model),
+        }
+        return tensors, header
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        draws: int | None = None,
+        covariance: bool | Literal["joint"] = False,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """The prediction of a batch, f ~ N(f(x; μ), J Σ Jᵀ), exactly; the model is as before when it returns.
+
+        Of a loader an iterator of predictions, one for each batch, whose targets are left out. Where the inputs require
+        gradients, moments have them. Of 20,000 outputs, or of one of many positions, ask for those that matter:
+        `forward=lambda model, x: model(x)[:, index]`.
+
+        Args:
+            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
+                comes first. Arrays of numpy may stand for tensors. Or a loader.
+            draws: so many networks are drawn instead, f(x; θ), θ ~ q.
+            covariance: the outputs' covariance too, of each example, or `"joint"`: of all examples together.
+            forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs.
+            generator: makes draws reproducible.
+        """
+        from bayesadam.predicting import predict
+
+        how: Any = {"draws": draws, "covariance": covariance, "forward": forward, "generator": generator}
+        return predict((self,), (1.0,), inputs, **how)
+
+    def draw(self, seed: int, *, forward: Forward | None = None) -> Function:
+        """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
+
+        It is f(x; μ) + J (θ − μ), whose moments `predict` has, with gradients with respect to inputs.
+        """
+        from bayesadam.predicting import Function
+
+        return Function(self, seed, forward)
+
+    def novelty(
+        self, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
+    ) -> Tensor:
+        """How unlike familiar inputs each example is, (batch,), by one forward pass; see `predicting.novelty`."""
+        from bayesadam.predicting import novelty
+
+        return novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
+
+    def tune(
+        self,
+        held_out: Any,
+        *,
+        method: Literal["evidence", "validation"] | None = None,
+        forward: Forward | None = None,
+    ) -> Posterior:
+        """N's scale s, δ and σ² or T fitted to held-out data, by evidence or validation; see `tuning`."""
+        from bayesadam.tuning import tune
+
+        return tune(self, held_out, method=method, forward=forward)
+
+    def with_inputs(self, inputs: Any, *, forward: Forward | None = None) -> Self:
+        """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
+
+        Row i of a matrix W with inputs a has the precision w g_iᵖ A + δ, with A = E[a aᵀ] and g_i = Σ_j v̂_ij/Σ_j A_jj;
+        the bias is a column of W, for the constant 1 in a, and shares its δ. See `weights.inputs`. Parameters that no
+        such layer has stay as they are.
+
+        Args:
+            inputs: a batch, as `predict` takes it, or a loader, whose targets are left out.
+            forward: `forward(model, inputs)` for models whose call is unusual.
+        """
+        self.require_whole("the input side")
+        if not self.structure.independent:
+            raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
+        known = input_sides(self, inputs, forward=forward)
+        v, prior = self.structure.second_moment, dict(self.prior_precision)
+        sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
+        for name, side in sides.items():
+            if isinstance(prior[name], Tensor):
+                raise SettingError(f"with_inputs needs one prior precision for all weights of {name!r}")
+            prior |= {} if side.bias is None else {side.bias: prior[name]}
+        joined = {side.bias for side in sides.values()}
+        moments = {name: tensor for name, tensor in v.items() if name not in sides and name not in joined}
+        for name, side in sides.items():
+            moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
+        settings = replace(self.settings, prior_precision=prior)
+        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
+
+    def replace(self, **changes: Any) -> Self:
+        """A new one with other settings.
+
+        They are n_data, prior_precision, power, batch_size, form, scale, likelihood, noise_variance and temperature.
+        """
+        if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
+            names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))
+            raise SettingError(f"cannot replace {unknown}; the settings are {names}")
+        outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
+        outputs["noise_variance"] = _noise(outputs["noise_variance"])
+        positive("temperature", outputs["temperature"], "by which logits are divided")
+        prior = changes.get("prior_precision")
+        if isinstance(prior, CovariantPrior):
+            named = prior.at(self.model, self.mode, self.structure.bases)
+            changes = {"covariant": True, **changes, "prior_precision": named}
+        return replace(super().replace(**changes), **outputs)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same posterior on another device or in another floating type; the model stays where it is."""
+        noise = None if self.noise_variance is None else self.noise_variance.to(device, dtype)
+        return replace(super().to(device, dtype), noise_variance=noise)
+
+    def gathered(self, model: nn.Module) -> Posterior:
+        """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
+
+        For all that a sharded posterior cannot do, such as predictions. Every process must call it.
+        """
+        named = own_parameters(model)
+        for name, theta in self.mode.items():
+            if name not in named or named[name].shape != theta.shape or is_sharded(named[name]):
+                shape = tuple(theta.shape)
+                raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
+        return replace(self.each(whole), model=unwrap(model))
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, which must still be those of the posterior."""
+        parameters = own_parameters(self.model)
+        for name, shape in self.shapes.items():
+            if name not in parameters or parameters[name].shape != shape:
+                raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
+        return parameters
+
+    def network_tensors(self) -> Named:
+        """Every tensor of the model by name."""
+        state = self.model.state_dict(keep_vars=True)
+        return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+    def draw_types(self) -> Mapping[str, torch.dtype]:
+        """The types of the model's parameters."""
+        return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
+
+    def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
+        # The model must still be the one that was trained.
+        self.parameters()
+        return super()._drawn(seed, n)
+
+    @property
+    def moved_statistics(self) -> list[str]:
+        """Running statistics of the model's batch norms that have changed since the posterior was read."""
+        assert self.running is not None
+        writes, before = self.running
+        return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
+
+    @contextmanager
+    def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
+        """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
+
+        The parameters' own memory is set aside, not written to, so what comes back is the very same bits; shards are
+        copied aside instead. On a sharded model every process must enter, and run as many forwards. Other threads that
+        predict with the same model, or go into `sampled`, wait until this one has left.
+        """
+        draw = self.sample(generator=generator)
+        shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
+        with alone_with(self.model), holding(self.model, shards):
+            parameters = self.parameters()
+            originals = {name: parameters[name].data for name in draw}
+            slots = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
+            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in slots]
+            try:
+                for name, value in draw.items():
+                    parameters[name].data = value.to(originals[name].device)
+                yield self.model
+            finally:
+                for name, data in originals.items():
+                    parameters[name].data = data
+                with torch.no_grad():
+                    for module, key, buffer, before in buffers:
+                        module._buffers[key] = buffer
+                        _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
+
+    def copy_mean_to_model(self) -> None:
+        """Write μ into the model's parameters, for good."""
+        copy_into(self.model, self.mean)
+
+    def __str__(self) -> str:
+        return "\n".join([f"Posterior over {type(self.model).__name__}", *described([self])])
+
+
+def described(posteriors: Sequence[Posterior], **more: str) -> list[str]:
+    """The settings line by line, names and values aligned; of several posteriors the range of each number."""
+    first = posteriors[0]
+    parts = [(q.structure.kind, f"{q.n_data:,.10g}", str(q.batch_size or "")) for q in posteriors]
+    kinds, sizes, batches = (" / ".join(dict.fromkeys(words)) for words in zip(*parts, strict=True))
+    lines = more | {
+        "structure": f"{kinds}, {first.n_weights:,} weights in {len(first.mode)} parameters",
+        "data": f"N = {sizes}" + (f", B = {batches}" if batches else ""),
+        "curvature": f"v̂^{first.power:g}, {first.form} form",
+        "likelihood": first.likelihood or "",
+        "scale": _range("s", [q.scale for q in posteriors]),
+        "prior precision": _range("δ", [delta for q in posteriors for delta in q.prior_precision.values()]),
+        "noise variance": _range("σ²", [q.noise_variance for q in posteriors if q.noise_variance is not None]),
+        "temperature": _range("T", [q.temperature for q in posteriors if q.temperature != 1]),
+        "tracked": "; ".join(dict.fromkeys(str(q.origin.tracked) for q in posteriors if q.origin.tracked)),
+    }
+    if any(q.settings.default_prior for q in posteriors):
+        lines["prior precision"] += " (1 where there is no weight decay)"
+    width = max(len(name) for name, value in lines.items() if value)
+    return [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
+
+
+def _range(symbol: str, values: Sequence[float | Tensor]) -> str:
+    """The least and the greatest; one number where they are the same, nothing where there is none."""
+    tensors = [whole(torch.as_tensor(value)).double() for value in values]
+    ends = [float(end) for tensor in tensors for end in tensor.aminmax()]
+    numbers = dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))) if ends else ()
+    return f"{symbol} = {' to '.join(numbers)}" if numbers else ""
+
+
+def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
+    """Warn once of what releases before 0.4 kept of their calibration."""
+    if any(header.get("calibration") is not None for header in headers):
+        warn(f"{path} was calibrated by an earlier release, of which the settings alone are read: calibrate again")
+
+
+def copy_into(model: nn.Module, values: Named) -> None:
+    """Write weights by name into a model's parameters, into their shards where they are sharded."""
+    with alone_with(model), torch.no_grad():
+        parameters = own_parameters(model)
+        for name, value in values.items():
+            own_part(parameters[name]).copy_(own_part(value))
+
+
+def padding_rows(model: nn.Module) -> dict[str, int]:
+    """The rows that embeddings keep for padding, by parameter name: torch gives them no gradient.
+
+    A table that another layer uses too, such as a tied head, has none.
+
+    >>> padding_rows(nn.Sequential(nn.Embedding(5, 2, padding_idx=-1), nn.Embedding(5, 2)))
+    {'0.weight': 4}
+    """
+    rows: dict[int, set[int | None]] = {}
+    for module in model.modules():
+        row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+        for parameter in module._parameters.values():
+            rows.setdefault(id(parameter), set()).add(row)
+    by_name = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
+    only = {name: next(iter(kept)) for name, kept in by_name.items() if len(kept) == 1}
+    return {name: row for name, row in only.items() if row is not None}
+
+
+def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """The first entry alone along dimensions in which a buffer is one number expanded, which cannot be written to."""
+    if buffer.layout != torch.strided:
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
+
+
+def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:
+    if value is None:
+        return None
+    noise = torch.as_tensor(value)
+    noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
+    if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
+        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
+    return noise

@@ -1,0 +1,96 @@
+"""Running statistics of batch norms: predictions depend on them and no posterior holds them, so there are checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from bayesadam._alone import unwrap
+from bayesadam._shards import is_sharded
+from bayesadam._warnings import warn
+from bayesadam.weights.named import AnyPath
+
+_NAMES = ("running_mean", "running_var")
+# Squares of gradients that are nothing but rounding, over those of their layer's weight.
+_ROUNDING = 1e-6
+
+
+def running_statistics(model: nn.Module) -> dict[str, list[float]]:
+    """Mean and Euclidean norm of every running mean and variance, by name.
+
+    >>> running_statistics(nn.BatchNorm1d(4))
+    {'running_mean': [0.0, 0.0], 'running_var': [1.0, 2.0]}
+    """
+    return {
+        name: [float(buffer.double().mean()), float(buffer.double().norm())]
+        for name, buffer in unwrap(model).named_buffers()
+        if name.rpartition(".")[2] in _NAMES and buffer.numel() and not is_sharded(buffer)
+    }
+
+
+def writes_to_statistics(model: nn.Module) -> int:
+    """How often running statistics were written to, by torch's own count; cheaper than a look at their values.
+
+    In training the count of `num_batches_tracked` rises, that of the others when a state is loaded.
+    """
+    names = (*_NAMES, "num_batches_tracked")
+    buffers = (buffer for name, buffer in unwrap(model).named_buffers() if name.rpartition(".")[2] in names)
+    return sum(0 if buffer.is_inference() else buffer._version for buffer in buffers)
+
+
+def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """The running statistics of a model that are not the saved ones."""
+    now = running_statistics(model)
+    return [name for name, numbers in now.items() if name in saved and not _close(numbers, saved[name])]
+
+
+def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many units each batch norm has, by its name, of the buffers of a model or the tensors of a state dict.
+
+    >>> norm_widths(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).state_dict())
+    {'1': 4}
+    """
+    names = (name for name in tensors if name.rpartition(".")[2] == "running_mean")
+    return {name.rpartition(".")[0]: tensors[name].numel() for name in names}
+
+
+def biases_before_norms(
+    names: Collection[str], moment: Callable[[str], Tensor], widths: Collection[int]
+) -> tuple[str, ...]:
+    """The biases that a batch norm follows, sorted.
+
+    The norm removes what they add, so that their gradients are rounding errors; but its running mean has them in it,
+    and without them the network is another one. Their second moment is at most a millionth of that of their layer's
+    weight, and they have as many entries as some running mean. `moment` gives v̂ of a parameter, or of some of its
+    entries; `widths` are those of the batch norms, see `norm_widths`.
+    """
+    biases = []
+    for name in names:
+        weight = f"{name.removesuffix('bias')}weight"
+        if name.endswith("bias") and weight in names and (v := moment(name)).numel() in widths:
+            felt = float(moment(weight).mean())
+            if 0 <= float(v.mean()) <= _ROUNDING * felt and felt > 0:
+                biases.append(name)
+    return tuple(sorted(biases))
+
+
+def warn_of_other_statistics(path: AnyPath, saved: object, model: nn.Module) -> None:
+    """Warn where a posterior was saved with other statistics than the model has."""
+    if not isinstance(saved, Mapping):
+        return
+    if other := other_statistics(saved, model):
+        warn(
+            f"the model's running statistics are not those that {path} was saved with (first {other[0]!r}, "
+            f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
+            "the posterior"
+        )
+
+
+def _close(numbers: list[float], saved: Any) -> bool:
+    try:
+        return all(math.isclose(a, float(b), rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(numbers, saved, strict=True))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,562 @@
+"""The agent in a user's own loop: what it learns and refuses, probabilities, saves, trainings beside decisions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import bayesadam as ba
+from bayesadam.bandits import AGENTS, Agent, Decision, make_agent, read_log, replay
+from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
+from floats import approx, assert_close
+from processes import PATIENCE
+
+SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
+ROWS = np.random.default_rng(0).normal(size=(2000, 3)).astype(np.float32)
+ARMS = np.random.default_rng(1).integers(3, size=2000)
+PAID = np.abs(ROWS[np.arange(2000), ARMS]) + 0.1 * np.random.default_rng(2).normal(size=2000)
+HERE = np.array([0.5, -0.3, 0.2])
+
+
+def new(name: str = "hybrid", n_arms: int = 3, **changes: object) -> Agent:
+    own = SMALL if name == "hybrid" else {"train_every": 5}
+    return make_agent(name, 3, n_arms, **{"seed": 7, **own, **changes})
+
+
+def feed(agent: Agent, first: int, last: int) -> None:
+    for at in range(first, last):
+        agent.update(ROWS[at], int(ARMS[at]), float(PAID[at]))
+
+
+def play(agent: Agent, rows: np.ndarray) -> list[int]:
+    """Each arm pays its feature."""
+    arms = []
+    for row in rows:
+        arms.append(agent.act(row))
+        agent.update(row, arms[-1], float(row[arms[-1] % 3]))
+    return arms
+
+
+def state_of(agent: Agent, streams: bool = True) -> dict[str, np.ndarray]:
+    state = agent._learner.state() | {name: tensor.numpy() for name, tensor in agent._seen.state().items()}
+    return {name: array.copy() for name, array in state.items() if streams or not name.startswith("stream")}
+
+
+def assert_alike(one: Agent, other: Agent, rtol: float = 1e-9) -> None:
+    """In all but the random numbers."""
+    theirs = state_of(other, streams=False)
+    for name, array in state_of(one, streams=False).items():
+        assert_close(array, theirs[name], rtol=rtol, atol=rtol, msg=name)
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+# --- saves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "forget"), [("hybrid", None), ("linear", None), ("linear", 11.0)])
+def test_the_same_seed_plays_the_same_game_and_a_saved_agent_resumes_it(name, forget, tmp_path):
+    whole, agent = new(name, forget=forget), new(name, forget=forget)
+    expected, first = play(whole, ROWS[:40]), play(agent, ROWS[:23])
+    agent.save(tmp_path / "agent.safetensors")
+    resumed = Agent.load(tmp_path / "agent.safetensors")
+    assert first + play(resumed, ROWS[23:40]) == expected
+    assert resumed.settings == whole.settings
+    assert_same(state_of(resumed), state_of(whole))
+
+
+RELEASE = Path(__file__).parent / "release_0_2"
+ANSWERS = json.loads((RELEASE / "expected.json").read_text())
+ANSWERED = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)[:4]
+
+
+def test_a_log_of_release_0_2_goes_on(tmp_path):
+    path = tmp_path / "log.jsonl"
+    shutil.copy(RELEASE / "log.jsonl", path)
+    agent = replay(path)
+    assert list(agent.pending) == ANSWERS["log"]["pending"]
+    assert_close(agent.probabilities(ANSWERED, draws=100), np.array(ANSWERS["log"]["probabilities"]), atol=0.021)
+    agent.log(path)
+    agent.reward(agent.pending[0], 1.0)
+    agent.log(None)
+    assert len(read_log(path)) == len(read_log(RELEASE / "log.jsonl")) == 11
+
+
+def test_agents_that_the_library_no_longer_has_are_refused_by_name():
+    for path in (RELEASE / "badam.safetensors", RELEASE.parents[1] / "release_0_3" / "agent-greedy.safetensors"):
+        name = path.stem.removeprefix("agent-")
+        with pytest.raises(FileError, match=f"is of the agent '{name}', not one of hybrid, linear: .*experiments"):
+            Agent.load(path)
+    with pytest.raises(FileError, match=r"is of an agent with a learnt prior, which releases up to 0\.3 have"):
+        Agent.load(RELEASE / "hybrid.safetensors")
+
+
+def test_a_file_without_a_setting_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "agent.safetensors"
+    new("linear").save(path)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["bayesadam.bandits"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del header["settings"]["shape"]
+    save_file(tensors, path, metadata={"bayesadam.bandits": json.dumps(header)})
+    with pytest.raises(FileError, match="is not a saved agent of this version: 'shape'"):
+        Agent.load(path)
+
+
+def test_another_file_is_not_an_agent(tmp_path):
+    (tmp_path / "x").write_bytes(b"no")
+    save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    for name in ("x", "weights.safetensors"):
+        with pytest.raises(FileError, match=r"not a saved agent.*: give the file that Agent\.save wrote"):
+            Agent.load(tmp_path / name)
+    save_file({"w": torch.zeros(2)}, tmp_path / "new", metadata={"bayesadam.bandits": '{"format": 99}'})
+    with pytest.raises(FileError, match=r"has format 99.*upgrade it"):
+        Agent.load(tmp_path / "new")
+
+
+def test_waiting_decisions_survive_a_save(tmp_path):
+    agent = new("linear")
+    decision = agent.decide(ROWS[0])
+    agent.save(tmp_path / "a")
+    again = Agent.load(tmp_path / "a")
+    again.reward(decision.id, 1.0)
+    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
+        again.reward(decision.id, 1.0)
+
+
+# --- choices --------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns():
+    agent = new("linear")
+    arms = play(agent, ROWS[:250])
+    late = np.mean([row[arm] for row, arm in zip(ROWS[150:250], arms[150:], strict=True)])
+    assert late > 0.6 * np.mean(ROWS[150:250].max(axis=1))
+
+
+def test_every_arm_is_tried_at_first_and_a_batch_draws_for_each():
+    agent = new("linear", 4, initial_pulls=2, epsilon=1.0)
+    assert sorted(agent.act(ROWS[:8]).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(set(agent.act(np.tile(HERE, (50, 1))).tolist())) > 1
+    assert isinstance(agent.act(HERE), int)
+
+
+def test_rewards_may_come_late_and_in_any_order():
+    prompt, late = new("linear"), new("linear")
+    decisions = [late.decide(row) for row in ROWS[:12]]
+    assert late.pending == tuple(range(12))
+    for decision, row in zip(decisions, ROWS[:12], strict=True):
+        late.reward(decision.id, 1.5)
+        prompt.update(row, decision.arm, 1.5)
+    assert late.pending == ()
+    assert_alike(late, prompt, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_new_arm_leaves_what_is_known_of_the_others(name):
+    agent = new(name)
+    feed(agent, 0, 40)
+    before = state_of(agent)
+    assert agent.add_arm() == 3
+    after = state_of(agent)
+    for part in ("gram", "linear.mean", "hidden.covariance"):
+        assert part not in before or np.array_equal(after[part][:3], before[part])
+    assert agent.act(ROWS[:2], arms=[3]).tolist() == [3, 3]
+    feed(agent, 40, 60)
+    assert agent.n_arms == 4
+
+
+def test_a_new_arm_starts_with_the_network_s_own_weights():
+    agent = new()
+    feed(agent, 0, 40)
+    network, before = agent._learner.network, agent._learner.stack.params
+    agent.add_arm()
+    after = agent._learner.stack.params
+    for name in network.shapes():
+        assert torch.equal(after[name][:, : before[name].shape[1]], before[name])
+    fresh = new(n_arms=4)._learner.stack.params
+    assert torch.equal(after["layer1.weight"][:, 3], fresh["layer1.weight"][:, 3])
+
+
+def test_removed_arms_are_not_chosen_and_come_back():
+    agent = new("linear", initial_pulls=0, epsilon=1.0)
+    agent.remove_arm(1)
+    assert 1 not in agent.act(ROWS[:60]).tolist()
+    agent.update(ROWS[0], 1, 0.5)
+    agent.restore_arm(1)
+    assert 1 in agent.act(ROWS[:60]).tolist()
+    assert set(agent.act(ROWS[:60], arms=(0, 2)).tolist()) == {0, 2}
+    agent.remove_arm(0)
+    agent.remove_arm(1)
+    with pytest.raises(SettingError, match="the last one stays"):
+        agent.remove_arm(2)
+
+
+# --- probabilities --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "epsilon"), [("hybrid", 0.0), ("linear", 0.0), ("linear", 0.4)])
+def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
+    agent, n = new(name, 4, epsilon=epsilon, initial_pulls=0), 3000
+    feed(agent, 0, 30)
+    for arms in (None, (0, 2, 3)):
+        shares = np.bincount(agent.act(np.tile(HERE, (n, 1)), arms=arms), minlength=4) / n
+        allowed = None if arms is None else np.isin(np.arange(4), arms)[None]
+        expected = agent.probabilities([HERE], allowed=allowed, draws=n)[0]
+        assert expected.sum() == approx(1)
+        assert (np.abs(shares - expected) < 5 * np.sqrt(2 * expected * (1 - expected) / n) + 4 / n).all()
+        assert arms is None or expected[1] == 0
+        assert (expected[list(arms or range(4))] >= epsilon / 4).all()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.2])
+def test_inverse_probabilities_of_decisions_miss_by_what_the_formula_says(epsilon):
+    # P E[1/share | chosen] = 1 − (1 − P)^(M+1), with few draws so that it shows; exploration keeps every arm possible.
+    agent = new("linear", epsilon=epsilon, initial_pulls=0)
+    feed(agent, 0, 6)
+    exact, draws, n = agent.probabilities([HERE], draws=200_000)[0], 3, 20_000
+    made = agent.decide(np.tile(HERE, (n, 1)), draws=draws)
+    arms, probabilities = np.array([one.arm for one in made]), np.array([one.probability for one in made])
+    for arm in range(3):
+        terms = np.where(arms == arm, 1 / probabilities, 0.0)
+        expected = 1.0 if epsilon else 1 - (1 - exact[arm]) ** (draws + 1)
+        assert terms.mean() == approx(expected, abs=4 * terms.std() / math.sqrt(n))
+        if not epsilon:
+            shares, share = probabilities[arms == arm], exact[arm] + (1 - exact[arm]) / (draws + 1)
+            error = math.sqrt(draws * exact[arm] * (1 - exact[arm])) / (draws + 1)
+            assert shares.mean() == approx(share, abs=4 * error / math.sqrt(len(shares)))
+    if not epsilon:
+        assert set(probabilities) == {0.25, 0.5, 0.75, 1.0}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_probabilities_change_no_choice(name):
+    plain, asked = new(name, epsilon=0.1), new(name, epsilon=0.1)
+    feed(plain, 0, 30)
+    feed(asked, 0, 30)
+    expected, chosen = [plain.act(row) for row in ROWS[:8]], []
+    for number, row in enumerate(ROWS[:8]):
+        before = state_of(asked)
+        asked.probabilities(ROWS[:8], draws=3)
+        assert_same(state_of(asked), before)
+        chosen.append(asked.decide(row, draws=1 + number).arm)
+    assert chosen == expected
+
+
+def test_an_arm_that_is_tried_in_turn_or_alone_on_offer_is_certain():
+    agent = new("linear", initial_pulls=2)
+    first = [agent.decide(HERE) for _ in range(6)]
+    assert [(decision.arm, decision.probability) for decision in first] == [(arm, 1.0) for arm in (0, 1, 2, 0, 1, 2)]
+    assert 0 < agent.decide(HERE).probability < 1
+    assert agent.decide(HERE, arms=[1]).probability == 1.0
+    agent.remove_arm(0)
+    assert agent.probabilities([HERE])[0, 0] == 0
+    with pytest.raises(MatchError, match="no allowed arm that is not removed"):
+        agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [True, False, False]]))
+
+
+def test_every_context_may_have_arms_of_its_own_and_draws_of_its_own():
+    agent = new("linear", 4)
+    mask = np.array([[True, True, False, False], [False, False, True, False], [True, True, True, True]])
+    shares = agent.probabilities(ROWS[:3], allowed=mask, draws=50)
+    assert_close(shares.sum(axis=1), 1)
+    assert (shares[~mask] == 0).all()
+    many = agent.probabilities(np.tile(HERE, (300, 1)), draws=200)
+    assert_close(many.mean(axis=0), agent.probabilities([HERE], draws=50_000)[0], atol=0.015)
+    assert not (many[0] == many[1]).all()
+
+
+@pytest.mark.parametrize("draws", [0, -1, 1.5, True])
+def test_draws_must_be_a_positive_number(draws):
+    agent = new("linear", initial_pulls=0)
+    for ask in (lambda: agent.decide(HERE, draws=draws), lambda: agent.probabilities([HERE], draws=draws)):
+        with pytest.raises(SettingError, match="draws must be a whole number"):
+            ask()
+    assert agent.pending == ()
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_decided_logged_and_rewarded(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new(initial_pulls=1)
+    agent.log(path)
+    first, made = agent.decide(ROWS[0]), agent.decide(ROWS[1:9])
+    assert [one.id for one in (first, *made)] == list(range(9))
+    assert [one.arm for one in (first, *made[:2])] == [0, 1, 2]
+    assert [one.probability for one in made[:2]] == [1.0, 1.0]
+    log = read_log(path)
+    np.testing.assert_array_equal(log.contexts, ROWS[:9])
+    np.testing.assert_array_equal(log.arms, [first.arm, *(one.arm for one in made)])
+    np.testing.assert_array_equal(log.probabilities, [1.0, *(one.probability for one in made)])
+    for one in reversed(made):
+        agent.reward(one.id, 1.0)
+    assert agent.pending == replay(path).pending == (0,)
+
+
+def test_a_batch_that_cannot_be_logged_does_not_happen(tmp_path, monkeypatch):
+    path, agent, write = tmp_path / "log.jsonl", new(initial_pulls=1), os.write
+    agent.log(path)
+    size = path.stat().st_size
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, lines: write(descriptor, lines[: len(lines) // 2]))
+        with pytest.raises(FileError, match="cannot log to"):
+            agent.decide(ROWS[:10])
+    assert (path.stat().st_size, agent.pending) == (size, ())
+    assert [one.arm for one in agent.decide(ROWS[:3])] == [0, 1, 2]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+BAD = {
+    "narrow": lambda a: a.update([1.0, 2.0], 0, 1.0),
+    "empty": lambda a: a.act(np.zeros((0, 3))),
+    "nan": lambda a: a.update([1.0, float("nan"), 0.0], 0, 1.0),
+    "too large for float32": lambda a: a.act([1.0, 1e300, 0.0]),
+    "text": lambda a: a.act(["1", "2", "3"]),
+    "unknown arm": lambda a: a.update([1.0, 2.0, 3.0], 5, 1.0),
+    "negative arm": lambda a: a.update([1.0, 2.0, 3.0], -1, 1.0),
+    "half an arm": lambda a: a.update([1.0, 2.0, 3.0], 0.5, 1.0),
+    "two rewards": lambda a: a.update([1.0, 2.0, 3.0], 0, [1.0, 2.0]),
+    "one bad of many": lambda a: a.update(ROWS[:3], [0, 1, 9], [1.0, 1.0, 1.0]),
+    "late nan": lambda a: a.reward(0, float("nan")),
+    "reward in text": lambda a: a.reward(0, np.array("1.5")),
+    "complex reward": lambda a: a.reward(0, 1 + 2j),
+    "no arms": lambda a: a.act([1.0, 2.0, 3.0], arms=()),
+    "one arm for a list": lambda a: a.act([1.0, 2.0, 3.0], arms=1),
+    "a mask for a list": lambda a: a.act([1.0, 2.0, 3.0], arms=[True, False]),
+    "removed arm": lambda a: a.remove_arm(8),
+    "arms to restore": lambda a: a.restore_arm([1]),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_named_and_changes_nothing(bad):
+    agent = new("linear", seed=1)
+    feed(agent, 0, 12)
+    agent.decide(ROWS[0])
+    before = state_of(agent)
+    with pytest.raises(ba.BayesAdamError):
+        BAD[bad](agent)
+    assert_same(state_of(agent), before)
+    assert len(agent.pending) == 1
+
+
+@pytest.mark.parametrize("bad", ["zzz", None, 7.5, [1], -1, 99, False, Decision(0, 0, 1.0)])
+def test_a_decision_that_was_never_made_has_no_reward(bad):
+    agent = new("linear")
+    decision = agent.decide(np.zeros(3))
+    for told in (lambda wrong: agent.reward(wrong, 1.0), agent.forget):
+        with pytest.raises(MatchError, match="was never made: give the `id` of what decide returned"):
+            told(bad)
+    agent.reward(np.int64(decision.id), 1.0)
+    with pytest.raises(MatchError, match=r"decision 0 was rewarded or forgotten before: see agent\.pending"):
+        agent.reward(decision.id, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_features": 0}, "n_features must be a positive whole number, got 0"),
+        ({"n_arms": True}, "n_arms must be a positive whole number"),
+        ({"name": "badam"}, "agent must be one of hybrid, linear, got 'badam'"),
+        ({"magic": 3}, "hybrid has no setting magic: choose from average, batch_size"),
+        ({"training": "later"}, r"training must be one of .*'now', 'background'.*, got 'later'"),
+        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+        ({"epsilon": 2}, "epsilon must be between 0 and 1"),
+        ({"forget": 0}, "forget must be positive and finite, or None, got 0"),
+        ({"hidden": [3]}, r"hidden must be a tuple of whole numbers like \(100, 100\), got \[3\]"),
+        ({"hidden": ()}, "hidden must be one hidden layer or more"),
+        ({"initial_pulls": -1}, "initial_pulls must be a whole number, 0 or more"),
+        ({"reward_range": (1, 0)}, r"reward_range must be a tuple \(low, high\) with low below high"),
+        ({"growth": 1.0}, "growth must be finite and above 1"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_named(change, message):
+    with pytest.raises(SettingError, match=message):
+        make_agent(**{"n_features": 3, "n_arms": 2, **change})
+    assert make_agent("linear", np.int64(2), np.int64(3)).n_arms == 3
+
+
+@pytest.mark.parametrize(
+    "reward", [True, np.array([True]), torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True)]
+)
+def test_booleans_tensors_and_lists_are_taken(reward):
+    agent = new("linear")
+    agent.update(torch.zeros(3, requires_grad=True), 0, reward)
+    agent.update([0.1, 0.2, 0.3], np.int32(1), 1)
+    assert agent._seen.rewards[:2].tolist() == [1, 1]
+
+
+# --- trainings ------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A training that waits to be let go, and may fail then."""
+
+    def __init__(self, agent: Agent, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
+        self.begun, self.go, train = threading.Event(), threading.Event(), agent._learner.train
+
+        def held(*seen: object) -> object:
+            self.begun.set()
+            assert self.go.wait(PATIENCE)
+            if failure is not None:
+                raise failure
+            return train(*seen)
+
+        monkeypatch.setattr(agent._learner, "train", held)
+
+
+@pytest.mark.parametrize("training", ["now", "background"])
+def test_acting_does_not_wait_for_training(training, monkeypatch):
+    agent = new(training=training)
+    feed(agent, 0, 4)
+    held = Held(agent, monkeypatch)
+    learning = threading.Thread(target=feed, args=(agent, 4, 5))
+    learning.start()
+    assert held.begun.wait(PATIENCE)
+    assert agent.act(ROWS[0]) in range(3)
+    assert agent._learner.stack.done == 0
+    held.go.set()
+    learning.join(PATIENCE)
+    agent.wait()
+    assert agent._learner.stack.done == 4
+
+
+@pytest.mark.parametrize("forget", [None, 40.0])
+def test_what_comes_during_a_training_is_learnt_as_if_it_came_after(forget, monkeypatch, tmp_path):
+    agent, twin = (new(training=training, forget=forget, train_every=50) for training in ("background", "now"))
+    feed(twin, 0, 99)
+    feed(agent, 0, 49)
+    held = Held(agent, monkeypatch)
+    feed(agent, 49, 50)
+    assert held.begun.wait(PATIENCE)
+    before = agent._learner.belief
+    feed(agent, 50, 99)
+    agent.forget(agent.decide(ROWS[0]).id)
+    assert agent._learner.belief is before
+    held.go.set()
+    agent.wait()
+    assert_alike(agent, twin, rtol=1e-9)
+    assert agent._learner.belief is not before
+    monkeypatch.undo()
+    agent.save(tmp_path / "agent")
+    again = Agent.load(tmp_path / "agent")
+    assert again.training == "background"
+    assert_same(state_of(again), state_of(agent))
+    feed(agent, 99, 160)
+    agent.wait()
+
+
+def test_a_training_that_fails_is_told_once_and_leaves_the_network(monkeypatch, tmp_path):
+    agent = new(training="background", train_every=20)
+    agent.log(tmp_path / "log.jsonl")
+    feed(agent, 0, 39)
+    agent.wait()
+    waits, before = agent.decide(ROWS[0]), agent._learner.stack.weights.clone()
+    monkeypatch.setattr(agent._learner, "_fit_hidden", lambda new: 1 // 0)
+    feed(agent, 39, 40)
+    agent._thread.join(PATIENCE)
+    with pytest.raises(TrainingError, match=r"by zero.*repeat this call, which did nothing") as caught:
+        agent.reward(waits.id, 1.0)
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    assert agent.pending == (waits.id,)
+    assert torch.equal(agent._learner.stack.weights, before)
+    done = agent._learner.stack.done
+    monkeypatch.undo()
+    agent.reward(waits.id, 1.0)
+    feed(agent, 40, 100)
+    agent.wait()
+    assert agent._learner.stack.done > done
+    assert agent._seen.count == len(read_log(tmp_path / "log.jsonl")) == 101
+
+
+def test_many_threads_decide_and_reward_while_trainings_go_on(tmp_path):
+    agent, failures = new(training="background", growth=1.01), []
+    agent.log(tmp_path / "log.jsonl")
+
+    def work(first: int) -> None:
+        try:
+            for row in ROWS[first : first + 60]:
+                agent.reward(agent.decide(row, draws=2).id, float(row[0]))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agent.add_arm()
+    agent.wait()
+    assert not failures
+    assert agent._seen.count == np.isfinite(read_log(tmp_path / "log.jsonl").rewards).sum() == 180
+    # The head on the contexts has every observation: its shape is a₀ + n/2 of each arm.
+    assert agent._learner.belief.linear.shape[:3].sum() == approx(3 * 1.0 + 90)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bayesadam.bandits.observations.FIRST_ROOM", 16)
+    for where in ("agent", "observations", "network"):
+        monkeypatch.setattr(f"bayesadam.bandits.{where}.MOST_ROOM", 64)
+
+
+def test_more_observations_than_a_training_takes_note_of_wait_for_it(monkeypatch):
+    little_room(monkeypatch)
+    agent = new(training="background")
+    held = Held(agent, monkeypatch)
+    feeding = threading.Thread(target=agent.update, args=(ROWS[:600], ARMS[:600], PAID[:600]))
+    feeding.start()
+    assert held.begun.wait(PATIENCE)
+    feeding.join(0.2)
+    assert feeding.is_alive()
+    assert 0 <= agent.act(ROWS[0]) < 3
+    assert agent._seen.count <= 2 * 64 + 5
+    held.go.set()
+    feeding.join(PATIENCE)
+    agent.wait()
+    assert agent._seen.total == 600
+    assert agent._learner.belief.linear.shape.sum() == approx(3 * 1.0 + 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forget", [None, 30.0])
+def test_the_head_on_the_contexts_has_all_observations_whatever_is_held(forget, monkeypatch, tmp_path):
+    whole = new(forget=forget)
+    feed(whole, 0, 400)
+    little_room(monkeypatch)
+    agent = new(forget=forget)
+    feed(agent, 0, 333)
+    agent.save(tmp_path / "agent")
+    again = Agent.load(tmp_path / "agent")
+    feed(agent, 333, 400)
+    feed(again, 333, 400)
+    assert_same(state_of(again), state_of(agent))
+    assert (agent._seen.total, len(agent._seen.arms) <= 128) == (400, True)
+    theirs = state_of(whole)
+    for name, array in state_of(agent).items():
+        if name.startswith("linear") or name in ("shift", "scale", "ends", "due"):
+            assert_close(array, theirs[name], rtol=1e-6, atol=1e-9, msg=name)
+    # On the hidden layer those held count as all.
+    learner = agent._learner
+    learner._seen = agent._seen
+    counts = learner._statistics(learner.belief, learner.belief.hidden).counts.sum()
+    assert counts == approx(whole._seen.effective_count, rel=1e-3 if forget else 1e-9)

@@ -1,0 +1,116 @@
+"""Leverage against what it is by its definition: matrices written out, inputs left out one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.calibrated.leverage import RIDGE, WIDEST, Leverage, factor, from_inputs, from_structure, log_leverages
+from bayesadam.predict.tap import Layer, layers_of
+from calibrated.cases_calibrated import blobs, trained
+from floats import assert_close
+
+
+def double(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_leverage_is_the_quadratic_form(groups):
+    layer, a, root = Layer("m", "m.weight", 6, groups), double(5, 6), double(groups, 6 // groups, 9)
+    moment = root @ root.mT
+    whole = torch.block_diag(*moment)
+    ridge = RIDGE * whole.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    expected = torch.einsum("bi,ij,bj->b", a, torch.linalg.inv(whole + ridge), a)
+    known = Leverage((layer,), (factor(moment),), "inputs")
+    assert_close(known.log_h({"m": a})[:, 0].exp(), expected)
+    diagonal = whole.diagonal()
+    known = Leverage((layer,), (factor(diagonal),), "second moments")
+    assert_close(known.log_h({"m": a})[:, 0].exp(), (a.square() / (diagonal + RIDGE * diagonal.mean())).sum(dim=1))
+
+
+def test_stacked_layers_keep_their_order():
+    layers = tuple(Layer(name, f"{name}.weight", width) for name, width in (("a", 3), ("b", 5), ("c", 3)))
+    inputs = {layer.module: double(4, layer.width) for layer in layers}
+    factors = tuple(factor((root @ root.mT)[None]) for root in (double(layer.width, 9) for layer in layers))
+    together = Leverage(layers, factors, "inputs").log_h(inputs)
+    for number, layer in enumerate(layers):
+        alone = Leverage((layer,), (factors[number],), "inputs").log_h(inputs)
+        assert_close(together[:, number], alone[:, 0])
+    stacks = Leverage(layers, factors, "inputs")
+    assert_close(log_leverages(inputs, stacks.stacks, stacks.order), together)
+
+
+def test_each_input_is_left_out_of_its_own():
+    """Exact but for the ridge, which stays that of all."""
+    a, n = double(20, 5), 20
+    _, log_h = from_inputs([Layer("m", "m.weight", 5)], {"m": a}, None)
+    moment = a.T @ a / n
+    for i in range(n):
+        rest = (moment * n - torch.outer(a[i], a[i])) / (n - 1)
+        ridge = RIDGE * moment.diagonal().mean() * n / (n - 1) * torch.eye(5, dtype=torch.float64)
+        assert_close(log_h[i, 0].exp(), a[i] @ torch.linalg.inv(rest + ridge) @ a[i])
+
+
+def test_wide_layers_are_cut_in_blocks():
+    layer = Layer("m", "m.weight", WIDEST + 3)
+    known, _ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, None)
+    assert known.factors[0].shape == (2, WIDEST // 2 + 2, WIDEST // 2 + 2)
+
+
+def test_few_inputs_leave_the_state_alone():
+    layer, state = Layer("m", "m.weight", 3), Leverage((Layer("m", "m.weight", 3),), (torch.ones(3),), "second moments")
+    known, log_h = from_inputs([layer], {"m": torch.ones(5, 3)}, state)
+    assert known.source == "second moments"
+    assert log_h.shape == (5, 1)
+    assert from_inputs([layer], {"m": torch.ones(5, 3)}, None)[0] is None
+
+
+def test_the_state_gives_the_column_sums_of_v():
+    q = trained("classification")
+    known = from_structure(layers_of(q.model, q.mode), q.structure)
+    assert ([x.weight for x in known.layers], known.source) == (["0.weight", "2.weight"], "second moments")
+    sums = q.structure.second_moment["0.weight"].sum(dim=0)
+    assert_close(known.factors[0], (sums + RIDGE * sums.mean()).rsqrt())
+
+
+def test_the_input_side_gives_its_own_second_moment():
+    q, x = trained("classification"), blobs(50, 3)[0]
+    known = from_structure(layers_of(q.model, q.mode), q.with_inputs(x).structure)
+    assert known.source == "inputs"
+    moment = x.T @ x / len(x)
+    ridge = RIDGE * moment.diagonal().mean() * torch.eye(2)
+    w = known.factors[0][0]
+    assert_close(w @ w.T @ (moment + ridge), torch.eye(2), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:the posterior has 8 gradients")
+def test_a_kronecker_posterior_gives_its_right_factor():
+    model, (x, y) = trained("classification").model, blobs(64, 1)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
+    recorder = ba.Recorder.from_batches(model, batches, nn.functional.cross_entropy)
+    q = ba.Posterior.from_recorder(model, recorder, n_data=64, likelihood="classification")
+    known = from_structure(layers_of(q.model, q.mode), q.structure)
+    assert known.source == "gradients"
+    moment = torch.zeros(2, 2)
+    for inputs, labels in batches:
+        (grad,) = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), labels), [model[0].weight])
+        moment += grad.T @ grad / len(batches)
+    ridge = RIDGE * moment.diagonal().mean() * torch.eye(2)
+    w = known.factors[0][0]
+    assert_close(w @ w.T @ (moment + ridge), torch.eye(2), rtol=1e-3, atol=1e-3)
+
+
+def test_ratios_are_means_over_layers_relative_to_medians():
+    log_h, other = double(9, 3), double(4, 3)
+    known = Leverage((), (), "inputs").against(log_h)
+    h, medians = log_h.exp(), log_h.quantile(0.5, dim=0).exp()
+    gentle, steep = (h / medians).log().mean(dim=1).exp(), (h / medians).mean(dim=1)
+    expected = (other.exp() / medians).log().mean(dim=1).exp() / gentle.quantile(0.5)
+    ratios = known.ratios(other)
+    assert_close(ratios.gentle, expected)
+    assert_close(ratios.steep, (other.exp() / medians).mean(dim=1) / steep.quantile(0.5))
+    assert_close(ratios.growth(0.5), ((1 + expected) / 2).sqrt())
+    assert_close(known.ratios(log_h).gentle.quantile(0.5), torch.ones((), dtype=torch.float64))

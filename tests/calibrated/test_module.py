@@ -1,0 +1,211 @@
+"""The calibrated network as a module: exported, compiled, saved, moved, used by many threads."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.errors import CalibrationError, FileError, InputRangeWarning, SettingError
+from bayesadam.likelihoods import likelihood
+from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
+from floats import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
+
+
+def calibrated(name: str, **settings: object) -> ba.Calibrated:
+    return ba.calibrate(trained(name), data(name, 300, 200), **settings)
+
+
+def same(answers: dict[str, Tensor], p: ba.Answer, rtol: float | None = None) -> None:
+    for name in ("novelty", "p_value", "probs", "mean", "stddev", "answered", "in_range", "layers"):
+        expected = getattr(p, name)
+        assert (expected is None) == (name not in answers), name
+        if expected is not None:
+            assert_close(answers[name], expected, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_it_is_exported_as_it_is(name):
+    net, x = calibrated(name), data(name, 20, 300)[0]
+    program = torch.export.export(net, (x[:4],), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False)
+    answer, expected = program.module()(x), net(x)
+    assert isinstance(answer, ba.Answer)
+    for own, other in zip(answer, expected, strict=True):
+        assert own == other if not isinstance(own, Tensor) else torch.allclose(own, other, atol=1e-6)
+    if name == "classification":
+        assert torch.equal(answer.set(0.9), expected.set(0.9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_compiles_whole(name):
+    net, x = calibrated(name), data(name, 20, 300)[0]
+    answer, expected = torch.compile(net, fullgraph=True, backend="aot_eager")(x), net(x)
+    same({k: v for k, v in answer._asdict().items() if v is not None}, expected)
+
+
+class Convolutional(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 9, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.first(x)).relu().flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0][:, -1])
+
+
+NETWORKS = {"perceptron": (nn.Linear, (6,)), "cnn": (Convolutional, (1, 8, 8)), "gru": (Recurrent, (4, 3))}
+
+
+def case(network: str, name: str) -> tuple[ba.Calibrated, Tensor]:
+    torch.manual_seed(0)
+    build, shape = NETWORKS[network]
+    outputs = 3 if name == "classification" else likelihood(name).outputs_per_target
+    model = build(6, outputs) if build is nn.Linear else build(outputs)
+    x = torch.randn(80, *shape)
+    y = torch.randint(2, (80,)) if name == "classification" else torch.randint(2, (80, 1)).float()
+    return ba.calibrate(model.eval(), (x[:60], y[:60]), likelihood=name), x[60:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_onnx_runs_alike(network, name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    net, x = case(network, name)
+    net.save(tmp_path / "net.onnx", x[:2])
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+    names = [output.name for output in session.get_outputs()]
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    answers, p = dict(zip(names, map(torch.from_numpy, found), strict=True)), net(x)
+    if name in ("classification", "binary"):
+        assert torch.equal(answers.pop("set"), p.set(0.95))
+    else:
+        for end, expected in zip(("lower", "upper"), p.interval(0.95), strict=True):
+            assert_close(answers.pop(end), expected, rtol=1e-4, atol=1e-5)
+    same(answers, p, rtol=1e-4)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["bayesadam"])["likelihood"] == name
+
+
+@pytest.mark.parametrize("name", ["binary", "heteroscedastic"])
+def test_a_program_runs_without_this_package(name, tmp_path):
+    net, x = calibrated(name, **RISKS[name]), data(name, 20, 300)[0]
+    net.save(tmp_path / "net.pt2", level=0.8)
+    answers, p = torch.export.load(tmp_path / "net.pt2").module()(x), net(x)
+    assert type(answers) is dict
+    answers = dict(answers)
+    if name == "binary":
+        assert torch.equal(answers.pop("set"), p.set(0.8))
+    else:
+        assert_close(answers.pop("upper"), p.interval(0.8)[1])
+        answers.pop("lower")
+    same(answers, p)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded(name, tmp_path):
+    net, x = calibrated(name, **RISKS[name]), data(name, 20, 300)[0]
+    net.save(tmp_path / "net.safetensors")
+    fresh = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, net(x).f_mean.shape[-1]))
+    before = {key: t.clone() for key, t in fresh.state_dict().items()}
+    again = ba.load(tmp_path / "net.safetensors", fresh)
+    assert same_answers(again(x), net(x))
+    assert str(again.report) == str(net.report)
+    assert all(torch.equal(t, before[key]) for key, t in fresh.state_dict().items())
+
+
+def test_files_of_others_are_refused(tmp_path):
+    net = calibrated("classification")
+    net.save(tmp_path / "net.safetensors")
+    with pytest.raises(FileError, match="another model"):
+        ba.load(tmp_path / "net.safetensors", nn.Linear(2, 3))
+    with pytest.raises(SettingError, match="without forward="):
+        ba.load(tmp_path / "net.safetensors", trained("classification").model, forward=lambda m, x: m(x))
+    trained("classification").save(tmp_path / "posterior.safetensors")
+    with pytest.raises(FileError, match=r"net\.save"):
+        ba.load(tmp_path / "posterior.safetensors", trained("classification").model)
+    with pytest.raises(SettingError, match="must end in"):
+        net.save(tmp_path / "net.bin")
+    with pytest.raises(SettingError, match="at least two"):
+        net.save(tmp_path / "net.pt2", torch.zeros(1, 2))
+
+
+def test_the_users_model_is_left_alone():
+    q = trained("classification")
+    q.model.train()
+    flags = [p.requires_grad for p in q.model.parameters()]
+    try:
+        net = ba.calibrate(q, blobs(100, 200))
+        assert q.model.training
+        assert [p.requires_grad for p in q.model.parameters()] == flags
+        assert not any(m._forward_pre_hooks for m in q.model.modules())
+        assert not net.train().training
+    finally:
+        q.model.eval()
+
+
+def test_half_precision_is_the_models_alone():
+    net, x = calibrated("classification"), blobs(50, 300)[0]
+    expected = net(x)
+    p = net.bfloat16()(x)
+    assert p.probs.dtype == net.medians.dtype == torch.float32
+    assert next(net.model.parameters()).dtype == torch.bfloat16
+    assert_close(p.probs, expected.probs, rtol=0.05, atol=0.05)
+    p = net.double()(x.double())
+    assert p.probs.dtype == torch.float64
+
+
+def test_many_threads():
+    net, (x, _) = calibrated("classification"), blobs(400, 300)
+    expected = net(x)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda rows: net(rows), x.split(5)))
+    assert_close(torch.cat([p.novelty for p in answers]), expected.novelty)
+    assert_close(torch.cat([p.probs for p in answers]), expected.probs)
+
+
+def test_answers_have_gradients_with_respect_to_inputs():
+    net, x = calibrated("regression"), waves(6, 300)[0].double().requires_grad_()
+    net = net.double()
+    assert torch.autograd.gradcheck(lambda inputs: net(inputs)[3:5], (x,), atol=1e-3, rtol=1e-2)
+
+
+def test_inputs_out_of_range_are_told_once():
+    net, x = calibrated("regression", risk=0.1, tolerance=0.7), torch.full((3, 1), 500.0)
+    with pytest.warns(InputRangeWarning, match="scale and normalise"):
+        p = net(x)
+    assert not (p.in_range | p.answered).any()
+    net(x)
+
+
+def test_what_does_not_apply():
+    p, numbers = calibrated("classification")(blobs(5, 1)[0]), calibrated("regression")(waves(5, 1)[0])
+    with pytest.raises(SettingError, match="of numbers"):
+        p.interval()
+    with pytest.raises(SettingError, match="of classes"):
+        numbers.set()
+    with pytest.raises(SettingError, match="level must lie"):
+        p.set(1.5)
+    with pytest.raises(SettingError, match="token_novelty is of outputs"):
+        _ = p.token_novelty
+    assert p.answered is None
+    few = ba.calibrate(nn.Linear(2, 3), (torch.randn(20, 2), torch.arange(20) % 3), likelihood="classification")
+    few.scores = None
+    with pytest.raises(CalibrationError, match="held-out scores"):
+        few(torch.randn(3, 2)).set(0.9)

@@ -1,0 +1,164 @@
+"""Pruning a checkpoint without its model, against pruning the model itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import bayesadam as ba
+from bayesadam.__main__ import main
+from bayesadam.cli import app
+from bayesadam.weights.gaussian import GaussianWeights
+from compress.cases_compress import normalised
+
+# Of the bias before the batch norm, which the last test is about.
+pytestmark = pytest.mark.filterwarnings("ignore:left whole")
+
+
+def trained() -> tuple[nn.Module, torch.optim.Adam]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        adam.zero_grad()
+        model(torch.randn(16, 6)).square().mean().backward()
+        adam.step()
+    return model, adam
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, adam = trained()
+    path = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "epoch": 3}, path)
+    return model, adam, path
+
+
+@pytest.mark.parametrize(("ranking", "scope"), [("snr", "global"), ("magnitude", "layer"), ("saliency", "global")])
+def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, ranking, scope):
+    model, adam, path = saved
+    out = tmp_path / "pruned.pt"
+    report = ba.compress.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
+    masks = ba.compress.masks(posterior, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
+    expected = ba.prune(posterior, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",)).model.state_dict()
+    found = torch.load(out, weights_only=True)
+    assert found["epoch"] == 3
+    for name, tensor in expected.items():
+        assert torch.equal(found["model"][name], tensor), name
+    for key, state in adam.state_dict()["state"].items():
+        assert torch.equal(found["optimizer"]["state"][key]["exp_avg_sq"], state["exp_avg_sq"])
+    removed = sum(int((~mask).sum()) for mask in masks.values())
+    assert report.weights - report.kept == removed
+
+
+@pytest.mark.parametrize("ranking", ["snr", "saliency"])
+def test_an_opened_file_has_the_masks_of_the_posterior(saved, ranking):
+    model, adam, path = saved
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
+    opened = GaussianWeights.open(path, 1)
+    for how in ({"fraction": 0.6}, {"pattern": "1:2"}):
+        expected = ba.compress.masks(posterior, ranking=ranking, exclude="biases", **how)
+        found = ba.compress.masks(opened, ranking=ranking, exclude="biases", **how)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+
+
+def test_the_command_prunes_reports_and_ends_with_its_paths(saved, tmp_path):
+    _, _, path = saved
+    out = tmp_path / "small" / "pruned.safetensors"
+    given = ["prune", str(path), "--fraction", "0.75", "-o", str(out)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    assert "0.weight" in result.output
+    assert result.output.split()[-2:] == [str(out), str(out.parent / "pruned.metrics.json")]
+    record = json.loads((out.parent / "pruned.metrics.json").read_text())
+    assert record["command"] == "prune"
+    # Buffers have no state and are not eligible.
+    assert record["results"]["weights"] - record["results"]["kept"] == round(0.75 * (147 - 12))
+
+
+def test_the_table_is_of_the_parameters_and_adds_up_to_the_fraction(saved, tmp_path):
+    model, _, path = saved
+    report = ba.compress.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
+    assert list(report.parameters) == [name for name, _ in model.named_parameters()]
+    assert report.weights == 147
+    # The bias before the batch norm is left whole.
+    assert report.weights - report.kept == round(0.5 * (147 - 12))
+    found = torch.load(tmp_path / "pruned.pt", weights_only=True)["model"]
+    zeros = sum(int((found[name] == 0).sum()) for name, _ in model.named_parameters())
+    assert report.weights - report.kept == zeros
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 5)
+        self.attend = nn.MultiheadAttention(5, 1)
+        self.biased = nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.rnn(inputs)[0]
+        return self.biased(self.attend(hidden, hidden, hidden)[0])
+
+
+def test_biases_are_told_by_their_names_as_with_the_model(tmp_path):
+    torch.manual_seed(0)
+    model = Recurrent()
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 2, 4)).square().mean().backward()
+    adam.step()
+    path = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, path)
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
+    masks = ba.compress.masks(posterior, 0.5, exclude="biases")
+    assert "biased.weight" in masks
+    for exclude in ("biases", ["biases"], ["biases", "*bias"]):
+        report = ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5, exclude=exclude)
+        kept = {name: left for name, (_, left) in report.parameters.items()}
+        assert kept == {
+            name: int(masks[name].sum()) if name in masks else p.numel() for name, p in model.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("kind", ["norms", "embeddings"])
+def test_kinds_that_need_the_model_are_refused(saved, tmp_path, capsys, kind):
+    _, _, path = saved
+    out = tmp_path / "pruned.pt"
+    assert main(["prune", str(path), "--fraction", "0.5", "--exclude", kind, "-o", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert f"--exclude '{kind}' matches no parameter" in told
+    assert "1.weight" in told
+    assert not out.exists()
+
+
+def test_the_command_does_not_write_over_what_it_reads(saved, tmp_path, capsys):
+    model, adam, path = saved
+    (tmp_path / "link.pt").symlink_to(path)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(adam.state_dict(), folder / "optimizer.bin")
+    for source, out in ((path, tmp_path / "link.pt"), (folder, folder / "pytorch_model.bin")):
+        before = out.read_bytes()
+        assert main(["prune", str(source), "--fraction", "0.5", "-o", str(out)]) == 2
+        assert "write to another file" in capsys.readouterr().err
+        assert out.read_bytes() == before
+    out = tmp_path / "pruned.safetensors"
+    assert CliRunner().invoke(app, ["prune", str(folder), "--fraction", "0.5", "-o", str(out)]).exit_code == 0
+
+
+@pytest.mark.filterwarnings("default:left whole")
+def test_a_bias_before_a_batch_norm_stays_in_the_file(tmp_path):
+    model, optimizer, _ = normalised()
+    path, out = tmp_path / "last.pt", tmp_path / "pruned.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"left whole: 0\.bias"):
+        ba.compress.prune_checkpoint(path, out, 0.3)
+    pruned = torch.load(out, weights_only=True)["model"]
+    assert torch.equal(pruned["0.bias"], model.state_dict()["0.bias"])
+    assert (pruned["0.weight"] == 0).any()

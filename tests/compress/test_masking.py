@@ -1,0 +1,141 @@
+"""Masks on a model: all or nothing, tied and wrapped models, zeros that stay zero while training goes on, files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bayesadam.compress import apply_masks, keep_pruned, load_masks, masks, save_masks
+from bayesadam.errors import FileError, MatchError
+from cases import mlp, train
+from compress.cases_compress import posterior_of
+
+
+def half_masks(model: nn.Module) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_removed_weights_are_zero_and_the_others_bit_for_bit(dtype: torch.dtype) -> None:
+    model = mlp(5, 6, 2).to(dtype)
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([float("nan"), float("inf")]))
+    before, kept = copy.deepcopy(model.state_dict()), half_masks(model)
+    kept["2.bias"] = torch.tensor([False, False])
+    apply_masks(nn.DataParallel(model), kept)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter[kept[name]], before[name][kept[name]])
+        assert not parameter[~kept[name]].any()
+        assert not torch.signbit(parameter[~kept[name]]).any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"2.weigth": torch.ones(2, 6, dtype=torch.bool)}, r"'2\.weigth' is of no parameter"),
+        ({"2.weight": torch.ones(6, 2, dtype=torch.bool)}, r"'2\.weight' must be .*of shape \(2, 6\), not .*\(6, 2\)"),
+        ({"2.weight": torch.ones(2, 6)}, r"'2\.weight' must be a boolean tensor.*float32"),
+    ],
+)
+def test_nothing_is_written_unless_all_is_right(wrong: Any, words: str) -> None:
+    model = mlp(5, 6, 2)
+    before = copy.deepcopy(model.state_dict())
+    bad = {"0.weight": torch.zeros(6, 5, dtype=torch.bool)} | wrong
+    with pytest.raises(MatchError, match=words):
+        apply_masks(model, bad)
+    with pytest.raises(MatchError, match=words), keep_pruned(model, bad, torch.optim.Adam(model.parameters())):
+        pass
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_tied_parameter_is_masked_once_under_either_name() -> None:
+    mask = torch.rand(4, 4) < 0.5
+    for named in ({"first.weight": mask}, {"second.weight": mask}, {"first.weight": mask, "second.weight": mask}):
+        model = Tied()
+        apply_masks(model, named)
+        assert model.first.weight is model.second.weight
+        assert torch.equal(model.first.weight != 0, mask)
+    with pytest.raises(MatchError, match=r"'second\.weight' and 'first\.weight' are one tied parameter"):
+        apply_masks(model, {"first.weight": mask, "second.weight": ~mask})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    ],
+)
+def test_zeros_stay_exactly_zero_through_fine_tuning(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = mlp(4, 6, 1)
+    optimizer = make(model.parameters())
+    # Momentum from before the pruning would carry the weights away.
+    train(model, optimizer, steps=10)
+    kept = masks(posterior_of(model), 0.6)
+    dense = copy.deepcopy(model.state_dict())
+
+    def is_pruned() -> bool:
+        return all(not parameter[~kept[name]].any() for name, parameter in model.named_parameters())
+
+    with keep_pruned(model, kept, optimizer):
+        for step in range(10):
+            before = copy.deepcopy(model.state_dict())
+            train(model, optimizer, steps=1, seed=step)
+            assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            assert is_pruned()
+            assert all(not p.grad[~kept[name]].any() for name, p in model.named_parameters())  # type: ignore[index]
+        # Dense weights come back, and go again with the next step.
+        model.load_state_dict(dense)
+        train(model, optimizer, steps=1)
+        assert is_pruned()
+    train(model, optimizer, steps=2)
+    assert not is_pruned()
+
+
+def test_masks_survive_a_file(tmp_path: Any) -> None:
+    shapes = {"a": (3, 5), "b.c": (), "empty": (0, 2), "long": (1001,), "d": (2, 2, 2)}
+    kept = {name: torch.rand(shape) < 0.5 for name, shape in shapes.items()}
+    kept["transposed"] = kept["a"].T
+    path = tmp_path / "masks.safetensors"
+    save_masks(path, kept)
+    found = load_masks(path)
+    assert list(found) == list(kept)
+    assert all(torch.equal(found[name], mask) and found[name].dtype == torch.bool for name, mask in kept.items())
+    # A bit a weight, and a header.
+    assert path.stat().st_size < 1001
+    # A save that fails leaves the old file.
+    with pytest.raises(MatchError, match="'w' must be boolean"):
+        save_masks(path, {"w": torch.ones(2)})
+    assert list(load_masks(path)) == list(kept)
+    assert [p.name for p in tmp_path.iterdir()] == ["masks.safetensors"]
+
+
+def test_files_that_hold_no_masks_are_refused(tmp_path: Any) -> None:
+    model = mlp(2, 1)
+    posterior_of(model).save(tmp_path / "posterior")
+    save_masks(tmp_path / "masks", half_masks(model))
+    whole = (tmp_path / "masks").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-1])
+    (tmp_path / "wrong").write_bytes(whole.replace(b"[1, 2]", b"[9, 2]"))
+    for name, words in (
+        ("absent", "no file at"),
+        ("posterior", "not a file of masks"),
+        ("cut", "truncated"),
+        ("wrong", "1 bytes for a mask of shape"),
+    ):
+        with pytest.raises(FileError, match=words):
+            load_masks(tmp_path / name)

@@ -1,0 +1,124 @@
+"""A posterior of the pruned network, and an importance for Torch-Pruning."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import MatchError
+from cases import mlp, trained
+from compress.cases_compress import normalised, posterior_of, removed
+from floats import assert_close
+
+
+def posterior() -> ba.Posterior:
+    return ba.Posterior.from_optimizer(*trained(3, 8, 1), 60, likelihood="regression", prior_precision=1.0)
+
+
+def test_the_model_of_the_pruned_posterior_has_the_masks_and_the_users_is_untouched() -> None:
+    dense = posterior()
+    weights = {name: p.detach().clone() for name, p in dense.model.named_parameters()}
+    kept = ba.compress.masks(dense, 0.6)
+    small = ba.prune(dense, 0.6)
+    assert removed(kept) == round(0.6 * dense.n_weights)
+    for name, parameter in small.model.named_parameters():
+        assert torch.equal(parameter, torch.where(kept[name], weights[name], 0))
+        assert torch.equal(small.mean[name], parameter)
+        assert torch.equal(dense.model.get_parameter(name), weights[name])
+        assert torch.equal(dense.mode[name], weights[name])
+
+
+def test_pruned_weights_are_zero_in_draws_variances_and_predictions(tmp_path) -> None:
+    dense = posterior()
+    kept, small = ba.compress.masks(dense, 0.6), ba.prune(dense, 0.6)
+    small.save(tmp_path / "small.safetensors")
+    for each in (small, ba.Posterior.load(tmp_path / "small.safetensors", copy.deepcopy(dense.model))):
+        draws = each.sample(50, generator=torch.Generator().manual_seed(0))
+        for name, mask in kept.items():
+            assert float(draws[name][:, ~mask].abs().max()) < 1e-13
+            assert_close(each.variance[name][mask], dense.variance[name][mask])
+            assert not each.snr()[name][~mask].any()
+        assert bool(torch.isfinite(each.log_prob(each.sample(generator=torch.Generator().manual_seed(1)))))
+    # The linearised variance is that of the weights that stay.
+    x = torch.randn(5, 3)
+    expected = torch.zeros(5)
+    for row in range(5):
+        gradients = torch.autograd.grad(small.model(x[row : row + 1]).sum(), list(small.model.parameters()))
+        terms = zip(gradients, small.variance.items(), strict=True)
+        expected[row] = sum((g.square() * variance * kept[name]).sum() for g, (name, variance) in terms)
+    assert_close(small.predict(x).variance.flatten(), expected, rtol=1e-4)
+
+
+def test_the_likelihood_form_prunes_its_shrunk_mean() -> None:
+    dense = posterior_of(mlp(3, 4, 1), delta=3.0, form="likelihood")
+    kept, small = ba.compress.masks(dense, 0.5), ba.prune(dense, 0.5)
+    for name, parameter in small.model.named_parameters():
+        assert_close(parameter, dense.mean[name] * kept[name])
+
+
+def test_rotated_posteriors_are_pruned_in_the_mean_alone() -> None:
+    model, optimizer = trained(3, 8, 1)
+    dense = ba.Posterior.from_optimizer(model, optimizer, 60, likelihood="regression", prior_precision=1.0)
+    rotated = dense.with_inputs(torch.randn(50, 3))
+    small = ba.prune(rotated, 0.5, ranking=dense.snr())
+    kept = ba.compress.masks(dense, 0.5, ranking=dense.snr())
+    assert all(torch.equal(p, dense.mode[n] * kept[n]) for n, p in small.model.named_parameters())
+    assert_close(small.variance, rotated.variance)
+
+
+@pytest.mark.filterwarnings("ignore:left whole")
+def test_running_statistics_go_with_the_copy() -> None:
+    model, optimizer, x = normalised()
+    dense = ba.Posterior.from_optimizer(model, optimizer, 200, likelihood="classification", prior_precision=1.0)
+    small = ba.prune(dense, 0.3)
+    before = small.predict(x[:5]).probs
+    model.train()(x + 3)
+    assert small.model[1].running_mean is not model[1].running_mean
+    assert torch.equal(small.predict(x[:5]).probs, before)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.left, self.right = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 1), nn.Conv2d(6, 4, 1)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).relu()
+        out: torch.Tensor = self.head((self.left(x) + self.right(x)).relu().flatten(1))
+        return out
+
+
+def test_torch_pruning_takes_out_the_channels_of_least_score() -> None:
+    torch_pruning = pytest.importorskip("torch_pruning")
+    torch.manual_seed(0)
+    dense = posterior_of(Branches(), delta=1.0)
+    small = copy.deepcopy(dense.model)
+    how = ba.compress.importance(dense, small)
+    scores = ba.compress.weight_scores(dense)
+    # Of the first layer, whose channels two others read.
+    graph = torch_pruning.DependencyGraph().build_dependency(small, example_inputs=torch.zeros(1, 1, 4, 4))
+    group = graph.get_pruning_group(small.conv, torch_pruning.prune_conv_out_channels, idxs=list(range(6)))
+    expected = scores["conv.weight"].flatten(1).sum(1) + scores["conv.bias"]
+    expected = expected + scores["left.weight"].sum((0, 2, 3)) + scores["right.weight"].sum((0, 2, 3))
+    assert_close(how(group), expected)
+    pruner = torch_pruning.pruner.BasePruner(
+        small, torch.zeros(1, 1, 4, 4), how, pruning_ratio=0.5, ignored_layers=[small.head]
+    )
+    pruner.step()
+    assert (small.conv.out_channels, small.left.out_channels, small.head.in_features) == (3, 2, 8)
+    best = expected.topk(3).indices.sort().values
+    assert torch.equal(small.conv.weight, dense.mode["conv.weight"][best])
+    assert small(torch.zeros(1, 1, 4, 4)).shape == (1, 2)
+
+
+def test_an_importance_is_of_the_posteriors_network(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_pruning", SimpleNamespace())
+    with pytest.raises(MatchError, match=r"'0\.weight' has shape \(9, 3\), in the posterior \(8, 3\)"):
+        ba.compress.importance(posterior(), mlp(3, 9, 1))

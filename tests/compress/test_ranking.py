@@ -1,0 +1,262 @@
+"""Masks against a full sort, for every ranking, scope and pattern."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bayesadam import Mixture, Posterior
+from bayesadam.compress import RANKINGS, masks, weight_scores
+from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
+from cases import mlp, trained
+from compress.cases_compress import normalised, posterior_of, removed, sorted_masks
+from floats import assert_close
+
+REFERENCES = {
+    "snr": lambda t, v: np.abs(t) * np.sqrt(100.0) * v**0.25,
+    "magnitude": lambda t, v: np.abs(t),
+    "saliency": lambda t, v: 0.5 * t**2 * v,
+}
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return mlp(7, 9, 3).to(dtype)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, np.ndarray]) -> None:
+    for name, mask in found.items():
+        assert mask.dtype == torch.bool
+        np.testing.assert_array_equal(mask.cpu().numpy(), expected[name], err_msg=name)
+
+
+# --- rankings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_scores_are_the_formulas(ranking: str) -> None:
+    posterior = posterior_of(net(), delta=3.0)
+    scores = weight_scores(posterior, ranking)
+    assert list(scores) == list(posterior.mode)
+    for name, score in scores.items():
+        theta, v = posterior.mode[name].numpy(), posterior.structure.second_moment[name].numpy()
+        assert_close(score.numpy(), REFERENCES[ranking](theta, v), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("power", "batch_size"), [(0.5, None), (1.0, 8)])
+def test_without_a_prior_the_ratio_is_the_posteriors_own(power: float, batch_size: int | None) -> None:
+    posterior = posterior_of(net(), delta=0.0, power=power, batch_size=batch_size, scale=2.0)
+    scores = weight_scores(posterior)
+    for name, expected in posterior.snr().items():
+        assert_close(scores[name], expected)
+
+
+def test_a_dead_weight_goes_first_whatever_the_prior() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[5.0, 0.1, 0.2]]))
+    posterior = posterior_of(model, {"weight": torch.tensor([[0.0, 0.01, 0.01]])}, delta=1e3)
+    assert masks(posterior, 1 / 3)["weight"].tolist() == [[False, True, True]]
+    assert masks(posterior, 1 / 3, ranking=posterior.snr())["weight"].tolist() == [[True, False, True]]
+
+
+def test_a_function_and_ready_scores_rank_too() -> None:
+    posterior = posterior_of(net())
+    ready = {name: theta.abs() * posterior.structure.second_moment[name] for name, theta in posterior.mode.items()}
+    expected = sorted_masks({n: s.numpy() for n, s in ready.items()}, round(0.4 * posterior.n_weights))
+    assert_same(masks(posterior, 0.4, ranking=lambda theta, v: theta.abs() * v), expected)
+    assert_same(masks(posterior, 0.4, ranking=ready), expected)
+
+
+def test_whole_numbers_rank_exactly() -> None:
+    # Beyond 2²⁴, where float32 would see ties.
+    model = nn.Linear(4, 1, bias=False)
+    scores = {"weight": torch.tensor([[3, 1, 2, 0]]) + 2**30}
+    assert masks(posterior_of(model), 0.5, ranking=scores)["weight"].tolist() == [[True, False, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"ranking": "entropy"}, "must be one of 'snr'"),
+        ({"ranking": lambda theta, v: theta.flatten()}, "'0.weight' must have shape"),
+        ({"ranking": lambda theta, v: theta * math.nan}, r"63 of the 63 scores of '0\.weight' are NaN"),
+        ({"ranking": {"0.weigth": torch.ones(9, 7)}}, r"'0\.weigth', '0\.weight', .* are unknown or missing"),
+        ({"fraction": 1.0001}, "fraction must be a number from 0 to 1"),
+        ({"fraction": math.nan}, "fraction must be a number from 0 to 1"),
+        ({"fraction": None}, "fraction must be a number from 0 to 1"),
+        ({"scope": "row"}, "scope must be one of 'global', 'layer', got 'row'"),
+        ({"exclude": ("0.wieght",)}, r"'0\.wieght' matches no parameter; they are 0\.bias, 0\.weight"),
+        ({"pattern": "2:4"}, "implies the fraction"),
+        ({"fraction": None, "pattern": "5:4"}, "pattern must be 'N:M'"),
+        ({"fraction": None, "pattern": "a:b"}, "pattern must be 'N:M'"),
+        ({"fraction": None, "pattern": "2:4"}, r"its 7 inputs are not a multiple of 4.*exclude=\('0\.weight',\)"),
+    ],
+)
+def test_what_gives_no_masks_is_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises((MatchError, SettingError), match=words):
+        masks(posterior_of(net()), **{"fraction": 0.5, **asked})
+
+
+def test_a_mixture_is_no_network_to_prune() -> None:
+    members = [Posterior.from_optimizer(*trained(seed=seed), 10, prior_precision=1.0) for seed in (0, 1)]
+    with pytest.raises(SettingError, match="Mixture has 2: go through them"):
+        masks(Mixture(members), 0.5)  # type: ignore[arg-type]
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_masks_are_those_of_a_full_sort(seed: int, scope: Any) -> None:
+    rng = np.random.default_rng(seed)
+    dtype = (torch.float32, torch.float64)[seed % 2]
+    posterior = posterior_of(net(seed, dtype))
+    fraction = (0.0, 0.013, 0.5, 0.77, 0.99, 1.0)[seed]
+    # Few values, so that most scores are tied; both signs, and both zeros.
+    values = [-np.inf, -2.5, -0.0, 0.0, 1e-40, 0.1, np.inf]
+    given = {n: torch.from_numpy(rng.choice(values, mu.shape)).to(dtype) for n, mu in posterior.mode.items()}
+    scores = {name: score.numpy() for name, score in given.items()}
+    found = masks(posterior, fraction, ranking=given, scope=scope)
+    if scope == "global":
+        assert_same(found, sorted_masks(scores, round(fraction * posterior.n_weights)))
+    else:
+        for name, score in scores.items():
+            assert_same({name: found[name]}, sorted_masks({name: score}, round(fraction * score.size)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distinct_scores_of_any_size(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    posterior = posterior_of(mlp(40, 30, 5).to(dtype))
+    scores = {
+        name: torch.from_numpy(rng.standard_normal(mu.shape) * 10.0 ** rng.integers(-30, 30, mu.shape)).to(dtype)
+        for name, mu in posterior.mode.items()
+    }
+    for fraction in rng.random(5):
+        count = round(fraction * posterior.n_weights)
+        found = masks(posterior, fraction, ranking=scores)
+        assert_same(found, sorted_masks({n: s.numpy() for n, s in scores.items()}, count))
+
+
+def test_scores_of_two_types_are_compared_in_the_wider() -> None:
+    near_one = 1.0 + 1e-12
+    scores = {"0.weight": torch.tensor([[near_one, near_one]], dtype=torch.float64), "0.bias": torch.tensor([1.0])}
+    found = masks(posterior_of(mlp(2, 1)), 1 / 3, ranking=scores)
+    assert found["0.bias"].tolist() == [False]
+    assert found["0.weight"].all()
+
+
+def test_empty_posteriors_and_parameters() -> None:
+    assert masks(posterior_of(nn.Tanh()), 0.5) == {}
+    model = mlp(2, 3)
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+    model.register_parameter("scalar", nn.Parameter(torch.tensor(1e-9)))
+    found = masks(posterior_of(model, {n: torch.ones_like(p) for n, p in model.named_parameters()}), 0.1)
+    assert found["empty"].shape == (0, 4)
+    assert not found["scalar"]
+    assert removed(found) == 1
+
+
+def test_half_precision_models_have_masks_of_their_shapes() -> None:
+    model = net().to(torch.bfloat16)
+    found = masks(posterior_of(model), 0.5)
+    assert {name: mask.shape for name, mask in found.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert removed(found) == round(0.5 * sum(p.numel() for p in model.parameters()))
+
+
+@pytest.mark.cuda
+def test_masks_are_on_the_parameters_device() -> None:
+    model = net(dtype=torch.float32)
+    expected = masks(posterior_of(model), 0.6)
+    cuda = posterior_of(model).to("cuda")
+    model.to("cuda")
+    found = masks(cuda, 0.6)
+    assert all(mask.is_cuda and torch.equal(mask.cpu(), expected[name]) for name, mask in found.items())
+
+
+# --- what is left whole -----------------------------------------------------------------------------------------------
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.norm = nn.LayerNorm(8)
+        self.body = nn.Linear(8, 8)
+        self.batch = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 10)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("exclude", "whole"),
+    [
+        ("body.weight", {"body.weight"}),
+        (["*.bias"], {"norm.bias", "body.bias", "batch.bias", "head.bias"}),
+        (("biases",), {"norm.bias", "body.bias", "batch.bias", "head.bias"}),
+        (("norms",), {"norm.weight", "norm.bias", "batch.weight", "batch.bias"}),
+        (("*norm*", "embeddings"), {"norm.weight", "norm.bias", "embed.weight"}),
+        # The second name of a tied parameter.
+        (("head.*",), {"head.bias", "embed.weight"}),
+    ],
+)
+def test_excluded_parameters_are_whole_and_do_not_count(exclude: Any, whole: set[str]) -> None:
+    posterior = posterior_of(Text())
+    found = masks(posterior, 0.5, exclude=exclude)
+    eligible = sum(theta.numel() for name, theta in posterior.mode.items() if name not in whole)
+    assert found.keys() == posterior.mode.keys()
+    assert all(found[name].all() for name in whole)
+    assert removed(found) == round(0.5 * eligible)
+
+
+def test_kinds_the_model_lacks_and_parameters_outside_the_posterior_are_passed_over() -> None:
+    posterior = posterior_of(net(), names=["0.weight", "2.weight"])
+    found = masks(posterior, 1.0, exclude=("norms", "embeddings", "0.bias"))
+    assert found.keys() == {"0.weight", "2.weight"}
+    assert removed(found) == posterior.n_weights
+
+
+def test_biases_before_a_batch_norm_are_left_whole_with_a_warning() -> None:
+    model, optimizer, _ = normalised()
+    posterior = Posterior.from_optimizer(model, optimizer, 200, prior_precision=1.0)
+    # As the paper has it they have the least signal-to-noise ratio of all, and removing them is another network.
+    with pytest.warns(BayesAdamWarning, match=r"left whole: 0\.bias"):
+        found = masks(posterior, 0.1)
+    assert found["0.bias"].all()
+    assert removed(found) == round(0.1 * (posterior.n_weights - 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        masks(posterior, 0.1, exclude="biases")
+        masks(posterior_of(net()), 0.1)
+
+
+# --- N:M --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "size"), [(2, 4), (1, 2), (3, 3)])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(24, 5), lambda: nn.Conv2d(24, 5, 3)])
+def test_each_group_along_the_input_keeps_its_best(make: Any, keep: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        # Ties within groups.
+        model.weight.copy_((model.weight * 20).round())
+    posterior = posterior_of(model)
+    found = masks(posterior, pattern=f"{keep}:{size}")
+    assert found["bias"].all()
+    scores = np.moveaxis(weight_scores(posterior)["weight"].numpy(), 1, -1).reshape(-1, size)
+    rows = found["weight"].movedim(1, -1).reshape(-1, size).numpy()
+    for row, of_group in zip(rows, scores, strict=True):
+        np.testing.assert_array_equal(row, sorted_masks({"g": of_group}, size - keep)["g"])
+
+
+def test_a_layer_whose_size_is_no_multiple_may_stay_whole() -> None:
+    assert removed(masks(posterior_of(net()), pattern="1:3", exclude=("0.weight",))) == 18

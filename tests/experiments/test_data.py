@@ -1,0 +1,528 @@
+"""The data: where files come from, by a real HTTP server that misbehaves, and what is in them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import lzma
+import math
+import os
+import re
+import struct
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bayesadam.errors import DataError, FileError, MissingFileError, SettingError
+from experiments import data
+from experiments.data import DataFile, DataSet, find, load_images, load_split, load_table, locate
+from floats import approx, assert_close
+from processes import PATIENCE
+
+CONTENT = b"a,b,c\n" * 50_000
+PACKED = gzip.compress(CONTENT, mtime=0)
+
+
+# --- where files come from --------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Answers a path by bytes, by a status, or by bytes of which it sends only so many."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, object] = {}
+        self.asked: list[str] = []
+        self.encodings: set[str | None] = set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append(self.path)
+                outer.encodings.add(self.headers["Accept-Encoding"])
+                answer = outer.answers.get(self.path, 404)
+                if isinstance(answer, int):
+                    self.send_error(answer)
+                    return
+                content, sent = answer if isinstance(answer, tuple) else (answer, len(answer))
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[:sent])
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.server.shutdown()
+    thread.join()
+    server.server.server_close()
+
+
+def record(*urls: str) -> DataSet:
+    file = DataFile("tiny.csv", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), urls)
+    return DataSet("tiny", "tables/tiny", (file,))
+
+
+@pytest.fixture
+def tiny(server, tmp_path, monkeypatch) -> Path:
+    """The set `tiny` with two sources, /first and /second; gives the path it would be cached at."""
+    pytest.importorskip("pooch")
+    monkeypatch.delenv("BAYESADAM_DATA", raising=False)
+    monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "TIMEOUT", PATIENCE)
+    monkeypatch.setitem(data.DATA_SETS, "tiny", record(f"{server.url}/first", f"{server.url}/second"))
+    return tmp_path / "cache" / "tables" / "tiny" / "tiny.csv"
+
+
+def users(tmp_path: Path, monkeypatch, name: str, content: bytes) -> Path:
+    """A file of `tiny` in a folder that BAYESADAM_DATA names."""
+    path = tmp_path / "data" / "tables" / "tiny" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
+    return path
+
+
+def nothing_left(folder: Path) -> bool:
+    return not folder.exists() or list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "content"), [("tiny.csv", CONTENT), ("tiny.csv.gz", PACKED)])
+def test_the_users_folder_comes_first_in_either_form(tiny, server, tmp_path, monkeypatch, name, content):
+    tiny.parent.mkdir(parents=True)
+    tiny.write_bytes(CONTENT)
+    path = users(tmp_path, monkeypatch, name, content)
+    assert locate("tiny") == {"tiny.csv": path}
+    assert server.asked == []
+
+
+def test_then_the_cache_then_the_source_and_only_once(tiny, server, capsys):
+    server.answers = {"/first": CONTENT}
+    assert find("tiny") == locate("tiny", ()) == {}
+    assert locate("tiny") == {"tiny.csv": tiny}
+    assert tiny.read_bytes() == CONTENT
+    assert locate("tiny") == find("tiny") == {"tiny.csv": tiny}
+    assert server.asked == ["/first"]
+    # Packed for the journey, a file would be unpacked on arrival, and a .gz file with it.
+    assert server.encodings == {"identity"}
+    assert capsys.readouterr().err == f"tiny: {len(CONTENT):,} bytes from {server.url}/first\n"
+
+
+def test_a_users_folder_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(SettingError, match="nowhere, which is not a folder"):
+        locate("tiny")
+
+
+def zipped() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("readme.txt", "small")
+        archive.writestr("folder/tiny.csv", CONTENT)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("path", "answer"), [("/tiny.csv.gz", PACKED), ("/other.zip", zipped())])
+def test_a_packed_source_is_unpacked_before_the_check(tiny, server, monkeypatch, path, answer):
+    monkeypatch.setitem(data.DATA_SETS, "tiny", record(server.url + path))
+    for wrong in (b"<html>", answer[:100], gzip.compress(b"another file", mtime=0)):
+        server.answers = {path: wrong}
+        with pytest.raises(DataError, match=r"not a packed file|wrong checksum"):
+            locate("tiny")
+        assert nothing_left(tiny.parent)
+    server.answers = {path: answer}
+    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
+    assert list(tiny.parent.iterdir()) == [tiny]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [((CONTENT, 1000), "IncompleteRead"), (500, "500"), (404, "404"), (b"x" * len(CONTENT), "wrong checksum")],
+    ids=["half", "500", "404", "another file"],
+)
+def test_a_source_that_fails_is_named_and_the_next_is_asked(tiny, server, answer, reason):
+    server.answers = {"/first": answer, "/second": answer}
+    with pytest.raises(DataError, match=f"/first: .*{reason}.*/second: .*{reason}"):
+        locate("tiny")
+    assert nothing_left(tiny.parent)
+    server.answers["/second"] = CONTENT
+    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
+
+
+def test_what_is_nowhere_is_named_with_the_places(tiny, tmp_path, monkeypatch):
+    # A port that nothing listens on.
+    closed = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    port = closed.server_address[1]
+    closed.server_close()
+    monkeypatch.setitem(data.DATA_SETS, "tiny", record(f"http://127.0.0.1:{port}/tiny.csv"))
+    with pytest.raises(DataError, match="refused") as caught:
+        locate("tiny")
+    for part in ("tiny.csv", "'tiny'", "BAYESADAM_DATA (not set)", str(tmp_path / "cache"), "put it there by hand"):
+        assert part in str(caught.value)
+    monkeypatch.setitem(data.DATA_SETS, "tiny", record())
+    with pytest.raises(DataError, match="no public source is known"):
+        locate("tiny")
+    monkeypatch.delenv("BAYESADAM_CACHE")
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(DataError, match="'pooch', which is not installed"):
+        locate("tiny")
+
+
+def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):
+    path = users(tmp_path, monkeypatch, "tiny.csv", CONTENT[:-10])
+    with pytest.raises(DataError, match=f"{path} has {len(CONTENT) - 10:,} bytes, expected {len(CONTENT):,}"):
+        locate("tiny")
+    assert server.asked == []
+
+
+def test_a_file_may_be_known_by_its_git_blob(tiny, server, monkeypatch):
+    """Its size is not known; `git hash-object` gives its name."""
+    blob = DataFile("tiny.csv", 0, "git:ce013625030ba8dba906f756967f9e9ca394464a", (f"{server.url}/first",))
+    monkeypatch.setitem(data.DATA_SETS, "tiny", DataSet("tiny", "tables/tiny", (blob,)))
+    server.answers = {"/first": b"hello"}
+    with pytest.raises(DataError, match="wrong checksum"):
+        locate("tiny")
+    server.answers = {"/first": b"hello\n"}
+    assert locate("tiny")["tiny.csv"].read_bytes() == b"hello\n"
+
+
+def test_every_file_is_fully_described():
+    assert len(data.DATA_SETS) == 13
+    for each in data.DATA_SETS.values():
+        assert (not each.files) == (each.name in ("digits", "wheel"))
+        for file in each.files:
+            assert re.fullmatch(r"[0-9a-f]{64}|git:[0-9a-f]{40}", file.checksum)
+            assert (file.n_bytes == 0) == file.checksum.startswith("git:")
+            assert file.urls
+            assert all(re.fullmatch(r"https?://[\w./-]+", url) for url in file.urls)
+    with pytest.raises(SettingError, match=r"'mnst'.*mnist, fashion-mnist"):
+        data.data_set("mnst")
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def idx(array: np.ndarray) -> bytes:
+    header = struct.pack(f">2x2B{array.ndim}I", 8, array.ndim, *array.shape)
+    return gzip.compress(header + array.astype(np.uint8).tobytes(), mtime=0)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """An image set of 6 + 4 images of 2 × 3 pixels in place of mnist, without a public source."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "train-images-idx3-ubyte.gz": rng.integers(0, 256, (6, 2, 3)),
+        "train-labels-idx1-ubyte.gz": np.array([0, 1, 2, 0, 1, 2]),
+        "t10k-images-idx3-ubyte.gz": rng.integers(0, 256, (4, 2, 3)),
+        "t10k-labels-idx1-ubyte.gz": np.array([2, 1, 0, 2]),
+    }
+    folder = tmp_path / "data" / "mnist"
+    folder.mkdir(parents=True)
+    for name, array in arrays.items():
+        (folder / name).write_bytes(idx(array))
+    files = tuple(DataFile(name, 0, "") for name in arrays)
+    monkeypatch.setitem(data.DATA_SETS, "mnist", DataSet("mnist", "mnist", files))
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
+    return folder, arrays
+
+
+def test_pixels_are_flat_and_between_zero_and_one(small):
+    folder, arrays = small
+    images = load_images("mnist")
+    for x, y, kind in ((images.train_x, images.train_y, "train"), (images.test_x, images.test_y, "t10k")):
+        assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+        assert_close(x.numpy(), arrays[f"{kind}-images-idx3-ubyte.gz"].reshape(-1, 6) / 255, rtol=1e-6)
+        assert y.tolist() == arrays[f"{kind}-labels-idx1-ubyte.gz"].tolist()
+    assert images.n_classes == 3
+    # The test pair alone can be loaded.
+    (folder / "train-images-idx3-ubyte.gz").unlink()
+    assert load_split("mnist", "test")[0].shape == (4, 6)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz"):
+        load_images("mnist")
+
+
+def test_damaged_images_are_named(small):
+    folder, arrays = small
+    path = folder / "t10k-labels-idx1-ubyte.gz"
+    path.write_bytes(idx(arrays[path.name][:3]))
+    with pytest.raises(DataError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):
+        load_split("mnist", "test")
+    whole = gzip.decompress(idx(arrays[path.name]))
+    for content, what in ((idx(arrays[path.name])[:-9], "damaged"), (b"plain", "damaged")):
+        path.write_bytes(content)
+        with pytest.raises(FileError, match=f"{path} is {what}"):
+            load_split("mnist", "test")
+    for content, what in ((whole[:-1], "is truncated"), (b"\0\0\x09" + whole[3:], "not an IDX file of bytes")):
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(FileError, match=what):
+            load_split("mnist", "test")
+    for name, split in (("covertype", "test"), ("digits", "val")):
+        with pytest.raises(SettingError, match=f"got '{split}' of '{name}'"):
+            load_split(name, split)
+
+
+def test_digits_are_split_once_and_for_all():
+    datasets = pytest.importorskip("sklearn.datasets")
+    images = load_images("digits")
+    assert (images.train_x.shape, images.test_x.shape) == ((1437, 64), (360, 64))
+    # Every image once: the rows in some order are scikit-learn's.
+    x, y = datasets.load_digits(return_X_y=True)
+    rows = torch.cat([images.train_x, images.test_x]).numpy() * 16
+    labels = torch.cat([images.train_y, images.test_y]).numpy()
+    got, expected = (np.unique(np.column_stack(pair), axis=0) for pair in ((rows, labels), (x, y)))
+    np.testing.assert_array_equal(got, expected)
+    assert images.test_y[:10].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5]
+
+
+# --- tables, against pandas on small files written here ---------------------------------------------------------------
+
+ADULT_TEXT = {0: "39", 2: "77516", 4: "13", 10: "2174", 11: "0", 12: "40"}
+CENSUS_HEADER = ",".join(["caseid", *(f"i{number}" for number in range(34)), "dOccup", *(f"d{n}" for n in range(33))])
+
+
+def written(path: Path, *lines: str) -> Path:
+    """A text file, packed as its name says."""
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with opener(path, "wt") as stream:
+        stream.writelines(line + "\n" for line in lines)
+    return path
+
+
+def mushroom_lines(n: int = 40) -> list[str]:
+    rng = np.random.default_rng(0)
+    return [",".join([rng.choice(["e", "p"]), *rng.choice(list("abc?"), 22)]) for _ in range(n)]
+
+
+def adult_lines(n: int, occupations: str, ending: str = "") -> list[str]:
+    rng = np.random.default_rng(n)
+    lines = []
+    for _ in range(n):
+        fields = [ADULT_TEXT.get(column, f"v{rng.integers(3)}") for column in range(15)]
+        fields[6] = rng.choice(list(occupations))
+        fields[14] = rng.choice(["<=50K", ">50K"]) + ending
+        lines.append(", ".join(fields))
+    return lines
+
+
+def census_lines(n: int, labels: range = range(9)) -> list[str]:
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, 4, (n, 69))
+    rows[:, 0] = np.arange(n) + 10_000
+    rows[:, 35] = rng.choice(labels, n)
+    return [",".join(map(str, row)) for row in rows]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def test_mushroom_is_one_hot_as_pandas_does_it(tmp_path, suffix):
+    pandas = pytest.importorskip("pandas")
+    path = written(tmp_path / f"m.data{suffix}", *mushroom_lines())
+    table = data.read_mushroom(path)
+    frame = pandas.read_csv(path, header=None)
+    np.testing.assert_array_equal(table.contexts, pandas.get_dummies(frame.iloc[:, 1:]).to_numpy(dtype=np.float32))
+    np.testing.assert_array_equal(table.labels, frame[0] == "e")
+    assert table.n_labels == 2
+
+
+def test_adult_is_encoded_as_pandas_does_it_without_the_full_stop(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    first = written(tmp_path / "adult.data", *adult_lines(50, "ABC?"), "")
+    test = written(tmp_path / "adult.test.gz", "|1x3 Cross validator", *adult_lines(30, "BCD", "."), "")
+    table = data.read_adult(first, test)
+    read = {"header": None, "skipinitialspace": True, "na_values": "?"}
+    frame = pandas.concat([pandas.read_csv(first, **read), pandas.read_csv(test, skiprows=1, **read)]).dropna()
+    frame[14] = frame[14].str.rstrip(".")
+    dummies = pandas.get_dummies(frame.drop(columns=6), columns=[1, 3, 5, 7, 8, 9, 13, 14])
+    np.testing.assert_array_equal(table.contexts, dummies.to_numpy(dtype=np.float32))
+    np.testing.assert_array_equal(table.labels, frame[6].astype("category").cat.codes)
+    assert table.n_labels == 4
+
+
+@pytest.mark.parametrize("ending", ["", "\r"])
+def test_census_is_one_hot_as_pandas_does_it(tmp_path, ending):
+    pandas = pytest.importorskip("pandas")
+    path = written(tmp_path / "c.txt", *(line + ending for line in [CENSUS_HEADER, *census_lines(60)]))
+    table = data.read_census(path, dtype=np.uint8)
+    frame = pandas.read_csv(path)
+    features = frame.drop(columns=["caseid", "dOccup"])
+    dummies = pandas.get_dummies(features, columns=features.columns)
+    np.testing.assert_array_equal(table.contexts, dummies.to_numpy(dtype=np.uint8))
+    assert table.contexts.dtype == np.uint8
+    np.testing.assert_array_equal(table.labels, frame["dOccup"])
+
+
+def test_jester_keeps_the_most_rated_jokes_and_those_who_rated_them_all(tmp_path):
+    rng = np.random.default_rng(2)
+    ratings = rng.uniform(-10, 10, (30, 100)).round(2)
+    popular = np.sort(rng.choice(100, 40, replace=False))
+    ratings[np.ix_(range(5), np.setdiff1d(np.arange(100), popular))] = 99
+    # One user has not rated a popular joke, which stays popular.
+    ratings[7, popular[3]] = 99
+    rows = np.column_stack([(ratings != 99).sum(axis=1), ratings])
+    path = written(tmp_path / "j.csv.xz", *(",".join(f"{value:g}" for value in row) for row in rows))
+    table = data.read_jester(path, dtype=np.float64)
+    np.testing.assert_array_equal(table.contexts, np.delete(ratings, 7, axis=0)[:, popular])
+    assert table.labels is None
+
+
+def test_financial_skips_the_tickers(tmp_path):
+    prices = np.random.default_rng(3).normal(size=(5, 21))
+    rows = (" ".join(repr(float(value)) for value in row) for row in prices)
+    table = data.read_financial(written(tmp_path / "f.gz", "A,B,C", *rows), dtype=np.float64)
+    np.testing.assert_array_equal(table.contexts, prices)
+
+
+@pytest.mark.parametrize(("read", "separator", "width"), [(data.read_statlog, " ", 9), (data.read_covertype, ",", 54)])
+def test_classes_count_from_zero(tmp_path, read, separator, width):
+    rows = np.random.default_rng(4).integers(-100, 7000, (6, width))
+    labels = [1, 7, 3, 2, 1, 5]
+    lines = (separator.join(map(str, [*row, label])) for row, label in zip(rows, labels, strict=True))
+    table = read(written(tmp_path / "t.gz", *lines))
+    np.testing.assert_array_equal(table.contexts, rows)
+    assert (table.labels.tolist(), table.n_labels) == ([0, 6, 2, 1, 0, 4], 7)
+
+
+STATLOG_LINE = "1 2 3 4 5 6 7 8 9 "
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ([STATLOG_LINE + "1", STATLOG_LINE + "2", "1 2 3"], "changed from 10 to 3 at row 3"),
+        ([STATLOG_LINE], "1 rows of 9 columns, expected 10"),
+        ([STATLOG_LINE + "1", STATLOG_LINE + "x"], "could not convert string 'x' to int32 at row 1, column 10"),
+        ([STATLOG_LINE + "8"], "a class beyond the 7"),
+        ([], "0 rows"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, lines, named):
+    path = written(tmp_path / "shuttle.trn", *lines)
+    with pytest.raises(DataError) as caught:
+        data.read_statlog(path)
+    assert str(path) in str(caught.value)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_a_damaged_table_is_named(tmp_path, suffix):
+    path = written(tmp_path / f"shuttle.trn{suffix}", *(f"{STATLOG_LINE}{1 + number % 7}" for number in range(5000)))
+    content = path.read_bytes()
+    middle = len(content) // 2
+    overwritten = content[:middle] + b"\xff" * 20 + content[middle + 20 :]
+    for damaged in (content[:middle], overwritten, b"plain text\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"cannot read {path}"):
+            data.read_statlog(path)
+    with pytest.raises(MissingFileError, match="no file at"):
+        data.read_statlog(tmp_path / "absent")
+    with pytest.raises(SettingError, match="'mnist' is not a table: choose from mushroom"):
+        load_table("mnist")
+
+
+# --- the real sets, where BAYESADAM_DATA has them ---------------------------------------------------------------------
+
+
+def skip_without(name: str) -> None:
+    if "BAYESADAM_DATA" not in os.environ:
+        pytest.skip("BAYESADAM_DATA is not set")
+    if absent := {file.name for file in data.data_set(name).files} - set(find(name)):
+        pytest.skip(f"{name}: no {', '.join(absent)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape", "counts"),
+    [
+        ("mushroom", (8124, 117), [3916, 4208]),
+        ("financial", (3713, 21), None),
+        ("jester", (19181, 40), None),
+        ("statlog", (43500, 9), [34108, 37, 132, 6748, 2458, 6, 11]),
+        ("adult", (45222, 92), None),
+        ("covertype", (581012, 54), [211840, 283301, 35754, 2747, 9493, 17367, 20510]),
+        ("census", (2458285, 389), None),
+        ("census-part", (307283, 389), None),
+        ("census-1000", (1000, 360), [417, 119, 180, 73, 23, 74, 108, 3, 3]),
+    ],
+)
+def test_shapes_and_counts_are_the_published_ones(name, shape, counts):
+    skip_without(name)
+    table = load_table(name)
+    assert table.contexts.shape == shape
+    assert np.isfinite(table.contexts).all()
+    if counts is not None:
+        assert np.bincount(table.labels, minlength=table.n_labels).tolist() == counts
+    if name == "adult":
+        # One value of each of the eight categorical columns.
+        assert (table.contexts[:, 6:].sum(axis=1) == 8).all()
+        assert table.n_labels == 14
+
+
+@pytest.mark.slow
+def test_mnist_is_the_published_one():
+    skip_without("mnist")
+    images = load_images("mnist")
+    assert (images.train_x.shape, images.test_x.shape) == ((60_000, 784), (10_000, 784))
+    assert images.train_y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    # The mean and standard deviation everyone normalises with.
+    assert float(images.train_x.mean()) == approx(0.1307, abs=1e-4)
+    assert float(images.train_x.std()) == approx(0.3081, abs=1e-4)
+
+
+# --- the toy regression, against an independent numpy computation -----------------------------------------------------
+
+
+def reference(x: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    return x + 0.3 * np.sin(2 * np.pi * (x + noise)) + 0.3 * np.sin(4 * np.pi * (x + noise)) + noise
+
+
+def source(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_function_is_the_papers():
+    rng = np.random.default_rng(0)
+    x, noise = rng.uniform(-0.5, 1.2, 100), rng.normal(0, 0.02, 100)
+    got = data.toy_function(torch.from_numpy(x), torch.from_numpy(noise))
+    assert_close(got.numpy(), reference(x, noise), atol=1e-14)
+    grid = data.toy_grid(18)
+    assert_close(grid.x.ravel(), np.linspace(-0.5, 1.2, 18), atol=1e-6)
+    assert_close(grid.y.ravel(), reference(np.linspace(-0.5, 1.2, 18), np.zeros(18)), atol=1e-5)
+
+
+def test_points_are_uniform_with_the_stated_noise():
+    points = data.toy_points(20_000, generator=source())
+    x, y = points.x.double().numpy(), points.y.double().numpy()
+    assert (points.x.dtype, x.shape, y.shape) == (torch.float32, (20_000, 1), (20_000, 1))
+    assert (x >= 0).all()
+    # Kolmogorov's distance from the uniform distribution; 1.95/√n is exceeded once in 1,000.
+    places = np.sort(x.ravel()) / 0.5
+    assert np.abs(places - (np.arange(20_000) + 0.5) / 20_000).max() < 1.95 / math.sqrt(20_000)
+    # To first order y − f(x) = ε dy/dε, with dy/dε = 1 + 0.6π cos 2πx + 1.2π cos 4πx.
+    slope = 1 + 0.6 * np.pi * np.cos(2 * np.pi * x) + 1.2 * np.pi * np.cos(4 * np.pi * x)
+    steep = np.abs(slope) > 2.5
+    assert ((y - reference(x, np.zeros_like(x))) / slope)[steep].std() == approx(0.02, rel=0.05)
+
+
+def test_a_gap_stays_empty_and_lengths_decide_the_shares():
+    x = data.toy_points(10_000, generator=source(), intervals=((-1.0, 0.0), (2.0, 2.5))).x
+    left = ((x >= -1) & (x <= 0)).float().mean()
+    assert left + ((x >= 2) & (x <= 2.5)).float().mean() == 1
+    assert float(left) == approx(2 / 3, abs=0.02)

@@ -1,0 +1,150 @@
+"""Figure 2 in small: the curves against masks applied one by one, the rankings, the files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bayesadam as ba
+from bayesadam.engine.network import member
+from experiments import figure2, plots
+from experiments.__main__ import main
+from experiments.baselines import Network, Training, diagonal_ggn, read
+from experiments.data import Images
+from experiments.figure2 import FRACTIONS, PruningSettings, curves_of, path_scores, problem_of
+from floats import approx, assert_close
+
+QUICK = Training(epochs=2, batch_size=16, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99999))
+
+
+@pytest.fixture
+def images() -> Images:
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(200, 6, generator=source)
+    y = (x[:, 0] > 0.5).long() + (x[:, 1] > 0.5).long()
+    return Images("squares", x[:150], y[:150], x[150:], y[150:])
+
+
+def problem(images: Images, seeds=(1, 2), **changes):
+    return problem_of(images, Network(6, (8, 7), 3, dropout=0.2), replace(QUICK, **changes), seeds, "cpu")
+
+
+def test_the_curve_is_that_of_the_lowest_scores_set_to_zero(images):
+    given = problem(images)
+    curves = curves_of("badam", given)
+    assert set(curves) == {"snr", "magnitude", "path-snr"}
+    for index, posterior in enumerate(read(given, prior_precision=0.0)):
+        mean = posterior.mean
+        precision = {name: 1 / variance for name, variance in posterior.variance.items()}
+        scores = {"snr": {n: mean[n].abs() * precision[n].sqrt() for n in mean}, "magnitude": mean}
+        for ranking, place in ((r, p) for r in scores for p in (0, 3, 7, 9)):
+            flat = torch.cat([scores[ranking][name].abs().flatten() for name in mean])
+            removed = flat.argsort(stable=True)[: round(FRACTIONS[place] * len(flat))]
+            pruned = torch.cat([mean[name].flatten() for name in mean]).index_fill(0, removed, 0.0)
+            pieces = pruned.split([t.numel() for t in mean.values()])
+            weights = {name: piece.view_as(mean[name]) for name, piece in zip(mean, pieces, strict=True)}
+            outputs = torch.func.functional_call(posterior.model.eval(), weights, (images.test_x,))
+            right = (outputs.argmax(dim=1) == images.test_y).double().mean()
+            assert curves[ranking]["accuracy"][index][place] == approx(float(right))
+
+
+def test_path_scores_are_products_over_paths():
+    """Of a network 2-3-2-1, unit by unit, as loops would sum them."""
+    network = Network(2, (3, 2), 1)
+    snr = {name: torch.rand(1, *shape) for name, shape in network.shapes().items()}
+    weights, biases = ([snr[f"layer{k}.{what}"][0] for k in range(3)] for what in ("weight", "bias"))
+
+    def one(values):
+        tensor = torch.tensor(values)
+        return tensor / tensor.mean()
+
+    a = [torch.ones(2)]
+    for w, b in zip(weights[:-1], biases[:-1], strict=True):
+        a.append(one([float(((row * a[-1]).square().sum() + bias**2).sqrt()) for row, bias in zip(w, b, strict=True)]))
+    b = [torch.ones(1)]
+    for w in weights[:0:-1]:
+        b.insert(0, one([float((column * b[0]).square().sum().sqrt()) for column in w.T]))
+    scores = path_scores(snr)
+    for k in range(3):
+        assert_close(scores[f"layer{k}.weight"][0], b[k][:, None] * weights[k] * a[k])
+        assert_close(scores[f"layer{k}.bias"][0], b[k] * biases[k])
+
+
+@pytest.mark.parametrize("method", plots.METHOD_TITLES)
+def test_every_method_has_its_curves_and_a_seed_its_own(images, method):
+    together, alone = curves_of(method, problem(images, (1, 2))), curves_of(method, problem(images, (2,)))
+    for ranking, curve in together.items():
+        one, other = curve["accuracy"], alone[ranking]["accuracy"]
+        assert len(one) == 2
+        assert all(0 <= a <= 1 for row in one for a in row)
+        # Rounding may reorder near-equal scores, and move one of fifty images.
+        assert sum(abs(a - b) > 0.021 for a, b in zip(one[1], other[0], strict=True)) <= 2
+
+
+def test_a_variant_is_badam_with_its_own_setting(images, monkeypatch):
+    monkeypatch.setattr(figure2, "load_images", lambda *_: images)
+    settings = PruningSettings(epochs=2, hidden=(8, 7), batch_size=16, lr=1e-2, n_seeds=2)
+    variants = {"badam-l2-0.0001": {"weight_decay": 1e-4}, "badam-beta2-0.99": {"betas": (0.9, 0.99)}}
+    curves = dict(figure2.fit_part([*variants], seed=0, settings=settings, device="cpu"))
+    for name, changes in variants.items():
+        assert curves[name] == {"snr": curves_of("badam", problem(images, (0, 1), **changes))["snr"]}
+
+
+def test_the_diagonal_ggn_is_the_sum_of_squared_jacobians(images):
+    network = Network(6, (5, 4), 3, "tanh")
+    given = problem_of(images, network, QUICK, (3, 4), "cpu")
+    x = images.train_x[:20].double()
+    params = {name: t.double() for name, t in given.optimum.params.items()}
+    ggn = diagonal_ggn(network, params, x, at_once=8)
+    for index in range(2):
+        model = network.build(member(given.optimum.params, index)).double()
+        total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for row in x:
+            outputs = model(row.unsqueeze(0))[0]
+            p = outputs.detach().softmax(dim=0)
+            curvature = torch.diag(p) - torch.outer(p, p)
+            grads = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in outputs]
+            for place, name in enumerate(total):
+                j = torch.stack([row_of[place] for row_of in grads])
+                total[name] += torch.einsum("c...,cd,d...->...", j, curvature, j)
+        assert_close(member(ggn, index), total, rtol=1e-5, atol=1e-12)
+
+
+def test_the_command_writes_its_picture_and_metrics(images, tmp_path, monkeypatch):
+    monkeypatch.setattr(figure2, "load_images", lambda *_: images)
+    recipes = tuple(replace(recipe, hidden=(8, 8), longer=1) for recipe in figure2.RECIPES[:2])
+    monkeypatch.setattr(figure2, "RECIPES", recipes)
+    base = ["figure2", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--out"]
+    for extra, picture in ((["--methods", "badam"], "figure2.png"), (["--sparse"], "figure2-sparse.png")):
+        out = tmp_path / picture
+        assert main([*base, str(out), *extra]) == 0
+        assert (out / picture).read_bytes()[:4] == b"\x89PNG"
+        metrics = json.loads((out / "metrics.json").read_text())
+        assert metrics["command"] == "figure2"
+        for curves in metrics["results"].values():
+            assert set(curves) == {"snr", "magnitude", "path-snr"}
+            assert curves["snr"]["fractions"] == list(FRACTIONS)
+
+
+def test_what_is_kept_outlives_a_failure_to_write_the_results(images, tmp_path, monkeypatch):
+    monkeypatch.setattr(figure2, "load_images", lambda *_: images)
+    settings = PruningSettings(methods=("mc-dropout",), n_seeds=1, epochs=1, hidden=(8, 7), batch_size=16)
+    common = {"seed": 0, "quiet": True, "settings": settings, "device": "cpu", "out": tmp_path}
+    (tmp_path / "figure2.png").mkdir()
+    with pytest.raises(ba.errors.FileError, match="it is a folder"):
+        figure2.run(**common)
+    (tmp_path / "figure2.png").rmdir()
+    monkeypatch.setattr(figure2, "curves_of", None)
+    figure2.run(**common)
+    assert not list(tmp_path.glob("unfinished*"))
+
+
+@pytest.mark.parametrize(
+    "bad", [["--methods", "luck"], ["--device", "tpu"], ["--activation", "step"], ["--data", "letters"]], ids=str
+)
+def test_bad_options_are_named(bad, tmp_path, capsys):
+    assert main(["figure2", "--data", "digits", "--epochs", "1", "--out", str(tmp_path), *bad]) == 2
+    assert bad[1] in capsys.readouterr().err

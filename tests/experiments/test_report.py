@@ -1,0 +1,679 @@
+"""The report: what it takes, what it runs, what it claims, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from bayesadam.errors import BayesAdamError, DataError, FileError
+from experiments import report
+from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, judged
+from experiments.cost import CostSettings
+from experiments.figure1 import METRICS, RegressionSettings
+from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
+from experiments.report import Report, read, table_of
+from experiments.running import Sample
+from experiments.table1 import OWN_AGENTS, PAPER, BanditSettings
+
+NASTY = "</script><script>alert(\"1\")</script><img src=x onerror='y'>&amp;"
+METHODS = ("gp", "badam", "mc-dropout", "bbb", "vadam", "laplace-diagonal", "laplace-full")
+
+
+# --- runs with known numbers ------------------------------------------------------------------------------------------
+
+
+def regression_run(std: dict[str, tuple[float, float]] | None = None, seeds: int = 3, **settings) -> dict:
+    """Every score is its own number; `std` gives (in range, outside) by method."""
+    std = {m: (0.03 + 0.01 * k, 0.3 + 0.1 * k) for k, m in enumerate(METHODS)} | (std or {})
+    results = {}
+    for number, (method, (near, far)) in enumerate(std.items()):
+        scores = {name: [number + 0.1 * k + 0.001 * s for s in range(seeds)] for k, name in enumerate(METRICS)}
+        scores["std_in"] = [near + 1e-4 * s for s in range(seeds)]
+        scores["std_out"] = [far + 1e-3 * s for s in range(seeds)]
+        scores["std_near"] = [(near + far) / 2 + 1e-4 * s for s in range(seeds)]
+        scores["std_far"] = [2 * far - (near + far) / 2 + 1e-3 * s for s in range(seeds)]
+        results[method] = scores
+    asked = {"methods": list(std), "n_seeds": seeds, "epochs": 20_000, "gap": False} | settings
+    return metrics("figure1", asked, results)
+
+
+def pruning_run(levels: dict[tuple[str, str], dict[float, float]], seeds: int = 3, **settings) -> dict:
+    """Accuracy .98 at every fraction but those given."""
+    results: dict = {}
+    for (method, ranking), given in levels.items():
+        rows = [[given.get(f, 0.98) - 1e-4 * s for f in FRACTIONS] for s in range(seeds)]
+        results.setdefault(method, {})[ranking] = {"fractions": list(FRACTIONS), "accuracy": rows}
+    asked = {"data": "mnist", "methods": list(results), "n_seeds": seeds, "epochs": 100, "hidden": [400, 400]}
+    return metrics("figure2", asked | {"activation": "relu"} | settings, results)
+
+
+PRUNED = {
+    ("badam", "snr"): {0.75: 0.97, 0.9: 0.95, 0.95: 0.8},
+    ("badam", "magnitude"): {0.75: 0.9, 0.9: 0.3, 0.95: 0.1},
+    ("mc-dropout", "magnitude"): {0.75: 0.9, 0.9: 0.3, 0.95: 0.1},
+    ("bbb", "snr"): {0.75: 0.979, 0.9: 0.978, 0.95: 0.977},
+    ("vadam", "snr"): {0.75: 0.5, 0.9: 0.4, 0.95: 0.3},
+}
+
+
+def bandits_run(rewards: dict[str, dict[str, float]], runs: int = 4, **settings) -> dict:
+    results = {
+        problem: {
+            agent: {
+                "reward_ratio": [value + 0.001 * r for r in range(runs)],
+                "regret_ratio": [1 - value + 0.001 * r for r in range(runs)],
+                "rounds": 200,
+                "seconds": 1.0,
+                "points": list(range(1, 201)),
+                "regret_mean": [(1 - value) * t for t in range(1, 201)],
+                "regret_sd": [0.1 * t for t in range(1, 201)],
+            }
+            for agent, value in agents.items()
+        }
+        for problem, agents in rewards.items()
+    }
+    asked = {"problems": list(rewards), "agents": list(next(iter(rewards.values()))), "runs": runs, "rounds": None}
+    return metrics("table1", asked | {"settings": "paper"} | settings, results)
+
+
+def cost_run(**changes: float) -> dict:
+    """Costs under which both claims hold; a change names problem, method and measure with underscores."""
+    methods = {"adam": (1.0, None, 1.0), "badam": (1.2, 0.001, 40.0), "mc-dropout": (1.2, None, 100.0)}
+    methods |= {"bbb": (3.0, None, 150.0), "vadam": (2.0, None, 150.0), "laplace-diagonal": (None, 0.1, None)}
+    results: dict = {}
+    for problem in ("regression", "pruning"):
+        for method, values in methods.items():
+            pairs = zip(("step", "posterior", "prediction"), values, strict=True)
+            given = {what: changes.get(f"{problem}_{method}_{what}", value) for what, value in pairs if value}
+            results.setdefault(problem, {})[method] = {what: [value, value] for what, value in given.items()}
+    return metrics("cost", {"data": "mnist", "rounds": 2}, results)
+
+
+AS_IN_THE_PAPER = {
+    p: {a: PAPER[a][p][0] for a in PAPER} for p in ("mushroom", "financial", "jester", "statlog", "adult")
+}
+
+
+def metrics(name: str, settings: dict, results: dict) -> dict:
+    about = {"command": name, "version": "9.9", "seed": 0, "device": "cpu", "seconds": 61.0}
+    return {**about, "settings": settings, "results": results}
+
+
+def put(root: Path, name: str, content: dict) -> Path:
+    path = root / name / "metrics.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def put_picture(root: Path, name: str) -> None:
+    Figure(figsize=(1, 1)).savefig(root / name / "picture.png")
+
+
+@pytest.fixture
+def whole(tmp_path):
+    put(tmp_path, "figure1", regression_run())
+    put(tmp_path, "figure2", pruning_run(PRUNED))
+    put(tmp_path, "table1", bandits_run(AS_IN_THE_PAPER, runs=3))
+    put(tmp_path, "cost", cost_run())
+    for name in EXPERIMENTS:
+        put_picture(tmp_path, name)
+    return tmp_path
+
+
+RUNS = {
+    "figure1": "figure1.run",
+    "figure2": "figure2.run",
+    "table1": "table1.run_bandits",
+    "cost": "cost.run",
+}
+
+
+def replace_runs(monkeypatch, run):
+    for name in RUNS.values():
+        monkeypatch.setattr(f"experiments.{name}", run)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    def refuse(**asked):
+        raise AssertionError(f"was run: {asked}")
+
+    replace_runs(monkeypatch, refuse)
+
+
+def reported(root: Path, *, quick: bool = False) -> tuple[str, dict]:
+    report.run(seed=0, out=root, quiet=True, quick=quick, device="cpu")
+    return (root / "report.html").read_text(encoding="utf-8"), json.loads((root / "report.json").read_text())
+
+
+def finished(content: dict) -> Finished:
+    return Finished(content["command"], content["command"], content)
+
+
+def verdicts(*contents: dict) -> dict[str, Verdict]:
+    runs = {content["command"]: finished(content) for content in contents}
+    return {claim.key: judged(claim, runs.get(claim.experiment)).verdict for claim in CLAIMS}
+
+
+class Outline(HTMLParser):
+    """Elements and text, and a complaint where an end tag is missing or wrong."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert len({name for name, _ in attrs}) == len(attrs)
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+# --- finished runs are taken as they are ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_finished_runs_are_taken_as_they_are(whole, capsys):
+    before = {path: path.read_bytes() for path in whole.rglob("metrics.json")}
+    text, found = reported(whole)
+    assert capsys.readouterr().out.split() == [str(whole / "report.html"), str(whole / "report.json")]
+    assert {path: path.read_bytes() for path in before} == before
+    assert found["command"] == "report"
+    assert found["results"]["missing"] == {}
+    assert ".741" in text
+    assert (
+        "<code>python -m experiments table1 --seed 0 --problems mushroom,financial,jester,statlog,adult --runs 3"
+        in text
+    )
+    assert "--settings paper --device cpu</code>" in text
+    assert not list(whole.glob(".report*"))
+
+
+def test_tables_have_the_numbers_of_the_run(whole):
+    def cell(table, row, column):
+        return next(found for found in table.rows if found[0] == row)[table.columns.index(column)]
+
+    scores = table_of(read(whole, "figure1", "figure1"))
+    assert cell(scores, "Badam", "NLL in") == "1"
+    assert cell(scores, "Badam", "out / in") == "10"
+    accuracy = table_of(read(whole, "figure2", "figure2"))
+    assert cell(accuracy, "Badam, snr", "90 %") == "94.99"
+    assert cell(accuracy, "Bayes by Backprop, snr", "90 %") == "**97.79**"
+    rewards = table_of(read(whole, "table1", "table1"))
+    assert cell(rewards, "Vadam", "financial") == ".811 ± .001 (.001; .810)"
+    assert (
+        rewards.rows[list(rewards.rows).index(next(r for r in rewards.rows if r[0] == "Vadam")) + 1][2] == ".81 ± .00"
+    )
+    assert cell(rewards, "Uniform", "mushroom") == "−.929 ± .001 (.001; −.930)"
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_further_runs_are_shown(whole):
+    put(whole, "table1-other", bandits_run({"mushroom": {"badam": 0.9, "greedy": 0.5}}, settings="tuned"))
+    put(whole, "table1-begun", bandits_run({"mushroom": {"badam": 0.9}}, agents=["badam", "greedy"]))
+    text, found = reported(whole)
+    assert "Also run: table1-other" in text
+    assert "table1-begun" not in text
+    assert "table1-other/metrics.json" in [run["file"] for run in found["results"]["runs"]]
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_runs_of_earlier_releases_are_taken_by_their_names(whole):
+    for new, old in (("figure1", "regression"), ("figure2", "pruning"), ("table1", "bandits")):
+        content = json.loads((whole / new / "metrics.json").read_text())
+        put(whole, old, content | {"command": old})
+        (whole / new / "metrics.json").unlink()
+    put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9}}, settings="tuned") | {"command": "bandits"})
+    text, found = reported(whole)
+    files = [run["file"].partition("/")[0] for run in found["results"]["runs"]]
+    assert files == ["regression", "pruning", "bandits", "bandits-other", "cost"]
+    assert "python -m experiments figure1 --seed 0" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a run's metrics"),
+        ("[]", "not a run's metrics"),
+        (json.dumps({"command": "demo"}), "`demo`, not table1"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_named(tmp_path, content, message):
+    (tmp_path / "table1").mkdir()
+    (tmp_path / "table1" / "metrics.json").write_text(content)
+    with pytest.raises(FileError, match=re.escape(message)) as caught:
+        read(tmp_path, "table1", "table1")
+    assert str(tmp_path / "table1" / "metrics.json") in str(caught.value)
+
+
+# --- what is missing is run -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """Runs that note what they were asked and write a finished run; all data are there."""
+    asked: list[tuple[str, dict]] = []
+
+    def stub(name, make):
+        def run(**given):
+            asked.append((name, given))
+            put(given["out"].parent, given["out"].name, make(given["settings"]))
+
+        monkeypatch.setattr(f"experiments.{RUNS[name]}", run)
+
+    stub("figure1", lambda s: regression_run(seeds=s.n_seeds, epochs=s.epochs))
+    stub("figure2", lambda s: pruning_run(PRUNED, seeds=s.n_seeds, epochs=s.epochs, data=s.data))
+    stub(
+        "table1",
+        lambda s: bandits_run(
+            {p: dict.fromkeys(s.agents, 0.5) for p in s.problems}, runs=s.runs, rounds=s.rounds, settings=s.settings
+        ),
+    )
+    stub("cost", lambda s: cost_run())
+    monkeypatch.setattr(report, "locate", lambda name, **_: {})
+    monkeypatch.setattr(report, "find", lambda name: {})
+    return asked
+
+
+def test_what_is_missing_is_run_in_full(tmp_path, stubs):
+    reported(tmp_path)
+    assert [(name, given["out"]) for name, given in stubs] == [(name, tmp_path / name) for name in EXPERIMENTS]
+    regression, pruning, bandits, cost = (given["settings"] for _, given in stubs)
+    assert regression == RegressionSettings()
+    assert cost == CostSettings()
+    assert pruning == PruningSettings()
+    assert bandits == BanditSettings(agents=OWN_AGENTS, settings="paper")
+    # The whole census is large, and fetched by name alone.
+    assert "census" not in bandits.problems
+    reported(tmp_path)
+    assert len(stubs) == len(EXPERIMENTS)
+
+
+def test_the_quick_version_stands_apart_and_says_so(tmp_path, stubs):
+    text, _ = reported(tmp_path, quick=True)
+    assert [given["out"] for _, given in stubs] == [tmp_path / "quick" / name for name in EXPERIMENTS]
+    regression, pruning, bandits, cost = (given["settings"] for _, given in stubs)
+    assert regression.epochs == 500
+    assert pruning.data == cost.data == "digits"
+    # Nothing is fetched: the problem whose files are absent is not played, the embedded one is.
+    assert bandits.problems == ("wheel",)
+    for words in ("This is the quick version.", "500 epochs instead of 20,000", "on digits, not on MNIST", "2 runs"):
+        assert words in text
+    assert "Not played: mushroom." in text
+    reported(tmp_path)
+    assert [given["out"] for _, given in stubs[4:]] == [tmp_path / name for name in EXPERIMENTS]
+    text, _ = reported(tmp_path, quick=True)
+    assert len(stubs) == 8
+    assert "on digits" not in text
+
+
+def test_absent_data_are_named_and_never_swapped(tmp_path, stubs, monkeypatch):
+    absent = {"jester"}
+
+    def locate(name, **_):
+        if name in absent:
+            raise DataError(f"{name} is <nowhere>")
+        return {}
+
+    monkeypatch.setattr(report, "locate", locate)
+    text, _ = reported(tmp_path / "some")
+    assert stubs[2][1]["settings"].problems == ("mushroom", "financial", "statlog", "adult", "covertype", "census:1000")
+    assert "Not played: jester. jester is &lt;nowhere&gt;" in text
+    absent |= {"mushroom", "financial", "statlog", "adult", "covertype", "census-1000"}
+    stubs.clear()
+    text, found = reported(tmp_path / "none")
+    assert [given["out"].name for _, given in stubs] == ["figure1", "figure2", "cost"]
+    assert "Could not be run: Not played: mushroom. mushroom is" in text
+    assert all(c["verdict"] == "not measured" for c in found["results"]["claims"] if c["claim"].startswith("table1"))
+
+
+def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, stubs, monkeypatch, capsys):
+    def fails(**_):
+        raise BayesAdamError("the variance <must> be finite")
+
+    monkeypatch.setattr(report.figure1, "run", fails)
+    text, found = reported(tmp_path)
+    assert "the variance &lt;must&gt; be finite" in text
+    assert "experiments: figure1: Could not be run: the variance <must> be finite" in capsys.readouterr().err
+    assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"figure2", "table1", "cost"}
+    replace_runs(monkeypatch, fails)
+    with pytest.raises(BayesAdamError, match="nothing to report"):
+        reported(tmp_path / "empty")
+
+
+def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.table1, "run_bandits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reported(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "Badam, magnitude" in text
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.slow
+def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
+    small = {
+        "figure1": RegressionSettings(methods=("map",), n_seeds=2, epochs=2, n_test=20),
+        "figure2": PruningSettings(data="digits", methods=("badam",), n_seeds=2, epochs=1, hidden=(8,)),
+        "table1": BanditSettings(("wheel",), ("badam", "uniform"), runs=2, rounds=40),
+        "cost": CostSettings("digits", rounds=1),
+    }
+    monkeypatch.setattr(report, "QUICK_SETTINGS", small)
+    text, found = reported(tmp_path, quick=True)
+    assert [run["file"] for run in found["results"]["runs"]] == [f"quick/{name}/metrics.json" for name in EXPERIMENTS]
+    assert "wheel" in text
+    assert len(Outline(text).all("img")) == 3
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_page_needs_nothing_else(whole):
+    text, _ = reported(whole)
+    outline = Outline(text)
+    links = [value for _, attributes in outline.elements for key, value in attributes.items() if key in ("src", "href")]
+    ids = [attributes["id"] for _, attributes in outline.elements if "id" in attributes]
+    assert links
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    assert len(set(ids)) == len(ids)
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & {name for name, _ in outline.elements}
+    assert not re.search(r"@import|url\((?!#)|https?:", text)
+    policy = next(m["content"] for m in outline.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    for words in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
+        assert words in text
+    assert {"lang": "en-GB"} in outline.all("html")
+    pictures = outline.all("img")
+    assert len(pictures) == len(EXPERIMENTS)
+    assert all(picture["alt"] for picture in pictures)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_failed_claims_come_first(whole):
+    text, found = reported(whole)
+    verdicts = [claim["verdict"] for claim in found["results"]["claims"]]
+    assert {"did not hold", "held"} <= set(verdicts)
+    order = [verdict.value for verdict in Verdict]
+    assert [order.index(verdict) for verdict in verdicts] == sorted(order.index(verdict) for verdict in verdicts)
+    keys = [claim["claim"] for claim in found["results"]["claims"]]
+    assert re.findall(r'<li id="([^"]*)"', text) == keys
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_what_a_file_holds_cannot_break_the_page(tmp_path):
+    agents = {"badam": 0.5, NASTY: 0.6}
+    nasty = bandits_run({"mushroom": agents, NASTY: agents}, settings=NASTY)
+    nasty |= {"device": NASTY, "version": NASTY, "seed": NASTY}
+    put(tmp_path, "table1", nasty)
+    put(tmp_path, "figure1", regression_run({NASTY: (0.1, 0.2)}))
+    put(tmp_path, "figure2", pruning_run({**PRUNED, (NASTY, NASTY): {}}, data=NASTY, activation=NASTY))
+    put(tmp_path, "cost", metrics("cost", {"data": NASTY, "rounds": 1}, {NASTY: {NASTY: {"step": [1.0]}}}))
+    outline = Outline(reported(tmp_path)[0])
+    assert not outline.all("img")
+    assert not [attributes for _, attributes in outline.elements if {"onerror", "onload"} & set(attributes)]
+    assert not outline.all("script")
+    assert any(NASTY in text for text in outline.texts)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_numbers_that_are_not_finite_are_dashes(whole):
+    broken = regression_run()
+    for scores in broken["results"].values():
+        scores["nll_out"] = [None] * 3
+    broken["results"]["vadam"]["std_in"] = [0.0] * 3
+    put(whole, "figure1", broken)
+    cells = bandits_run({"mushroom": {"badam": 0.5, "greedy": 0.4}})
+    cells["results"]["mushroom"]["greedy"] |= {"reward_ratio": [None] * 4, "regret_mean": [None] * 200}
+    put(whole, "table1", cells)
+    text, _ = reported(whole)
+    Outline(text)
+    assert "nan" not in re.sub(r"[a-z-]*nan[a-z]+|financial", "", text.lower())
+    assert "<td>–</td>" in text
+
+
+def test_an_empty_report_is_still_a_page():
+    text = Report({}, {"table1": "no <data>"}).page()
+    Outline(text)
+    assert text.count("There is no finished run of this experiment") == len(EXPERIMENTS)
+    assert "no &lt;data&gt;" in text
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_above_is_two_standard_errors_of_the_difference():
+    pairs = [((1.0, 1.2, 1.4), (0.9, 1.0, 1.1)), ((1.0, 1.2, 1.4), (0.7, 0.8, 0.9)), ((0.1, 0.2), (0.5, 0.9, 0.7))]
+    for first, second in pairs:
+        error = math.sqrt(sum(statistics.variance(s) / len(s) for s in (first, second)))
+        z = (statistics.fmean(first) - statistics.fmean(second)) / error
+        expected = None if abs(z) <= 2 else z > 0
+        assert above(Sample(first), Sample(second)) is expected
+        assert above(Sample(second), Sample(first)) is (None if expected is None else not expected)
+    assert above(Sample((1.0,)), Sample((0.0,))) is None
+    assert above(Sample(()), Sample((0.0, 1.0))) is None
+
+
+def test_the_papers_own_table_gives_the_papers_own_claims():
+    found = verdicts(bandits_run(AS_IN_THE_PAPER))
+    assert found["table1-reaches"] is Verdict.HELD
+    assert found["table1-bbb"] is Verdict.HELD
+    assert found["table1-mc-dropout"] is Verdict.HELD
+    assert found["table1-greedy"] is Verdict.HELD
+    # Vadam leads on mushroom, statlog and adult, Greedy on the other two.
+    assert found["table1-vadam"] is Verdict.HELD
+
+
+def test_claims_about_rewards_turn_with_the_numbers():
+    turned = {p: {**agents, "badam": agents["bbb"] - 0.2, "vadam": -1.0} for p, agents in AS_IN_THE_PAPER.items()}
+    found = verdicts(bandits_run(turned))
+    for key in ("table1-reaches", "table1-bbb", "table1-mc-dropout", "table1-greedy", "table1-vadam"):
+        assert found[key] is Verdict.FAILED
+    mixed = AS_IN_THE_PAPER | {"mushroom": {**AS_IN_THE_PAPER["mushroom"], "badam": 0.1}}
+    assert verdicts(bandits_run(mixed))["table1-bbb"] is Verdict.PARTLY
+    one = verdicts(bandits_run(AS_IN_THE_PAPER, runs=1))
+    assert one["table1-bbb"] is Verdict.OPEN
+    # The Showdown's agents are the paper's.
+    agents = {"badam": 0.5, "bbb": 0.9, "bbb-showdown": 0.1, "greedy": 0.9, "greedy-showdown": 0.1}
+    found = verdicts(bandits_run({"mushroom": agents}))
+    assert (found["table1-bbb"], found["table1-greedy"]) == (Verdict.HELD, Verdict.HELD)
+
+
+def test_claims_about_pruning():
+    found = verdicts(pruning_run(PRUNED))
+    assert found["figure2-beats-magnitude"] is Verdict.HELD
+    # Bayes by Backprop loses less, the two others more: Badam does not lose least.
+    assert found["figure2-most-robust"] is Verdict.FAILED
+    assert found["figure2-accurate"] is Verdict.HELD
+    best = {**PRUNED, ("bbb", "snr"): PRUNED["vadam", "snr"]}
+    assert verdicts(pruning_run(best))["figure2-most-robust"] is Verdict.HELD
+    poor = {**PRUNED, ("badam", "snr"): {**PRUNED["badam", "magnitude"], 0.0: 0.97}, ("badam", "magnitude"): {}}
+    found = verdicts(pruning_run(poor))
+    assert found["figure2-beats-magnitude"] is Verdict.FAILED
+    assert found["figure2-accurate"] is Verdict.FAILED
+    just = {**PRUNED, ("badam", "snr"): {**PRUNED["badam", "snr"], 0.0: 0.979}}
+    assert verdicts(pruning_run(just))["figure2-accurate"] is Verdict.HELD
+    just["badam", "snr"][0.0] = 0.977
+    assert verdicts(pruning_run(just))["figure2-accurate"] is Verdict.FAILED
+    assert verdicts(pruning_run(PRUNED, data="digits"))["figure2-accurate"] is Verdict.UNMEASURED
+    assert verdicts(pruning_run({("badam", "snr"): {}}))["figure2-accurate"] is Verdict.UNMEASURED
+
+
+def test_claims_about_the_toy_regression():
+    std = {
+        "gp": (0.01, 0.1),
+        "badam": (0.02, 0.12),
+        "mc-dropout": (0.03, 0.1),
+        "bbb": (0.04, 0.04),
+        "vadam": (0.05, 0.04),
+        "laplace-diagonal": (0.03, 0.2),
+        "laplace-full": (0.015, 0.09),
+    }
+    keys = ("figure1-widens", "figure1-mass-near-data", "figure1-like-laplace", "figure1-variational-narrow")
+    found = verdicts(regression_run(std))
+    assert {found[key] for key in keys} == {Verdict.HELD}
+    turned = {"badam": (0.1, 0.05), "bbb": (0.04, 0.5), "vadam": (0.05, 0.3), "laplace-diagonal": (0.1, 0.2)}
+    found = verdicts(regression_run(std | turned))
+    assert {found[key] for key in keys} == {Verdict.FAILED}
+    assert verdicts(regression_run(std, gap=True))["figure1-widens"] is Verdict.UNMEASURED
+    # One method that is clearly tighter refutes the claim to be the tightest.
+    tighter = verdicts(regression_run(std | {"bbb": (0.01, 0.04)}))
+    assert tighter["figure1-mass-near-data"] is Verdict.FAILED
+    # Like the diagonal Laplace's, unlike the full one's.
+    assert verdicts(regression_run(std | {"laplace-full": (0.01, 0.3)}))["figure1-like-laplace"] is Verdict.PARTLY
+
+
+def test_what_stands_beside_is_shown_and_decides_nothing():
+    claim = next(claim for claim in CLAIMS if claim.key == "figure1-widens")
+    content = regression_run()
+    content["results"]["badam-released"] = content["results"]["badam"] | {"std_near": [0.0, 0.0, 0.0]}
+    found = judged(claim, finished(content))
+    assert found.verdict is Verdict.HELD
+    assert [(check.counts, check.passed) for check in found.checks[:3]] == [(True, True), (True, True), (False, False)]
+    assert found.decided_by == "All 2 came out as claimed."
+
+
+@pytest.mark.parametrize(("worst", "verdict"), [(-0.5, Verdict.HELD), (-1.05, Verdict.FAILED), (-1.2, Verdict.FAILED)])
+def test_vadam_is_sensitive_where_its_worst_precision_is_clearly_worse(worst, verdict):
+    content = regression_run()
+    assert verdicts(content)["figure1-vadam-sensitive"] is Verdict.UNMEASURED
+    for name, nll in (("vadam", -1.1), ("vadam-precision-10", worst), ("vadam-precision-100", -1.1)):
+        content["results"][name] = content["results"]["vadam"] | {"nll_in": [nll, nll + 0.01, nll - 0.01]}
+    assert verdicts(content)["figure1-vadam-sensitive"] is verdict
+
+
+def test_the_settings_are_best_where_no_other_keeps_more():
+    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
+    assert verdicts(pruning_run(PRUNED))["figure2-settings"] is Verdict.UNMEASURED
+    assert verdicts(pruning_run(PRUNED | worse))["figure2-settings"] is Verdict.HELD
+    claim = next(claim for claim in CLAIMS if claim.key == "figure2-settings")
+    assert {check[2].partition("/")[0] for check in claim.comparisons} == set(VARIANTS)
+    better = worse | {("badam-l2-1e-05", "snr"): {0.75: 0.9, 0.9: 0.96, 0.95: 0.7}}
+    assert verdicts(pruning_run(PRUNED | better))["figure2-settings"] is Verdict.PARTLY
+    every = {(name, "snr"): {0.75: 0.975, 0.9: 0.96, 0.95: 0.9} for name in VARIANTS}
+    assert verdicts(pruning_run(PRUNED | every))["figure2-settings"] is Verdict.FAILED
+    # Badam with other settings is not another method.
+    found = verdicts(pruning_run(PRUNED | {("badam-l2-1e-05", "snr"): {0.0: 0.999}}))
+    assert found["figure2-accurate"] is Verdict.HELD
+
+
+def test_claims_about_costs():
+    def found(**changes: float) -> tuple[Verdict, Verdict]:
+        every = verdicts(cost_run(**changes))
+        return every["cost-variational"], every["cost-badam"]
+
+    assert found() == (Verdict.HELD, Verdict.HELD)
+    assert found(regression_bbb_step=1.7) == (Verdict.PARTLY, Verdict.HELD)
+    assert found(pruning_badam_prediction=111.0) == (Verdict.HELD, Verdict.PARTLY)
+    assert found(pruning_badam_posterior=0.011) == (Verdict.HELD, Verdict.PARTLY)
+    rules = {f"{p}_{m}_step": 1.1 for p in ("regression", "pruning") for m in ("bbb", "vadam")}
+    assert found(**rules) == (Verdict.FAILED, Verdict.HELD)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_claim_is_judged_by_the_first_run_that_measured_it(whole):
+    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
+    put(whole, "figure2-settings", pruning_run({("badam", "snr"): PRUNED["badam", "snr"]} | worse))
+    found = {claim["claim"]: claim for claim in reported(whole)[1]["results"]["claims"]}
+    assert found["figure2-settings"]["verdict"] == "held"
+    assert len(found["figure2-most-robust"]["checks"]) == 9
+
+
+def test_a_verdict_says_what_decides_it():
+    claim = next(claim for claim in CLAIMS if claim.key == "table1-bbb")
+    mixed = {p: dict(agents) for p, agents in AS_IN_THE_PAPER.items()} | {"census:1000": {"badam": 0.1, "bbb": 0.9}}
+    mixed["mushroom"]["badam"] = 0.1
+    found = judged(claim, finished(bandits_run(mixed)))
+    assert found.verdict is Verdict.PARTLY
+    assert found.decided_by == "4 of 5 came out as claimed; against it mushroom: .102 against .601."
+    # A part of a table is shown alone.
+    assert [check.counts for check in found.checks] == [True] * 5 + [False] + [False] * 6
+    assert judged(claim, finished(bandits_run(AS_IN_THE_PAPER, runs=1))).decided_by.endswith(
+        "within two standard errors."
+    )
+    assert judged(claim, None).decided_by == ""
+
+
+def test_a_claim_about_the_table_holds_only_with_the_papers_own_settings():
+    reaches = next(claim for claim in CLAIMS if claim.key == "table1-reaches")
+    tuned, paper = (finished(bandits_run(AS_IN_THE_PAPER, settings=settings)) for settings in ("tuned", "paper"))
+    assert judged(reaches, tuned).verdict is Verdict.PARTLY
+    assert judged(reaches, paper).verdict is Verdict.HELD
+    assert len(judged(reaches, paper).checks) == len(AS_IN_THE_PAPER)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_run_with_the_papers_settings_judges_the_table(whole):
+    put(whole, "table1", bandits_run(AS_IN_THE_PAPER, settings="tuned"))
+    lost = {p: {**agents, "badam": agents["badam"] - 0.5} for p, agents in AS_IN_THE_PAPER.items()}
+    put(whole, "table1-paper", bandits_run(lost, settings="paper"))
+    text, found = reported(whole)
+    assert "This differs from the paper: with our own settings, tuned" in text
+    assert "settings <code>tuned</code>" in text
+    reaches = next(claim for claim in found["results"]["claims"] if claim["claim"] == "table1-reaches")
+    assert reaches["verdict"] == "did not hold"
+    assert {check["passed"] for check in reaches["checks"]} == {False}
+
+
+def test_comparable_rewards_are_known_to_be_so():
+    """A wide standard error leaves it open, where it once counted as comparable."""
+    key, agents = "table1-mc-dropout", {"badam": 0.5, "mc-dropout": 0.51}
+    assert verdicts(bandits_run({"mushroom": agents}))[key] is Verdict.HELD
+    wide = bandits_run({"mushroom": agents})
+    wide["results"]["mushroom"]["badam"]["reward_ratio"] = [0.2, 0.4, 0.6, 0.8]
+    assert verdicts(wide)[key] is Verdict.OPEN
+    # As far below as the paper's own census column, and further.
+    assert verdicts(bandits_run({"mushroom": {**agents, "mc-dropout": 0.57}}))[key] is Verdict.HELD
+    assert verdicts(bandits_run({"mushroom": {**agents, "mc-dropout": 0.6}}))[key] is Verdict.FAILED
+
+
+def test_vadam_leads_only_beyond_two_standard_errors():
+    close = bandits_run({"mushroom": {"vadam": 0.50001, "badam": 0.5}})
+    assert verdicts(close)["table1-vadam"] is Verdict.OPEN
+    assert verdicts(bandits_run({"mushroom": {"vadam": 0.6, "badam": 0.5}}))["table1-vadam"] is Verdict.HELD
+
+
+def test_a_shorter_run_shows_its_checks_and_judges_nothing():
+    claim = next(claim for claim in CLAIMS if claim.key == "figure1-widens")
+    assert judged(claim, finished(regression_run(seeds=5))).reservation == ""
+    fewer = judged(claim, finished(regression_run(seeds=2)))
+    assert (fewer.verdict, fewer.reservation) == (Verdict.HELD, "2 seeds instead of 5")
+    short = judged(claim, finished(regression_run(epochs=500, seeds=2)))
+    assert short.reservation == "500 epochs instead of 20,000, 2 seeds instead of 5"
+    assert (short.verdict, [check.passed for check in short.checks][:2]) == (Verdict.SHORT, [True, True])
+    claim = next(claim for claim in CLAIMS if claim.key == "table1-greedy")
+    short = judged(claim, finished(bandits_run(AS_IN_THE_PAPER, rounds=400, settings="tuned")))
+    assert short.reservation == "with our own settings, tuned, 400 rounds, 4 runs instead of 10"
+    assert short.verdict is Verdict.SHORT
+
+
+def test_claims_that_no_run_touches_are_listed_as_such():
+    found = verdicts()
+    assert set(found.values()) == {Verdict.UNMEASURED}
+    assert len(found) == len(CLAIMS)

@@ -1,0 +1,110 @@
+"""Every rule that the paper compares with, against its equations, step by step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bayesadam.engine.network import flatten, forward, initial, unflatten
+from bayesadam.engine.stack import Stack, constant
+from bayesadam.engine.streams import Streams
+from engine.stacks import LR, NETWORK, STEPS, N, data, gradient_at, rows, stack_of
+from experiments.rules import IVON, RULES, SWAG, Adam, BayesByBackprop, Vadam, functions, gaussian
+from floats import assert_close
+
+
+def perturbation(streams: Streams) -> Tensor:
+    return streams.normal(flatten(initial(NETWORK, [0])).shape[1])[0].double()
+
+
+def test_vadam_follows_its_equations():
+    rule = Vadam(prior_precision=2.0, initial_std=0.1)
+    stack = stack_of(rule, seeds=(3,))
+    mu, streams = flatten(initial(NETWORK, [3]))[0].double(), Streams([3], "training")
+    m, v = torch.zeros_like(mu), torch.full_like(mu, (100 - 2.0) / N)
+    for t, chosen in enumerate(rows(1)[:, 0], start=1):
+        g = gradient_at(mu + perturbation(streams) / (N * v + 2.0).sqrt(), chosen)
+        m = 0.9 * m + 0.1 * (g + 2.0 / N * mu)
+        v = 0.999 * v + 0.001 * g.square()
+        mu = mu - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 2.0 / N)
+    mean, variance = gaussian(stack)
+    assert_close(mean[0].double(), mu, rtol=1e-4, atol=1e-6)
+    assert_close(variance[0].double(), 1 / (N * v + 2.0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [IVON(weight_decay=0.05), IVON(prior_precision=2.0, initial_hessian=None)], ids=str)
+def test_ivon_follows_its_equations(rule):
+    stack = stack_of(rule, seeds=(3,))
+    mu, streams = flatten(initial(NETWORK, [3]))[0].double(), Streams([3], "training")
+    d = 0.05 if rule.prior_precision is None else 2.0 / N
+    h0 = 1.0 if rule.initial_hessian is not None else 0.02**-2 / N - d
+    (beta1, beta2), g, h = rule.betas, torch.zeros_like(mu), torch.full_like(mu, h0)
+    for t, chosen in enumerate(rows(1)[:, 0], start=1):
+        n = perturbation(streams) / (N * (h + d)).sqrt()
+        gradient = gradient_at(mu + n, chosen)
+        f = N * (h + d) * n * gradient
+        g = beta1 * g + (1 - beta1) * gradient
+        h = beta2 * h + (1 - beta2) * f + 0.5 * (1 - beta2) ** 2 * (h - f).square() / (h + d)
+        mu = mu - LR * (h0 + d) * (g / (1 - beta1**t) + d * mu) / (h + d)
+    mean, variance = gaussian(stack)
+    assert_close(mean[0].double(), mu, rtol=1e-4, atol=1e-5)
+    assert_close(variance[0].double(), 1 / (N * (h + d)), rtol=1e-4)
+
+
+def test_bayes_by_backprop_is_adam_on_the_evidence_bound():
+    """Against autograd on mean NLL + KL/N, with torch's own Adam and torch.distributions' divergence."""
+    rule = BayesByBackprop(prior_precision=2.0, initial_std=0.1)
+    stack = stack_of(rule, seeds=(3,))
+    mu = flatten(initial(NETWORK, [3])).requires_grad_()
+    rho = torch.full_like(mu, math.log(math.expm1(0.1))).detach().requires_grad_()
+    adam, streams, (x, y) = torch.optim.Adam([mu, rho], lr=LR), Streams([3], "training"), data()
+    for chosen in rows(1)[:, 0]:
+        adam.zero_grad()
+        std = torch.nn.functional.softplus(rho)
+        theta = mu + std * streams.normal(mu.shape[1])
+        fit = (forward(NETWORK, unflatten(NETWORK, theta), x[chosen])[0] - y[chosen]).square().mean()
+        q, p = torch.distributions.Normal(mu, std), torch.distributions.Normal(0.0, 2.0**-0.5)
+        (fit + torch.distributions.kl_divergence(q, p).sum() / N).backward()
+        adam.step()
+    mean, variance = gaussian(stack)
+    assert_close(mean, mu.detach(), rtol=1e-4, atol=1e-5)
+    assert_close(variance, torch.nn.functional.softplus(rho.detach()).square(), rtol=1e-3)
+
+
+def test_a_laplace_prior_shrinks_in_adams_metric():
+    plain, sparse = stack_of(Adam()), stack_of(Adam(sparsity=0.5))
+    assert (sparse.weights == 0).any()
+    assert sparse.weights.abs().sum() < plain.weights.abs().sum()
+    # The second moment sees the loss alone: after the first step it is that of plain Adam.
+    one, other = (Stack(NETWORK, rule, (0,), plain.batch, n_data=N) for rule in (Adam(), Adam(sparsity=0.5)))
+    for stack in (one, other):
+        stack.prepare(rows(1)[:1], constant(LR))
+        stack.run(1)
+    assert_close(one.state["exp_avg_sq"], other.state["exp_avg_sq"])
+    root = one.state["exp_avg_sq"].div(0.001).sqrt() + 1e-8
+    expected = one.weights.sign() * (one.weights.abs() - LR * 0.5 / root).clamp(min=0)
+    assert_close(other.weights, expected)
+
+
+def test_swags_slots_hold_the_last_iterates():
+    stack = stack_of(SWAG(every=2, rank=3), seeds=(0,))
+    assert int(stack.state["count"]) == STEPS // 2
+    assert stack.rule.deviations(stack.state).shape == (1, 3, stack.weights.shape[1])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_draws_functions(name):
+    network = replace(NETWORK, dropout=0.2) if name == "mc-dropout" else NETWORK
+    stack = stack_of(RULES[name].with_settings(every=2, snapshots=6, rank=3), network=network)
+    params, masks = functions(stack, 1, 6, Streams([1], "draws"))
+    out = forward(network, params, data()[0], masks=masks)
+    assert out.shape == (6, N, 1)
+    assert torch.isfinite(out).all()
+    if name == "adam":
+        assert_close(out[0], forward(network, stack.params, data()[0])[1])
+    else:
+        assert out.std(dim=0).max() > 0

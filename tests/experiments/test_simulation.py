@@ -1,0 +1,144 @@
+"""Simulations: bookkeeping by hand, independence of what is stacked."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from bayesadam.errors import SettingError
+from experiments import classification_problem, reward_problem, simulate
+from experiments.agents import AGENTS, agent_settings
+from experiments.simulation import Playing, in_turn
+from floats import approx, assert_close
+
+SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
+
+
+def blobs(n: int = 400, features: int = 5, arms: int = 3):
+    random_ = np.random.default_rng(0)
+    labels = random_.integers(arms, size=n)
+    centres = 2 * random_.normal(size=(arms, features))
+    return classification_problem(centres[labels] + random_.normal(size=(n, features)), labels, name="blobs")
+
+
+def small(agent: str, settings: str = "tuned", **changes: object):
+    """With as much of `SMALL` as the agent has."""
+    known = agent_settings(agent).names()
+    return agent_settings(agent, settings, **{k: v for k, v in (SMALL | changes).items() if k in known})
+
+
+# --- bookkeeping ----------------------------------------------------------------------------------------------------
+
+
+def test_totals_by_hand():
+    # Arm 1 pays 2 and arm 0 pays 1 whatever the context; the forced pulls are all there is.
+    chosen = reward_problem(np.arange(4.0)[:, None], np.tile([1.0, 2.0], (4, 1)))
+    found = simulate(chosen, "greedy", runs=2, settings=small("greedy", initial_pulls=2))
+    assert_close(found.reward_ratio, (1 + 2 + 1 + 2) / 8)
+    assert_close(found.regret_ratio, 2 / (8 - 6))
+    np.testing.assert_array_equal(found.points, [1, 2, 3, 4])
+    assert_close(found.reward, [[1, 3, 4, 6]] * 2)
+    assert_close(found.regret, [[1, 1, 2, 2]] * 2)
+    assert found.rounds == 4
+
+
+def test_a_run_is_lost_where_the_best_single_arm_would_have_earned_as_much():
+    rounds = blobs().make(0, 400)
+    largest = max(rounds.rewards.sum(axis=0))
+    assert rounds.single.sum() == largest
+    for agent, lost in (("linear", False), ("uniform", True)):
+        found = simulate(blobs(), agent, runs=2)
+        np.testing.assert_array_equal(found.lost, [lost, lost])
+        np.testing.assert_array_equal(found.reward[:, -1] <= largest, found.lost)
+
+
+def test_curves_have_at_most_500_points_and_end_with_the_totals():
+    found = simulate("wheel:0.5", "uniform", runs=3, rounds=1700)
+    assert found.reward.shape == found.regret.shape == (3, 500)
+    assert (found.points[0], found.points[-1]) == (1, 1700)
+    optimum = (found.reward + found.regret)[:, -1]
+    assert_close(found.reward_ratio, found.reward[:, -1] / optimum)
+
+
+def test_uniform_is_near_its_expectation():
+    found = simulate("wheel:0.5", "uniform", runs=10, rounds=3000)
+    error = found.regret_ratio.std() / np.sqrt(10)
+    assert found.regret_ratio.mean() == approx(1, abs=4 * error)
+    assert simulate(blobs(), "uniform").reward_ratio.mean() == approx(1 / 3, abs=0.03)
+
+
+def test_epsilon_one_is_uniform():
+    found = simulate(blobs(), "epsilon-greedy", runs=4, settings=small("epsilon-greedy", epsilon=1.0))
+    assert found.reward_ratio.mean() == approx(1 / 3, abs=0.05)
+
+
+# With the tuned settings every agent plays below.
+@pytest.mark.parametrize("agent", AGENTS)
+def test_every_agent_plays_with_the_papers_settings(agent):
+    found = simulate(blobs(), agent, runs=2, rounds=120, settings=small(agent, "paper"))
+    assert np.isfinite(found.reward_ratio).all()
+    assert np.isfinite(found.regret).all()
+
+
+@pytest.mark.parametrize("agent", ["hybrid", "linear", "badam", "mc-dropout", "vadam", "neural-linear"])
+def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
+    many, one = (simulate(blobs(), agent, runs=runs, rounds=80, settings=small(agent)).reward for runs in (3, 1))
+    # Rounding differs between batch shapes, and may change a choice late in a run.
+    np.testing.assert_array_equal(many[0, :40], one[0, :40])
+
+
+def test_runs_differ_and_repeat():
+    first, again, other = (
+        simulate(blobs(), "badam", runs=3, rounds=120, settings=small("badam"), seed=s) for s in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first.reward, again.reward)
+    assert not np.array_equal(first.reward, other.reward)
+    assert not np.array_equal(first.reward[0], first.reward[1])
+
+
+def test_the_global_random_state_and_the_threads_are_left_alone():
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    np.random.seed(3)
+    simulate(blobs(), "vadam", runs=4, rounds=60, settings=small("vadam"))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("runs", [0, -1, 1.0, True])
+def test_runs_must_be_a_positive_number(runs):
+    with pytest.raises(SettingError, match="runs"):
+        simulate(blobs(), "uniform", runs=runs)
+
+
+# --- in turn --------------------------------------------------------------------------------------------------------
+
+
+def test_simulations_in_turn_end_as_they_do_alone():
+    agents = ("badam", "linear", "uniform", "greedy", "bbb")
+    lengths = (120, 60, 200, 90, 100)
+    starts = [
+        partial(Playing, blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
+        for agent, rounds in zip(agents, lengths, strict=True)
+    ]
+    threads = torch.get_num_threads()
+    found = dict(in_turn(starts, 2))
+    assert torch.get_num_threads() == threads
+    assert sorted(found) == list(range(5))
+    for number, (agent, rounds) in enumerate(zip(agents, lengths, strict=True)):
+        alone = simulate(blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
+        np.testing.assert_array_equal(found[number].reward, alone.reward)
+
+
+def test_a_simulation_that_cannot_start_does_not_cost_the_others_their_results():
+    def broken() -> Playing:
+        raise KeyboardInterrupt
+
+    good = partial(Playing, blobs(), "uniform", runs=2, rounds=60)
+    threads, came = torch.get_num_threads(), []
+    with pytest.raises(KeyboardInterrupt):
+        came.extend(number for number, _ in in_turn([good, good, broken, good], 2))
+    assert came == [0]
+    assert torch.get_num_threads() == threads

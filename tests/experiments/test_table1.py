@@ -1,0 +1,167 @@
+"""Table 1's command in small: its files, its numbers against `simulate`, stopping and resuming."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bayesadam.errors import BayesAdamError
+from experiments import simulate, table1
+from experiments.__main__ import app
+from experiments.agents import agent_settings
+from experiments.table1 import BanditSettings, run_bandits
+from floats import approx
+
+SMALL = BanditSettings(problems=("wheel:0.5", "wheel:0.9"), agents=("linear", "uniform"), runs=2, rounds=60)
+
+
+def given(out, **changes):
+    return {"seed": 4, "out": out, "quiet": True, "settings": SMALL, "device": "cpu", **changes}
+
+
+def test_the_cells_are_those_of_simulate(tmp_path):
+    paths = run_bandits(**given(tmp_path))
+    assert {path.name for path in paths} == {"table1.md", "regret.png", "metrics.json"}
+    assert (tmp_path / "regret.png").read_bytes()[:4] == b"\x89PNG"
+    results = json.loads((tmp_path / "metrics.json").read_text())["results"]
+    for problem in SMALL.problems:
+        for agent in SMALL.agents:
+            expected = simulate(problem, agent, runs=2, rounds=60, seed=4, device="cpu")
+            assert results[problem][agent]["reward_ratio"] == approx(expected.reward_ratio.tolist())
+            assert results[problem][agent]["regret_ratio"] == approx(expected.regret_ratio.tolist())
+            assert results[problem][agent]["lost"] == expected.lost.tolist()
+    assert not list(tmp_path.glob("unfinished*"))
+
+
+def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_them(tmp_path):
+    cells = {
+        f"{problem}/{agent}": {
+            "reward_ratio": [value, value - 0.2],
+            "regret_ratio": [0.25, 0.35],
+            "lost": [False, lost],
+        }
+        for problem, agent, value, lost in (("mushroom", "badam", 0.9, False), ("mushroom", "greedy", 0.2, True))
+    }
+    settings = asdict(BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
+    text = table1.table(table1.by_problem(cells), settings).markdown()
+    assert "| Badam | **.800** ± .141 (.100; .700) |" in text
+    assert "| Greedy | .100 ± .141 (.100; .000, 1 lost) |" in text
+    assert "| *in the paper* | .74 ± .09 |" in text
+
+
+def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
+    run_bandits(**given(tmp_path / "whole"))
+    real, calls = table1.Playing, []
+
+    def dies_at_the_third(problem, agent, **options):
+        calls.append(f"{problem}/{agent}")
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(problem, agent, **options)
+
+    monkeypatch.setattr(table1, "Playing", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        run_bandits(**given(tmp_path / "cut"))
+    so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]
+    assert set(so_far["wheel:0.5"]) == {"linear", "uniform"}
+    (ledger,) = (tmp_path / "cut").glob("unfinished-*.json")
+    spent = json.loads(ledger.read_text())["seconds"]
+    assert spent > 0
+    # As if the first session had taken an hour more.
+    ledger.write_text(json.dumps({**json.loads(ledger.read_text()), "seconds": spent + 3600}))
+    run_bandits(**given(tmp_path / "cut"))
+    assert json.loads((tmp_path / "cut" / "metrics.json").read_text())["seconds"] > spent + 3600
+    assert calls[3:] == ["wheel:0.9/linear", "wheel:0.9/uniform"]
+    first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["results"] for name in ("whole", "cut"))
+    for cells in (first, second):
+        for agents in cells.values():
+            for cell in agents.values():
+                cell.pop("seconds")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--problems", "luck"],
+        ["--agents", "luck"],
+        ["--settings", "mine"],
+        ["--device", "tpu"],
+        ["--set", "epsilon"],
+        ["--set", "epsilon="],
+        ["--set", "luck=1"],
+        ["--set", "epsilon=2"],
+        ["--set", "lr=fast"],
+        ["--set", "hidden=50"],
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(bad, tmp_path):
+    base = ["table1", "--problems", "wheel", "--agents", "uniform", "--rounds", "20", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*base, *bad])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, BayesAdamError)
+
+
+def test_single_settings_are_changed(tmp_path):
+    base = [
+        "table1",
+        "--problems",
+        "wheel:0.5",
+        "--agents",
+        "badam",
+        "--runs",
+        "2",
+        "--rounds",
+        "40",
+        "--device",
+        "cpu",
+    ]
+    asked = ["--set", "hidden=8,4", "--set", "form=map", "--set", "n_per_round=None", "--set", "epsilon=0.25"]
+    result = CliRunner().invoke(app, [*base, *asked, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "metrics.json").read_text())
+    own = agent_settings("badam", hidden=(8, 4), form="map", n_per_round=None, epsilon=0.25)
+    expected = simulate("wheel:0.5", "badam", runs=2, rounds=40, device="cpu", settings=own)
+    assert found["results"]["wheel:0.5"]["badam"]["reward_ratio"] == approx(expected.reward_ratio.tolist())
+    assert found["settings"]["changes"] == {"hidden": [8, 4], "form": "map", "n_per_round": None, "epsilon": 0.25}
+    assert "`tuned` with hidden=(8, 4), form=map" in (tmp_path / "table1.md").read_text()
+
+
+def test_a_change_concerns_the_agents_that_have_the_setting():
+    settings = BanditSettings(agents=("uniform", "greedy", "bbb"), changes={"l2": 0.5, "epsilon": 0.1})
+    assert settings.of("greedy") == agent_settings("greedy", l2=0.5, epsilon=0.1)
+    assert settings.of("bbb") == agent_settings("bbb", epsilon=0.1)
+    with pytest.raises(BayesAdamError, match="no agent here has the setting members: choose from activation"):
+        BanditSettings(agents=("uniform", "greedy"), changes={"members": 3})
+
+
+def test_the_papers_numbers_stand_below_the_showdowns_agents():
+    cells = {f"census:1000/{agent}": {"reward_ratio": [0.3, 0.4]} for agent in ("bbb-showdown", "bbb")}
+    asked = BanditSettings(problems=("census:1000",), agents=("bbb-showdown", "bbb"), runs=2, settings="paper")
+    rows = table1.table(table1.by_problem(cells), asdict(asked)).rows
+    assert [row[0] for row in rows] == ["Bayes by Backprop, as the Showdown", "*in the paper*", "Bayes by Backprop"]
+    assert rows[1][1] == ".38 ± .02"
+    assert table1.published("jester:redrawn", "badam") is None
+
+
+def test_every_setting_of_the_papers_rows_has_a_source():
+    """What `settings.json` says is what the agents have, and it leaves no setting out."""
+    told: dict[str, dict[str, object]] = {agent: {} for agent in table1.OWN_AGENTS}
+    for record in json.loads(Path(table1.__file__).with_name("settings.json").read_text("utf-8")):
+        assert record["whose"] in ("the paper", "the Showdown", "the released code", "ours")
+        for agent in told if record["agents"] == "all" else record["agents"]:
+            own = {n: v for n, v in record["fields"].items() if n in agent_settings(agent).names()}
+            assert record["agents"] == "all" or own == record["fields"]
+            assert not told[agent].keys() & own.keys()
+            told[agent] |= own
+    for agent, values in told.items():
+        assert values == approx_settings(agent_settings(agent, "paper").plain()), agent
+
+
+def approx_settings(values):
+    return {name: approx(value) if isinstance(value, float) else value for name, value in values.items()}

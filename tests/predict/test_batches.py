@@ -1,0 +1,119 @@
+"""What a batch is and what a loader is, arrays among them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from bayesadam.errors import MatchError
+from bayesadam.predict.batches import batches_of, chosen_examples, examples, for_model, inputs_of, is_loader, plain
+from floats import assert_close
+
+N = 7
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(2))
+Y = torch.arange(N) % 2
+Named = namedtuple("Named", ["label", "inputs"])
+CUTS = (slice(0, 3), slice(3, 6), slice(6, N))
+LOADERS: dict[str, Any] = {
+    "DataLoader of pairs": lambda: DataLoader(TensorDataset(X, Y), batch_size=3),
+    "list of a loader's batches": lambda: list(DataLoader(TensorDataset(X, Y), batch_size=3)),
+    "mappings with labels": lambda: [{"input": X[cut], "labels": Y[cut]} for cut in CUTS],
+    "named tuples, targets first": lambda: [Named(Y[cut], X[cut]) for cut in CUTS],
+    "pairs of arrays": lambda: [(X[cut].numpy(), Y[cut].numpy()) for cut in CUTS],
+}
+UNLABELLED: dict[str, Any] = {
+    "DataLoader of inputs": lambda: DataLoader(TensorDataset(X), batch_size=3),
+    "generator of tensors": lambda: (X[cut] for cut in CUTS),
+    "generator of arrays": lambda: (X[cut].double().numpy() for cut in CUTS),
+    "mappings without labels": lambda: iter([{"input": X[cut]} for cut in CUTS]),
+}
+MODEL = nn.Linear(3, 2)
+
+
+def alone(inputs: Any) -> Tensor:
+    return inputs["input"] if isinstance(inputs, dict) else inputs
+
+
+@pytest.mark.parametrize("name", [*LOADERS, *UNLABELLED])
+def test_a_loader_gives_its_inputs(name: str):
+    loader = (LOADERS | UNLABELLED)[name]()
+    assert is_loader(loader)
+    found = [alone(inputs_of(batch, MODEL)) for batch in loader]
+    assert [len(x) for x in found] == [3, 3, 1]
+    assert_close(torch.cat(found), X)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_gives_its_targets(name: str):
+    found = list(batches_of(LOADERS[name](), MODEL))
+    assert torch.equal(torch.cat([batch.targets for batch in found]), Y)
+    assert {batch.own for batch in found} == {"labels" in name}
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"input": X, "labels": Y}, (X.numpy(), Y.numpy())])
+def test_a_single_batch_is_no_loader(batch: Any):
+    assert not is_loader(batch)
+    (found,) = batches_of(batch, MODEL)
+    assert_close(alone(found.inputs), X)
+    assert torch.equal(found.targets, Y)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "must be a loader of .inputs, targets., got int"),
+        (X, "must be .inputs, targets., or a mapping with one of .* got Tensor"),
+        ([{"input": X}], r"got dict with keys \['input'\]"),
+        ([(X, "ab")], "targets of a batch must be a tensor with a row for each example, got str"),
+        ([(X, torch.tensor(1))], "collate the examples first"),
+        ((X, np.array(["a"])), "holds no numbers"),
+    ],
+)
+def test_what_has_no_targets_is_named(data: Any, message: str):
+    with pytest.raises(MatchError, match=message):
+        list(batches_of(data, MODEL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_arrays_take_the_models_type(dtype: torch.dtype):
+    model, read_only = nn.Linear(3, 2).to(dtype), X.numpy().copy()
+    read_only.flags.writeable = False
+    wide = X.double().numpy()
+    for array in (wide, X.numpy(), wide[::-1].copy()[::-1], wide.astype(">f8"), read_only):
+        assert torch.equal(for_model(array, model), X.to(dtype))
+    assert torch.equal(for_model((X.numpy(), {"a": X.numpy()}), model)[1]["a"], X.to(dtype))
+    for kind in (np.int64, np.int32, np.uint16):
+        assert torch.equal(for_model(Y.numpy().astype(kind), model), Y)
+
+
+def test_tables_are_arrays():
+    frames = pytest.importorskip("pandas")
+    assert torch.equal(for_model(frames.DataFrame(X.numpy()), MODEL), X)
+
+
+def test_some_examples_of_a_batch():
+    whole = torch.arange(2.0)
+    batch = {"input": (X, whole), "flag": True, "ids": Y}
+    found = examples(batch, 2, 4)
+    assert torch.equal(found["input"][0], X[2:4])
+    assert torch.equal(found["ids"], Y[2:4])
+    assert found["input"][1] is whole
+    assert found["flag"]
+    assert torch.equal(chosen_examples(batch, torch.tensor([5, 1]))["ids"], Y[[5, 1]])
+
+
+def test_graphs_and_inference_tensors_are_left_behind():
+    x = X.clone().requires_grad_()
+    assert not plain(x).requires_grad
+    assert plain(x, graph=True).requires_grad
+    with torch.no_grad():
+        assert not plain(x, graph=True).requires_grad
+    with torch.inference_mode():
+        made = X * 2
+    assert not plain(made).is_inference()

@@ -1,0 +1,221 @@
+"""Draws of the outputs: exactly what the drawn weights give, and with the moments they should have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import bayesadam as ba
+from bayesadam.errors import SettingError
+from bayesadam.predict import linearised, linearised_draws, sampled
+from cases import mlp
+from floats import assert_close
+from predict.cases_networks import (
+    NETWORKS,
+    Lambda,
+    Network,
+    Then,
+    brute_force,
+    few_outputs,
+    jacobian,
+    normal,
+    posterior_over,
+    spread_inputs,
+)
+
+# torch says so where an operation has no batching rule of its own; the numbers are the same.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+KINDS: dict[str, Callable[..., Any]] = {"sampled": sampled, "linearised": linearised_draws}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def narrow(model: nn.Module) -> ba.Posterior:
+    """Narrow enough to be sampled."""
+    return posterior_over(model, n_data=1e5, prior_precision=1e4)
+
+
+# --- the draws themselves -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", NETWORKS[::2], ids=lambda network: network.name)
+def test_draws_are_those_of_the_weights(network: Network):
+    """At the drawn weights, and of the linearised network its Jacobian times their steps."""
+    model, inputs = network.make()
+    posterior, generator = narrow(model), seeded()
+    found = {kind: draw(posterior, inputs, 2, generator=seeded()) for kind, draw in KINDS.items()}
+    output, caller = spread_inputs(model, inputs), Lambda(lambda self, x: spread_inputs(self.model, x), model=model)
+    j = jacobian(model, list(posterior.mean), output)
+    for i in range(2):
+        theta = posterior.sample(generator=generator)
+        with torch.no_grad():
+            expected = functional_call(caller, {f"model.{name}": value for name, value in theta.items()}, (inputs,))
+        assert_close(found["sampled"].draws[i], expected, rtol=1e-8, atol=1e-10)
+        # Forward mode sees through `torch.no_grad`, which is for reverse mode.
+        if network.name != "a-branch-without-gradient":
+            step = torch.cat([(theta[name] - mu).flatten() for name, mu in posterior.mean.items()])
+            assert_close(
+                found["linearised"].draws[i], (output + (j @ step).view_as(output)).detach(), rtol=1e-8, atol=1e-10
+            )
+
+
+def test_mean_and_variance_are_those_of_the_draws():
+    torch.manual_seed(0)
+    posterior, x = narrow(Then(mlp(3, 4, 4), lambda z: z.view(-1, 2, 2)).double()), normal(5, 3)()
+    found = sampled(posterior, x, 7, generator=seeded())
+    assert found.draws.shape == (7, 5, 2, 2)
+    assert_close(found.mean, found.draws.mean(dim=0))
+    assert_close(found.variance, found.draws.var(dim=0))
+    # The mean of the linearised network is known, so that no degree of freedom is spent on it.
+    found = linearised_draws(posterior, x, 7, generator=seeded())
+    assert_close(found.mean, linearised(posterior, x).mean)
+    assert_close(found.variance, (found.draws - found.mean).square().mean(dim=0))
+    one = sampled(posterior, x, 1)
+    assert one.draws.shape == (1, 5, 2, 2)
+    assert one.variance.isnan().all()
+
+
+@pytest.mark.slow
+def test_ten_thousand_linearised_draws_have_the_exact_covariance():
+    torch.manual_seed(0)
+    model = Then(nn.Linear(3, 4, bias=False), few_outputs).double()
+    posterior, x, count = posterior_over(model), normal(4, 3)(), 10_000
+    _, expected = brute_force(posterior, lambda model: model(x))
+    found = linearised_draws(posterior, x, count, generator=seeded())
+    away = found.draws - found.mean
+    covariance, variance = torch.einsum("nbc,nbd->bcd", away, away) / count, expected.diagonal(dim1=1, dim2=2)
+    error = ((variance[:, :, None] * variance[:, None, :] + expected.square()) / count).sqrt()
+    assert ((covariance - expected).abs() / error).max() < 5
+    assert ((found.draws.mean(dim=0) - found.mean).abs() / (variance / count).sqrt()).max() < 5
+
+
+@every_kind
+def test_a_draw_is_one_function_for_all_inputs_with_gradients(kind: str):
+    torch.manual_seed(0)
+    posterior, x = posterior_over(mlp(3, 6, 2).double()), normal(6, 3)()
+    function = lambda z: KINDS[kind](posterior, z, 1, generator=seeded(7)).draws[0]  # noqa: E731
+    assert_close(function(x[2:4]), function(x)[2:4])
+    assert torch.autograd.gradcheck(function, (x[:2].requires_grad_(),))
+
+
+# --- ways of computing them -----------------------------------------------------------------------------------------
+
+
+class OldSine(torch.autograd.Function):
+    """As most were written: nothing that torch.func could use."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Sine(torch.autograd.Function):
+    """With a context of its own, as torch.func wants it, but no forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class SineOnceDifferentiable(OldSine):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def with_item(x: Tensor) -> Tensor:
+    return x.sin() if math.isfinite(x.sum().item()) else x
+
+
+def sequences(sine: Callable[[Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    members = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2), "scale": nn.Parameter(torch.randn(4))}
+    return Lambda(lambda self, x: self.b(sine(self.a(x)) * self.scale).sum(dim=1), **members).double()
+
+
+@pytest.mark.parametrize(
+    "sine",
+    [OldSine.apply, Sine.apply, SineOnceDifferentiable.apply, with_item],
+    ids=["old-function", "batchable-function", "once-differentiable", "item"],
+)
+def test_operations_that_cannot_be_vectorised_or_pushed_forward_give_the_same(sine: Callable[[Tensor], Tensor]):
+    x = normal(3, 2, 3)()
+    usual, other = narrow(sequences(torch.sin)), narrow(sequences(sine))
+    expected, found = (linearised(q, x, covariance=True) for q in (usual, other))
+    assert_close(found.mean, expected.mean, rtol=1e-10)
+    assert_close(found.covariance, expected.covariance, rtol=1e-8, atol=1e-14)
+    for draw in KINDS.values():
+        expected, found = (draw(q, x, 4, generator=seeded()) for q in (usual, other))
+        assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-12)
+
+
+@every_kind
+@pytest.mark.parametrize("budget", [1, 3_000, 30_000])
+def test_draws_do_not_depend_on_the_memory_they_are_made_in(kind: str, budget: int):
+    x, posterior = normal(5, 2, 3)(), narrow(sequences(torch.sin))
+    expected = KINDS[kind](posterior, x, 6, generator=seeded())
+    found = KINDS[kind](posterior, x, 6, generator=seeded(), budget=budget)
+    assert_close(found.draws, expected.draws, rtol=1e-10, atol=1e-14)
+
+
+@every_kind
+def test_draws_are_reproducible(kind: str):
+    torch.manual_seed(0)
+    posterior, x = narrow(mlp(3, 4, 2)), torch.randn(4, 3)
+
+    def draws(generator: torch.Generator | None) -> Tensor:
+        return KINDS[kind](posterior, x, 3, generator=generator).draws
+
+    generator = seeded(1)
+    first, second = draws(generator), draws(generator)
+    assert torch.equal(first, draws(seeded(1)))
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    unseeded = draws(None)
+    assert not torch.equal(unseeded, draws(None))
+    torch.manual_seed(5)
+    assert torch.equal(unseeded, draws(None))
+
+
+@every_kind
+def test_half_precision_draws_are_given_in_float32(kind: str):
+    torch.manual_seed(0)
+    model, x = mlp(3, 8, 2).to(torch.bfloat16), torch.randn(4, 3).to(torch.bfloat16)
+    posterior = posterior_over(model, n_data=100, prior_precision=10.0)
+    found = KINDS[kind](posterior, x, 300, generator=seeded())
+    assert found.draws.dtype == found.mean.dtype == found.variance.dtype == torch.float32
+    exact = linearised(posterior, x).variance
+    assert (found.variance / exact).log().abs().max() < 0.7
+
+
+@every_kind
+@pytest.mark.parametrize("n", [0, 2.5, True])
+def test_numbers_of_draws_that_are_none_are_named(kind: str, n: Any):
+    with pytest.raises(SettingError, match=f"n must be a whole number of at least 1 .draws., got {n}"):
+        KINDS[kind](posterior_over(mlp(3, 2)), torch.zeros(2, 3), n)

@@ -1,0 +1,53 @@
+"""Bars of progress: on a terminal, once the work is long, and only the outermost."""
+
+from __future__ import annotations
+
+import pytest
+
+from bayesadam import _progress
+from bayesadam._progress import Bar, progress
+
+
+class Terminal:
+    """A standard error that says it is a terminal, and keeps what is written."""
+
+    encoding = "utf-8"
+
+    def __init__(self, is_terminal: bool) -> None:
+        self.is_terminal, self.text = is_terminal, ""
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("patience", "is_terminal", "is_shown"), [(0.0, True, True), (60.0, True, False), (0.0, False, False)]
+)
+def test_a_bar_is_drawn_on_a_terminal_once_the_work_is_long(patience, is_terminal, is_shown, monkeypatch):
+    stderr = Terminal(is_terminal)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(_progress, "PATIENCE", patience)
+    assert list(progress(range(3), "counting")) == [0, 1, 2]
+    assert ("counting" in stderr.text) == is_shown
+    assert not _progress._terminal.locked()
+
+
+def test_a_bar_inside_another_only_counts(monkeypatch):
+    stderr = Terminal(True)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(_progress, "PATIENCE", 0.0)
+    with Bar("outer") as outer:
+        outer.step()
+        assert list(progress([1, 2], "inner")) == [1, 2]
+    assert "outer" in stderr.text
+    assert "inner" not in stderr.text
+    assert not _progress._terminal.locked()

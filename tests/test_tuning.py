@@ -1,0 +1,85 @@
+"""`posterior.tune`: what evidence and validation find, against closed forms and brute force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import likelihood
+from calibrated.cases_calibrated import NAMES, data, trained, waves
+from floats import approx, assert_close
+
+
+def nll(q: ba.Posterior, x: torch.Tensor, y: torch.Tensor) -> float:
+    return -float(q.predict(x).log_prob(y).mean())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_held_out_data_are_likelier_afterwards(name):
+    q, (x, y) = trained(name), data(name, 200, 200)
+    before = q.replace(noise_variance=(y - q.model(x).detach()).square().mean(dim=0)) if name == "regression" else q
+    tuned = q.tune((x, y), method="validation")
+    assert nll(tuned, x, y) <= nll(before, x, y) + 1e-6
+    fresh = data(name, 500, 300)
+    assert nll(tuned, *fresh) <= nll(before, *fresh) + 0.02
+    parts = q.tune([(x[:90], y[:90]), (x[90:], y[90:])], method="validation")
+    assert_close(parts.scale, tuned.scale, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evidence_gives_the_trace_of_the_gauss_newton_matrix(name):
+    q, (x, y) = trained(name), data(name, 100, 200)
+    tuned = q.tune((x, y), method="evidence")
+    kind, model = likelihood(name), q.model
+    from torch.func import functional_call, jacrev, vmap
+
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    f = model(x).detach()
+    rows = vmap(jacrev(lambda p, one: functional_call(model, p, (one[None],))[0]), in_dims=(None, 0))(params, x)
+    j = torch.cat([r.flatten(2) for r in rows.values()], dim=2)
+    if kind.coupled:
+        p = f.softmax(dim=1)
+        hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+        trace = torch.einsum("nip,nij,njp->n", j, hessian, j).mean()
+    else:
+        trace = (kind.hessian_diagonal(f, tuned.noise_variance)[:, :, None] * j.square()).sum(dim=(1, 2)).mean()
+    total = sum(float(c.sum()) for c in tuned.structure.curvatures(tuned.power))
+    # The last round of σ² ends within a hundredth.
+    assert tuned.settings.weight * total == approx(tuned.n_data * float(trace), rel=0.02 if kind.noise else 1e-3)
+    square = sum(float(p.square().sum()) for p in params.values())
+    delta = next(iter(tuned.prior_precision.values()))
+    assert delta == approx(tuned.effective_dimension / square, rel=1e-4)
+
+
+def test_numbers_take_evidence_where_there_is_a_noise():
+    q, held_out = trained("regression"), waves(100, 200)
+    assert q.tune(held_out).scale == q.tune(held_out, method="evidence").scale
+    q, held_out = trained("poisson"), data("poisson", 100, 200)
+    assert q.tune(held_out).scale == q.tune(held_out, method="validation").scale
+
+
+def test_a_linear_regression_gets_its_noise():
+    torch.manual_seed(0)
+    x = torch.randn(2000, 3)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.3 * torch.randn(2000, 1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(500):
+        rows = torch.randint(1000, (32,))
+        optimizer.zero_grad()
+        (model(x[rows]) - y[rows]).square().mean().backward()
+        optimizer.step()
+    q = ba.Posterior.from_optimizer(model, optimizer, 1000, batch_size=32, likelihood="regression", power=1.0)
+    tuned = q.tune((x[1000:], y[1000:]))
+    assert float(tuned.noise_variance) == approx(0.09, rel=0.1)
+
+
+def test_refusals():
+    q = trained("regression")
+    with pytest.raises(SettingError, match="method must be one of"):
+        q.tune(waves(50, 0), method="luck")
+    with pytest.raises(MatchError, match="no held-out data"):
+        q.tune(iter(()))

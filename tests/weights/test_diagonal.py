@@ -1,0 +1,276 @@
+"""The diagonal posterior against its equations, torch.distributions and sample moments."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+import bayesadam as ba
+from bayesadam.errors import ImproperError, MatchError, SettingError
+from cases import mlp, train, trained
+from floats import approx, assert_close
+
+N = 500
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def build(**settings: object) -> ba.Posterior:
+    model, optimizer = trained()
+    return ba.Posterior.from_optimizer(model, optimizer, N, **{"prior_precision": 2.0, **settings})
+
+
+def v_hat(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """Adam's bias-corrected second moment, from its definition."""
+    state = optimizer.state[parameter]
+    return state["exp_avg_sq"].double() / (1 - 0.999 ** float(state["step"]))
+
+
+@pytest.mark.parametrize("form", ["map", "likelihood"])
+@pytest.mark.parametrize(("power", "batch_size"), [(0.5, None), (0.5, 8), (1.0, 8), (0.25, None), (0.8, 8)])
+def test_mean_and_variance_are_the_equations(power, batch_size, form):
+    (model, optimizer), delta = trained(), 3.0
+    q = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=delta, power=power, batch_size=batch_size)
+    q = q.replace(form=form)
+    for name, parameter in model.named_parameters():
+        theta = parameter.detach().double()
+        data = N * float(batch_size or 1) ** (2 * power - 1) * v_hat(optimizer, parameter) ** power
+        mean = theta * (data / (data + delta) if form == "likelihood" else 1.0)
+        assert_close(q.variance[name].double(), 1 / (data + delta), rtol=1e-5)
+        assert_close(q.mean[name].double(), mean, rtol=1e-5, atol=1e-9)
+        assert_close(q.snr()[name].double(), mean.abs() * (data + delta).sqrt(), rtol=1e-5, atol=1e-9)
+
+
+def test_the_papers_equation_to_the_letter_and_its_laplace_consistent_sibling():
+    model, optimizer = trained()
+    v = v_hat(optimizer, model[0].weight)
+    paper = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=0.0, batch_size=64)
+    assert_close(paper.variance["0.weight"].double(), 1 / (N * v.sqrt()), rtol=1e-5)
+    assert_close(paper.replace(power=1.0).variance["0.weight"].double(), 1 / (N * 64 * v), rtol=1e-5)
+
+
+@pytest.mark.parametrize("decays", [(0.0, 0.0), (0.1, 0.02), (0.1, 0.0)])
+def test_the_prior_precision_is_n_times_the_weight_decay_or_1(decays):
+    torch.manual_seed(0)
+    model = mlp(3, 5, 2)
+    groups = [
+        {"params": model[at].parameters(), "weight_decay": decay} for at, decay in zip((0, 2), decays, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    train(model, optimizer)
+    q = ba.Posterior.from_optimizer(model, optimizer, N)
+    first, second = (N * decay or 1.0 for decay in decays)
+    assert q.prior_precision == approx({"0.weight": first, "0.bias": first, "2.weight": second, "2.bias": second})
+    assert q.settings.default_prior == (0.0 in decays)
+    assert not q.replace(prior_precision=1.0).settings.default_prior
+
+
+def test_prior_precision_by_name_and_by_weight():
+    by_weight = torch.rand(5, 3) + 1
+    q = build(prior_precision={"0.weight": by_weight, "0.bias": 1.0, "2.weight": torch.tensor(2.0), "2.bias": 0.0})
+    flat = build(prior_precision=0.0)
+    assert_close(1 / q.variance["0.weight"], 1 / flat.variance["0.weight"] + by_weight, rtol=1e-5)
+    assert_close(1 / q.variance["2.weight"], 1 / flat.variance["2.weight"] + 2.0)
+    draws = q.sample(10_000, generator=seeded())["0.weight"]
+    standard = (draws - q.mean["0.weight"]) / q.stddev["0.weight"]
+    assert (standard.var(dim=0) - 1).abs().max() < 5 * math.sqrt(2 / 10_000)
+
+
+def test_draws_of_different_weights_are_uncorrelated_and_normal():
+    q, count = build(), 10_000
+    draws = q.sample(count, generator=seeded(2))
+    standard = torch.cat([((draws[n] - q.mean[n]) / q.stddev[n]).flatten(1) for n in draws], dim=1).double()
+    correlation = torch.corrcoef(standard.T) - torch.eye(standard.shape[1])
+    assert correlation.abs().max() < 5.5 / math.sqrt(count)
+    quantiles = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    expected = Normal(torch.tensor(0.0).double(), torch.tensor(1.0).double()).icdf(quantiles)
+    assert (standard.flatten()[:200_000].quantile(quantiles) - expected).abs().max() < 0.03
+
+
+def large(*sizes: int) -> ba.Posterior:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*sizes, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, steps=3)
+    return ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=1.0)
+
+
+def test_large_tensors_are_drawn_in_blocks_whatever_the_number_of_threads():
+    q, threads = large(1000, 600), torch.get_num_threads()
+    drawn = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            drawn.append(q.sample(generator=seeded())["weight"])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    standard = ((drawn[0] - q.mean["weight"]) / q.stddev["weight"]).double()
+    assert abs(standard.mean()) < 5 / math.sqrt(standard.numel())
+    assert abs(standard.var() - 1) < 5 * math.sqrt(2 / standard.numel())
+    blocks = standard.flatten()[: 6 * 65_536].view(6, 65_536)
+    assert (torch.corrcoef(blocks) - torch.eye(6)).abs().max() < 5.5 / math.sqrt(65_536)
+
+
+def test_log_prob_sums_many_float32_terms_without_losing_digits():
+    q = large(2000, 500)
+    draw = q.sample()
+    exact = Normal(q.mean["weight"].double(), q.stddev["weight"].double()).log_prob(draw["weight"].double())
+    assert q.log_prob(draw).dtype == torch.float64
+    assert_close(q.log_prob(draw), exact.sum(), rtol=1e-6)
+
+
+def test_draws_are_reproducible_and_independent_of_order_and_company():
+    model, optimizer = trained()
+    q = ba.Posterior.from_optimizer(model, optimizer, N)
+    first, again, other = (q.sample(4, generator=seeded(seed)) for seed in (5, 5, 6))
+    assert all(torch.equal(first[n], again[n]) and not torch.equal(first[n], other[n]) for n in first)
+    model[0].bias.requires_grad_(False)
+    reordered = torch.nn.Sequential()
+    for key in ("2", "1", "0"):
+        reordered.add_module(key, model.get_submodule(key))
+    backwards = ba.Posterior.from_optimizer(reordered, optimizer, N)
+    assert list(backwards.mean) == ["2.weight", "2.bias", "0.weight"]
+    assert "0.bias" in backwards.omitted
+    assert all(torch.equal(draw, first[n]) for n, draw in backwards.sample(4, generator=seeded(5)).items())
+    torch.manual_seed(3)
+    without, second = q.sample(), q.sample()
+    torch.manual_seed(3)
+    assert torch.equal(q.sample()["0.weight"], without["0.weight"])
+    assert not torch.equal(without["0.weight"], second["0.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_draws_have_the_parameters_type_and_the_posterior_its_own(dtype):
+    model, optimizer = trained(dtype=dtype, eps=1e-4)
+    q = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=1.0)
+    kept = torch.promote_types(dtype, torch.float32)
+    assert {t.dtype for t in (*q.mean.values(), *q.variance.values())} == {kept}
+    draws = q.sample(2000, generator=seeded())
+    assert {t.dtype for t in draws.values()} == {dtype}
+    standard = (draws["0.weight"].to(kept) - q.mean["0.weight"]) / q.stddev["0.weight"]
+    assert (standard.var(dim=0) - 1).abs().max() < 6 * math.sqrt(2 / 2000)
+
+
+def test_weights_without_curvature_or_prior_have_infinite_variance_and_refuse_to_be_drawn():
+    torch.manual_seed(0)
+    model = mlp(3, 4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(8, 3)
+        x[:, 1] = 0.0
+        model(x).square().mean().backward()
+        optimizer.step()
+    q = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=0.0)
+    assert torch.isinf(q.variance["0.weight"][:, 1]).all()
+    assert (q.snr()["0.weight"][:, 1] == 0).all()
+    for call in (q.sample, q.entropy, lambda: q.log_prob(q.mean)):
+        with pytest.raises(ImproperError, match=r"'0.weight': 4 of 12.*prior_precision"):
+            call()
+    with pytest.raises(ImproperError):
+        q.replace(prior_precision={name: torch.zeros_like(theta) for name, theta in q.mean.items()}).sample()
+    mended = q.replace(prior_precision=10.0)
+    assert torch.isfinite(mended.sample()["0.weight"]).all()
+    assert_close(mended.variance["0.weight"][:, 1], torch.full((4,), 0.1))
+
+
+def test_the_posterior_does_not_follow_later_training():
+    model, optimizer = trained()
+    q = ba.Posterior.from_optimizer(model, optimizer, N)
+    before = copy.deepcopy((q.mean, q.variance))
+    train(model, optimizer, seed=9)
+    assert_close(q.mean, before[0], rtol=1e-300)
+    assert_close(q.variance, before[1], rtol=1e-300)
+
+
+def test_to_and_replace_return_new_ones_and_leave_the_model_alone():
+    q = build()
+    scaled = q.replace(prior_precision=0.0, scale=4.0, n_data=2 * N)
+    assert_close(scaled.variance["2.bias"] * 8, q.replace(prior_precision=0.0).variance["2.bias"])
+    assert (q.scale, q.n_data) == (1.0, N)
+    double = q.replace(noise_variance=0.5).to(dtype=torch.float64)
+    assert (double.mean["0.weight"].dtype, double.noise_variance.dtype) == (torch.float64, torch.float64)
+    assert q.mean["0.weight"].dtype == q.model[0].weight.dtype == torch.float32
+    assert_close(double.variance["0.bias"].float(), q.variance["0.bias"])
+
+
+def test_rows_that_embeddings_keep_for_padding_are_never_drawn():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, padding_idx=3), torch.nn.Linear(2, 1))
+    torch.nn.init.normal_(model[0].weight)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    q = ba.Posterior.from_optimizer(model, optimizer, N).replace(form="likelihood")
+    for rows in (q.sample(3)["0.weight"], q.mean["0.weight"][None]):
+        assert torch.equal(rows[:, 3], model[0].weight[3].expand(len(rows), 2))
+        assert not (rows[:, 2] == model[0].weight[2]).any()
+
+
+@pytest.mark.parametrize("n_data", [0, -5, float("nan"), float("inf"), "many", None, True])
+def test_n_must_be_positive(n_data):
+    model, optimizer = trained()
+    with pytest.raises(SettingError, match=r"n_data must be a positive finite number"):
+        ba.Posterior.from_optimizer(model, optimizer, n_data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"prior_precision": -1.0}, "at least 0, got -1.0"),
+        ({"prior_precision": float("nan")}, "finite"),
+        ({"prior_precision": None}, "at least 0, got None"),
+        ({"prior_precision": {"0.weight": 1.0}}, "missing"),
+        ({"prior_precision": {"0.weight": torch.ones(2), "0.bias": 1, "2.weight": 1, "2.bias": 1}}, "has shape"),
+        ({"power": 0.0}, "power must be"),
+        ({"power": 1.0}, "power=1 needs batch_size"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"form": "laplace"}, "form must be one of"),
+        ({"scale": -1.0}, "scale must be"),
+        ({"temperature": 0.0}, "temperature must be"),
+        ({"noise_variance": -1.0}, "noise_variance must be"),
+        ({"likelihood": "luck"}, "likelihood must be one of"),
+        ({"tempering": 1.0}, "cannot replace"),
+    ],
+    ids=str,
+)
+def test_bad_settings_name_the_value(changes, match):
+    with pytest.raises(SettingError, match=match):
+        build().replace(**changes)
+
+
+def test_bad_requests():
+    q = build()
+    for n in (0, -1, 1.5, True):
+        with pytest.raises(SettingError, match="n must be a whole number of at least 1"):
+            q.sample(n)
+    for values, match in (
+        ({"0.weight": torch.zeros(5, 3)}, "missing"),
+        ({**q.mean, "0.weight": torch.zeros(3, 5)}, "expected"),
+        ({**q.mean, "0.weight": torch.zeros(2, 5, 3)}, "leading dimensions"),
+    ):
+        with pytest.raises(MatchError, match=match):
+            q.log_prob(values)
+    with pytest.raises(SettingError, match="float32 or float64"):
+        q.to(dtype=torch.float16)
+
+
+def test_settings_are_printed_in_a_table():
+    q = build(batch_size=8, likelihood="regression").replace(noise_variance=[0.5, 2.0], temperature=2.0)
+    title, *lines = str(q).splitlines()
+    assert title == "Posterior over Sequential"
+    assert [line.split(maxsplit=1)[0] for line in lines].count("scale") == 1
+    shown = {line[2:18].strip(): line[19:] for line in lines}
+    assert shown["structure"] == "diagonal, 32 weights in 4 parameters"
+    assert (shown["data"], shown["curvature"]) == ("N = 500, B = 8", "v̂^0.5, map form")
+    assert (shown["scale"], shown["prior precision"], shown["noise variance"]) == ("s = 1", "δ = 2", "σ² = 0.5 to 2")
+    assert "no weight decay" in str(build(prior_precision=None))
+    assert "\n" not in repr(q)

@@ -1,0 +1,362 @@
+"""Mixtures of posteriors against torch's own mixture of dense Gaussians in float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from functools import cache, partial
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
+
+import bayesadam as ba
+from bayesadam import Mixture
+from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
+from cases import mlp, trained
+from floats import approx, assert_close
+from weights.cases_structures import DELTA, N, Net, dense, posterior_of
+from weights.cases_structures import flat as flat_as
+
+WEIGHTS = (0.5, 0.2, 0.3)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@cache
+def members() -> tuple[ba.Posterior, ...]:
+    """Of different structures and forms."""
+    shrunk = posterior_of("diagonal", 2).replace(form="likelihood")
+    return posterior_of("diagonal", 0), posterior_of("kronecker", 1), shrunk
+
+
+def mixture(weights: tuple[float, ...] | None = WEIGHTS) -> Mixture:
+    return Mixture(members(), weights)
+
+
+def flat(named: dict[str, Tensor]) -> Tensor:
+    return flat_as(members()[0], named)
+
+
+def reference(weights: tuple[float, ...] = WEIGHTS) -> MixtureSameFamily:
+    gaussians = [dense(member) for member in members()]
+    covariance = torch.stack([g.covariance_matrix for g in gaussians])
+    stacked = MultivariateNormal(torch.stack([g.loc for g in gaussians]), covariance)
+    return MixtureSameFamily(Categorical(torch.tensor(weights, dtype=torch.float64)), stacked)
+
+
+def snapshot(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    return {name: (t.data_ptr(), t.detach().clone()) for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def assert_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+# --- moments, densities, draws --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, None])
+def test_moments_and_densities_are_those_of_the_dense_mixture(weights):
+    mixed, expected = mixture(weights), reference(weights or (1 / 3, 1 / 3, 1 / 3))
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    assert_close(flat(mixed.mean), expected.mean, **close)
+    assert_close(flat(mixed.variance), expected.variance, **close)
+    assert_close(flat(mixed.snr()), expected.mean.abs() / expected.stddev, **close)
+    # Near each of the members, between them, and with any leading dimensions.
+    values = {name: torch.stack([m.mean[name] for m in mixed] + [mixed.mean[name]]) + 0.1 for name in mixed.mean}
+    assert_close(mixed.log_prob(values), expected.log_prob(flat(values)), rtol=1e-9, atol=1e-9)
+    grid = {name: value.view(2, 2, *value.shape[1:]) for name, value in values.items()}
+    assert torch.equal(mixed.log_prob(grid), mixed.log_prob(values).view(2, 2))
+    assert mixed.log_prob(mixed.mean).shape == ()
+
+
+def test_the_density_is_a_sum_of_densities_where_they_underflow():
+    """Far from every member all densities are 0 in float64; their logarithms are not."""
+    mixed = mixture()
+    far = {name: mean + 1e4 for name, mean in mixed.mean.items()}
+    scores = torch.stack([member.log_prob(far) for member in mixed])
+    assert scores.max() < -1e6
+    best = int(scores.argmax())
+    assert float(mixed.log_prob(far)) == approx(float(scores[best]) + math.log(WEIGHTS[best]), rel=1e-12)
+
+
+def test_equal_members_are_one_posterior_and_their_order_does_not_matter():
+    one = members()[1]
+    mixed = Mixture([one, one, copy.deepcopy(one)], (0.1, 0.6, 0.3))
+    values = one.sample(5, generator=seeded())
+    assert_close(mixed.mean, one.mean, rtol=1e-13)
+    assert_close(mixed.variance, one.variance, rtol=1e-13)
+    assert_close(mixed.log_prob(values), one.log_prob(values), rtol=1e-13)
+    backward = Mixture(members()[::-1], WEIGHTS[::-1])
+    assert_close(backward.log_prob(values), mixture().log_prob(values), rtol=1e-13)
+    assert_close(backward.variance, mixture().variance, rtol=1e-12)
+    # Each member has a stream of its own, also where two are equal.
+    draws = Mixture([one, one]).sample(50, generator=seeded())["odd"]
+    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 50
+
+
+def test_a_variance_without_bound_is_infinite_and_cannot_be_drawn():
+    improper = copy.deepcopy(members()[0].replace(prior_precision=0.0))
+    improper.structure.second_moment["odd"][0, 0] = 0.0
+    mixed = Mixture([members()[0], improper])
+    before = snapshot(improper.model)
+    assert (float(mixed.variance["odd"][0, 0]), float(mixed.snr()["odd"][0, 0])) == (math.inf, 0.0)
+    for attempt in (mixed.sample, lambda: mixed.log_prob(mixed.mean)):
+        with pytest.raises(ImproperError, match="'odd'"):
+            attempt()
+    with pytest.raises(ImproperError), mixed.sampled():
+        pytest.fail("there is no draw")
+    assert_untouched(improper.model, before)
+
+
+def test_draws_have_the_mean_and_variance_of_the_mixture():
+    n, expected = 20_000, reference()
+    draws = flat(mixture().sample(n, generator=seeded(3)))
+    centred = (draws - expected.mean) / expected.stddev
+    assert float(centred.mean(dim=0).abs().max()) < 5 / math.sqrt(n)
+    # Var[x²] of a standardised mixture is at most that of two points far apart plus a Gaussian's.
+    assert float((centred.square().mean(dim=0) - 1).abs().max()) < 5 * math.sqrt(3 / n)
+    nearest = torch.stack([dense(member).log_prob(draws) for member in members()]).argmax(dim=0)
+    assert_close(torch.bincount(nearest, minlength=3) / n, torch.tensor(WEIGHTS), atol=5 * math.sqrt(0.25 / n))
+
+
+def test_draws_depend_on_the_generator_alone():
+    mixed = mixture()
+    draws = mixed.sample(7, generator=seeded(5))
+    torch.manual_seed(1)
+    torch.randn(3)
+    assert_same(mixture().sample(7, generator=seeded(5)), draws)
+    # Nor on how many there are, but for rounding: processors differ in what they fuse at the ends of a row.
+    more, one = mixed.sample(12, generator=seeded(5)), mixed.sample(generator=seeded(5))
+    assert_close({name: v[:7] for name, v in more.items()}, draws, rtol=1e-12)
+    assert_close(one, {name: v[0] for name, v in draws.items()}, rtol=1e-12)
+    other = mixed.sample(7, generator=seeded(6))
+    assert not any(torch.equal(other[name], draws[name]) for name in draws)
+    for n in (0, -1, 2.0, True, "3"):
+        with pytest.raises(SettingError, match="n must be"):
+            mixed.sample(n)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sampled_holds_the_draw_and_leaves_no_trace(shared):
+    parts = list(members())
+    if shared:
+        parts = [part.gathered(parts[0].model) for part in parts]
+    mixed = Mixture(parts, WEIGHTS)
+    before, seen = [snapshot(member.model) for member in mixed], set()
+    for seed in range(12):
+        expected = mixed.sample(generator=seeded(seed))
+        with mixed.sampled(generator=seeded(seed)) as model:
+            seen.add(id(model))
+            assert_same({name: p.detach() for name, p in model.named_parameters()}, expected)
+    assert len(seen) == (1 if shared else 3)
+    with pytest.raises(KeyboardInterrupt), mixed.sampled():
+        raise KeyboardInterrupt
+    for member, old in zip(mixed, before, strict=True):
+        assert_untouched(member.model, old)
+
+
+# --- building and changing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((1, 1, 2), (0.25, 0.25, 0.5)),
+        (torch.tensor([3.0, 3.0, 6.0]), (0.25, 0.25, 0.5)),
+        ([5e-324, 5e-324, 5e-324], (1 / 3,) * 3),
+        (iter([2, 1, 1]), (0.5, 0.25, 0.25)),
+    ],
+)
+def test_weights_are_normalised(weights, expected):
+    normalised = Mixture(members(), weights).weights
+    assert normalised == approx(expected, rel=1e-15)
+    assert Mixture(members(), normalised).weights == normalised
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (), (1, 0, 1), (1, -1, 1), (1, math.nan, 1), (1, math.inf, 1), 3, "abc"])
+def test_weights_that_are_none(weights):
+    with pytest.raises(SettingError, match="weights"):
+        Mixture(members(), weights)
+
+
+def over(*sizes: int) -> ba.Posterior:
+    model, optimizer = trained(*sizes)
+    return ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=DELTA)
+
+
+def test_members_must_be_over_the_same_parameters(monkeypatch):
+    first, wide, deep = over(3, 4, 2), over(3, 5, 2), over(3, 4, 2, 1)
+    sharded = copy.copy(first)
+    monkeypatch.setitem(sharded.__dict__, "is_sharded", True)
+    for parts, error, match in (
+        (
+            [first, first, wide],
+            MatchError,
+            r"'0.weight' is \(4, 3\) on cpu in member 0 and \(5, 3\) .* in member 2",
+        ),
+        ([first, deep], MatchError, r"'4.weight' is none in member 0 and \(1, 2\) on cpu in member 1"),
+        ([deep, first], MatchError, r"'4.weight' is \(1, 2\) on cpu in member 0 and none in member 1"),
+        ([first, first.to("meta")], MatchError, r"on cpu in member 0 and \(4, 3\) on meta in member 1"),
+        ([first, Mixture([first])], MatchError, "member 1 must be a Posterior, got Mixture"),
+        ([first, sharded], SettingError, r"a mixture needs whole tensors.*gathered"),
+        ([], SettingError, "at least one member"),
+        (first, SettingError, "of several posteriors"),
+    ):
+        with pytest.raises(error, match=match):
+            Mixture(parts)
+    with pytest.raises(SettingError, match="one model for all members, got list"):
+        Mixture.load("anything.safetensors", [first.model])
+
+
+def test_it_is_frozen_and_counts_and_shows_its_members():
+    mixed = mixture()
+    with pytest.raises(AttributeError):
+        mixed.weights = (1.0, 1.0, 1.0)
+    assert (len(mixed), tuple(mixed)) == (3, mixed.members)
+    assert repr(mixed) == "Mixture(3 x Net, diagonal/kronecker, 38 weights in 7 parameters, weights=(0.5, 0.2, 0.3))"
+    shown = str(Mixture([mixed.members[0], mixed.members[1].replace(scale=4.0, n_data=9)])).splitlines()
+    assert shown[0] == "Mixture over Net"
+    assert [" ".join(line.split()) for line in shown[1:4]] == [
+        *("members 2, weights 0.5, 0.5", "structure diagonal / kronecker, 38 weights in 7 parameters"),
+        "data N = 50 / 9, B = 8",
+    ]
+    assert any(line.endswith("s = 1 to 4") for line in shown)
+
+
+def test_replace_and_to_reach_every_member():
+    mixed = mixture()
+    changed = mixed.replace(scale=4.0, prior_precision=1.5, noise_variance=0.25)
+    assert [m.scale for m in (*changed, *mixed)] == [4.0] * 3 + [1.0] * 3
+    assert all(set(m.prior_precision.values()) == {1.5} and float(m.noise_variance) == 0.25 for m in changed)
+    assert changed.weights == mixed.weights
+    assert mixed.likelihood is None
+    assert mixed.replace(likelihood="poisson").likelihood == "poisson"
+    single = mixed.to(dtype=torch.float32)
+    assert single.mean["odd"].dtype == single.variance["head.bias"].dtype == torch.float32
+    values = {name: theta + 0.01 for name, theta in single.members[1].mean.items()}
+    assert single.log_prob(values).dtype == torch.float64
+    with pytest.raises(SettingError, match="cannot replace"):
+        mixed.replace(weights=(1, 1, 1))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_trip_is_exact(tmp_path):
+    path, model = tmp_path / "mixture.safetensors", Net().double()
+    parts = [m.replace(noise_variance=[0.1, 0.2 + i]) for i, m in enumerate(members())]
+    # Members may share tensors.
+    mixed = Mixture([*parts, parts[0].replace(scale=2.0)], (0.1, 0.6, 0.2, 0.1))
+    mixed.save(path)
+    loaded = Mixture.load(path, model)
+    assert_same(dict(model.named_parameters()), mixed.members[0].mean)
+    assert loaded.weights == mixed.weights
+    assert [m.structure.kind for m in loaded] == ["diagonal", "kronecker", "diagonal", "diagonal"]
+    assert all(member.model is model for member in loaded)
+    for ours, theirs in zip(loaded, mixed, strict=True):
+        assert vars(ours.settings) == vars(theirs.settings)
+        assert torch.equal(ours.noise_variance, theirs.noise_variance.float())
+    assert_same(loaded.variance, mixed.variance)
+    assert_same(loaded.sample(5, generator=seeded(1)), mixed.sample(5, generator=seeded(1)))
+    with safe_open(path, framework="pt") as file:
+        assert {"0.mode.odd", "1.left.odd", "2.second_moment.head.bias"} <= set(file.keys())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class Normed(nn.Module):
+    """A network with running statistics and a frozen layer, which differ from one training to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.frozen(x)).tanh())
+
+
+def normed(seed: int) -> ba.Posterior:
+    torch.manual_seed(seed)
+    model = Normed()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+    return ba.Posterior.from_optimizer(model.eval(), optimizer, N, prior_precision=1.0)
+
+
+def test_what_the_networks_have_besides_is_kept(tmp_path):
+    mixed, model = Mixture([normed(0), normed(1)]), Normed()
+    mixed.save(tmp_path / "m")
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    loaded = Mixture.load(tmp_path / "m", model)
+    x = torch.randn(5, 3, generator=seeded())
+    for ours, theirs in zip(loaded, mixed, strict=True):
+        ours.copy_mean_to_model()
+        assert torch.equal(ours.model.eval()(x), theirs.model(x))
+    assert_same(dict(model.named_buffers()), buffers)
+    assert len({id(member.model) for member in loaded} | {id(model)}) == 3
+    with pytest.raises(MatchError, match=r"another model's.*no parameters \['frozen.bias', 'frozen.weight', 'norm.run"):
+        Mixture.load(tmp_path / "m", nn.ModuleDict({"head": nn.Linear(4, 2)}))
+    parts = mixed.members
+    with pytest.warns(BayesAdamWarning, match=r"running statistics of 'norm'.*a model of its own"):
+        Mixture([parts[0], parts[1].gathered(parts[0].model)])
+    Mixture([parts[0], parts[0].replace(scale=2.0)])
+
+
+DAMAGE = {
+    "a later format": (lambda h, t: h.update(format=99), "format 99.*upgrade"),
+    "fewer weights": (lambda h, t: h.update(weights=[1.0]), "damaged.*a weight for every member"),
+    "weights of no sense": (lambda h, t: h.update(weights=[1, -1, 1]), "damaged.*positive"),
+    "a member of no type": (lambda h, t: h["members"].__setitem__(1, 5), "damaged: member 1"),
+    "a member without settings": (lambda h, t: h["members"][1].pop("settings"), "damaged"),
+    "a tensor missing": (lambda h, t: t.pop("2.mode.odd"), r"damaged.*mode\.odd"),
+    "a member of fewer parameters": (lambda h, t: h["members"][2]["parameters"].pop(), "damaged.*none in member 2"),
+    "a mixture in a mixture": (lambda h, t: h["members"][0].update(structure="mixture"), "mixture"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files(tmp_path, damage):
+    path, (change, match) = tmp_path / "m.safetensors", DAMAGE[damage]
+    mixture().save(path)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["bayesadam"])
+    change(header, tensors)
+    save_file(tensors, path, metadata={"bayesadam": json.dumps(header)})
+    with pytest.raises(FileError, match=match):
+        Mixture.load(path, Net().double())
+
+
+def test_foreign_files(tmp_path):
+    mixture().save(tmp_path / "mixture")
+    members()[0].save(tmp_path / "posterior")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "weights")
+    load = partial(Mixture.load, model=Net().double())
+    for work, error, match in (
+        (lambda: load(tmp_path / "posterior"), FileError, r"'diagonal' posterior and no mixture.*Posterior\.load"),
+        (lambda: ba.Posterior.load(tmp_path / "mixture", Net()), FileError, r"holds a mixture.*Mixture\.load"),
+        (lambda: load(tmp_path / "weights"), FileError, "not a saved posterior"),
+        (lambda: load(tmp_path / "absent"), FileError, "no file at"),
+        (lambda: Mixture.load(tmp_path / "mixture", mlp(3, 6, 2)), MatchError, "another model"),
+    ):
+        with pytest.raises(error, match=match):
+            work()

@@ -1,0 +1,198 @@
+"""What every structure must do, against one dense Gaussian over all weights in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import bayesadam as ba
+from bayesadam.errors import FileError, SettingError
+from bayesadam.readers.rotated import eigenbasis
+from cases import trained
+from floats import approx, assert_close
+from weights.cases_structures import DELTA, STRUCTURES, N, curvature, dense, flat, names_of, posterior_of
+
+CASES = [(structure, 0.5, "map") for structure in STRUCTURES]
+CASES += [("diagonal", 1.0, "likelihood"), ("inputs", 1.0, "likelihood"), ("kronecker", 0.8, "likelihood")]
+
+
+def seeded(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(("structure", "power", "form"), CASES)
+def test_moments_and_densities_are_the_dense_gaussians(structure, power, form):
+    q = posterior_of(structure).replace(power=power, form=form, scale=1.5)
+    exact = dense(q)
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    assert_close(flat(q, q.mean), exact.mean, **close)
+    assert_close(flat(q, q.variance), exact.variance, **close)
+    assert_close(flat(q, q.snr()), exact.mean.abs() / exact.stddev, **close)
+    values = {name: torch.stack([theta + 0.3, theta]) for name, theta in q.mode.items()}
+    assert_close(q.log_prob(values), exact.log_prob(flat(q, values)), rtol=1e-9)
+    assert_close(q.log_prob({name: value[1] for name, value in values.items()}), q.log_prob(values)[1])
+    assert_close(q.entropy(), exact.entropy(), rtol=1e-9)
+    shares = torch.linalg.eigvalsh(exact.covariance_matrix) * DELTA
+    assert q.effective_dimension == approx(float((1 - shares).sum()), rel=1e-8)
+    if structure != "inputs":
+        v = {name: q.structure.diagonal(name) for name in q.mode}
+        assert_close(flat(q, v), curvature(q, 1.0).diagonal(), **close)
+
+
+@pytest.mark.parametrize(("structure", "form"), [(s, "map") for s in STRUCTURES] + [("kronecker", "likelihood")])
+def test_draws_have_the_dense_covariance(structure, form):
+    q, n = posterior_of(structure).replace(form=form), 20_000
+    draws, exact = q.sample(n, generator=seeded()), dense(q)
+    standard = (flat(q, draws) - exact.mean) / exact.stddev
+    correlation = exact.covariance_matrix / torch.outer(exact.stddev, exact.stddev)
+    assert float(standard.mean(dim=0).abs().max()) < 5 / math.sqrt(n)
+    assert float((torch.cov(standard.T) - correlation).abs().max()) < 7 / math.sqrt(n)
+    one = q.sample(generator=seeded())
+    assert {name: draw.shape for name, draw in one.items()} == q.shapes
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_saved_it_is_the_same_with_its_model_and_without(structure, tmp_path):
+    q, path = posterior_of(structure).replace(form="likelihood", scale=0.25, power=0.8), tmp_path / "q.safetensors"
+    q.save(path)
+    opened = ba.GaussianWeights.open(path)
+    opened.save(tmp_path / "again.safetensors")
+    loaded = ba.Posterior.load(path, q.model)
+    for other in (loaded, opened, ba.GaussianWeights.open(tmp_path / "again.safetensors"), q.to(dtype=torch.float64)):
+        assert other.structure.kind == q.structure.kind
+        assert vars(other.settings) == vars(q.settings)
+        draws = q.sample(2, generator=seeded())
+        # Of the input side λ and g are kept, not their products.
+        tolerance = {"rtol": 1e-12 if structure == "inputs" else 1e-300}
+        assert_close(other.sample(2, generator=seeded()), draws, **tolerance)
+        assert_close(other.variance, q.variance, **tolerance)
+        assert_close(other.log_prob(draws), q.log_prob(draws), rtol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "recorded"])
+def test_a_sum_has_both_precisions_and_one_prior(structure):
+    before, q = posterior_of(structure).replace(prior_precision=0.3), posterior_of(structure)
+    total = before.replace(n_data=20, power=1.0) + q
+    precision = torch.linalg.inv(dense(q).covariance_matrix) + 20 * 8 * curvature(q, 1.0)
+    assert_close(flat(total, total.variance), torch.linalg.inv(precision).diagonal(), rtol=1e-8)
+    assert_close(total.mean, q.mean)
+    assert (total.n_data, total.power, total.batch_size) == (N + 20, 1.0, 1)
+    assert isinstance(total, ba.Posterior)
+    without = ba.GaussianWeights(q.mode, q.structure, q.settings)
+    assert type(before + without) is ba.GaussianWeights
+
+
+def test_a_sum_of_different_bases_has_the_trace_of_both():
+    """It is the diagonal of the sum in the bases of the summed factors."""
+    kronecker, diagonal = posterior_of("kronecker"), posterior_of("diagonal")
+    total = diagonal + kronecker
+    assert set(total.structure.bases) == set(kronecker.structure.bases)
+    traces = [
+        sum(float(s.weight / (N + N) * (v**s.power).sum()) for v in q.structure.second_moment.values())
+        for q in (kronecker, diagonal)
+        for s in (q.settings,)
+    ]
+    assert sum(float(v.sum()) for v in total.structure.second_moment.values()) == approx(sum(traces), rel=1e-9)
+    with pytest.raises(SettingError, match="add them first"):
+        posterior_of("inputs") + diagonal
+
+
+@pytest.mark.parametrize("structure", [s for s in STRUCTURES if s != "inputs"])
+def test_parts_are_the_whole_parameter_by_parameter(structure):
+    q = posterior_of(structure)
+    parts = [q.part(name) for name in names_of(q)]
+    whole = q.sample(generator=seeded(3))
+    for part in parts:
+        (name,) = part.mode
+        assert torch.equal(part.sample(generator=seeded(3))[name], whole[name])
+        assert_close(part.variance[name], q.variance[name])
+    assert_close(sum(part.entropy() for part in parts), q.entropy())
+
+
+@pytest.mark.parametrize("structure", [s for s in STRUCTURES if s != "diagonal"])
+def test_rotated_coordinates_need_one_prior_precision(structure):
+    q = posterior_of(structure)
+    uneven = {name: torch.rand_like(theta) + 1 for name, theta in q.mode.items()}
+    with pytest.raises(SettingError, match="one prior precision"):
+        q.replace(prior_precision=uneven).sample()
+
+
+def test_a_prior_for_every_weight_of_a_diagonal():
+    q = posterior_of("diagonal")
+    uneven = q.replace(prior_precision={name: torch.rand_like(theta) + 1 for name, theta in q.mode.items()})
+    exact = dense(uneven, flat(q, uneven.prior_precision))
+    assert_close(flat(q, uneven.variance), exact.variance, rtol=1e-9)
+    values = uneven.sample(3)
+    assert_close(uneven.log_prob(values), exact.log_prob(flat(q, values)), rtol=1e-9)
+
+
+def test_which_parameters_have_bases():
+    assert set(posterior_of("kronecker").structure.bases) == {"conv.weight", "odd", "head.weight"}
+    one_sided = posterior_of("one-sided").structure.bases
+    assert (one_sided["head.weight"].left is None, one_sided["head.weight"].right is None) == (False, True)
+    # As many gradients as a vector has entries suffice for a basis of its own.
+    assert set(posterior_of("recorded").structure.bases) == set(posterior_of("recorded").mode)
+
+
+def test_a_vectors_own_curvature_is_that_of_its_recorded_gradients():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    recorder = ba.Recorder(optimizer, keep=2, every=1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3).double()).square().mean().backward()
+        optimizer.step()
+    with pytest.warns(ba.errors.BayesAdamWarning, match="2 gradients behind it"):
+        q = ba.Posterior.from_recorder(model, recorder, N, prior_precision=DELTA, batch_size=8)
+    g = recorder.gradients(model)["bias"]
+    sigma = torch.linalg.inv(N * 8 * g.T @ g / 2 + DELTA * torch.eye(2).double())
+    assert_close(q.variance["bias"], sigma.diagonal(), rtol=1e-9)
+    assert (q.origin.recorded, q.origin.steps) == (True, (2.0, 2.0))
+
+
+def test_a_basis_that_was_damaged_is_refused(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    for structure, key in (("kronecker", "left.odd"), ("inputs", "right.conv.weight"), ("inputs", "rows.head.weight")):
+        q, path = posterior_of(structure), tmp_path / "q.safetensors"
+        q.save(path)
+        with safe_open(path, "pt") as file:
+            header = file.metadata()
+        save_file({**load_file(path), key: -2 * load_file(path)[key]}, path, metadata=header)
+        with pytest.raises(FileError, match=r"not orthogonal|negative"):
+            ba.Posterior.load(path, q.model)
+
+
+def test_what_has_no_eigenbases_is_told():
+    model, adam = trained()
+    with pytest.raises(SettingError, match="SOAP"):
+        ba.Posterior.from_optimizer(model, adam, N, structure="kronecker")
+    for name in ("full", "low-rank", "inputs"):
+        with pytest.raises(SettingError, match="structure must be one of"):
+            ba.Posterior.from_optimizer(model, adam, N, structure=name)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_eigenvectors_that_single_precision_misses_are_found_in_double(monkeypatch, fails):
+    # Of matrices of low rank: not found on a CPU, not orthonormal on a GPU.
+    exact = torch.linalg.eigh
+
+    def rough(matrix):
+        found = exact(matrix)
+        if matrix.dtype == torch.float32:
+            if fails:
+                raise torch.linalg.LinAlgError("did not converge")
+            found.eigenvectors[:, 0] = found.eigenvectors[:, 1]
+        return found
+
+    monkeypatch.setattr(torch.linalg, "eigh", rough)
+    rows = torch.randn(6, 3, generator=seeded(0))
+    basis = eigenbasis(rows @ rows.T)
+    assert basis.dtype == torch.float32
+    assert_close(basis.T @ basis, torch.eye(6), atol=1e-5)
+    values = (basis.T @ rows).square().sum(dim=1)
+    assert bool((values[:-1] >= values[1:] - 1e-5).all())
