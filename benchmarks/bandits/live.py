@@ -1,6 +1,6 @@
 """The agent in a loop that serves: decisions a second, their times while a training runs, memory, and kills.
 
-    python benchmarks/bandits/live.py [--quick] [--agent hybrid] [--problems statlog dense] [--rounds 20000]
+    python -m benchmarks.bandits.live [--quick] [--agent hybrid] [--problems statlog dense] [--rounds 20000]
         [--observations 1000000] [--kills 20] [--out out/bench]
 
 All is live: one process on one core, the log on, default settings, `training="background"` unless it says "now".
@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from bayesadam.bandits import Agent, make_agent, read_log
+from benchmarks.common.harness import arguments, at_least, at_most, one_core, resident, setting, write_results
 from experiments.problems import problem
-from harness import arguments, at_least, at_most, one_core, resident, setting, write_results
 
 BATCH = 1000
 Rounds = tuple[np.ndarray, np.ndarray]

@@ -1,7 +1,7 @@
 """Off-policy estimates against the truth: bias and coverage over many logs of an agent that learns.
 
-    python benchmarks/bandits/off_policy.py [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
-    python benchmarks/bandits/off_policy.py --sequences 500 [--decisions 1000]
+    python -m benchmarks.bandits.off_policy [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
+    python -m benchmarks.bandits.off_policy --sequences 500 [--decisions 1000]
 
 The problem is scikit-learn's digits as a bandit: the context is an image, as its first 16 principal components, an arm
 is a digit, and the reward is 1 for the right one. Contexts are drawn with replacement, so that the truth is known: the
@@ -39,7 +39,7 @@ import numpy as np
 from bayesadam.bandits import Estimate, Estimates, Log, compare, evaluate, make_agent
 from bayesadam.bandits.off_policy import mean
 from bayesadam.errors import OverlapWarning
-from harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
+from benchmarks.common.harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
 
 SEED = 0
 COMPONENTS, FITTED = 16, 300

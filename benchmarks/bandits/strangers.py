@@ -1,6 +1,6 @@
 """Our default agent beside others on problems that chose no setting: ranks, shares near the best, worst cases.
 
-    BAYESADAM_DATA=... python benchmarks/bandits/strangers.py [--quick] [--problems ...] [--agents default linear ...]
+    BAYESADAM_DATA=... python -m benchmarks.bandits.strangers [--quick] [--problems ...] [--agents default linear ...]
         [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1] [--part 1/1] [--report FILE] [--out ...]
 
 A problem whose package or file is absent is left out, with the reason. An agent is "default", a name of ours with
@@ -35,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from problems import PROBLEMS, Absent, reward_range, stranger
-from rivals import RANGES, RIVALS, play
 
 from bayesadam.weights.draws import stream_seed
+from benchmarks.bandits.problems import PROBLEMS, Absent, reward_range, stranger
+from benchmarks.bandits.rivals import RANGES, RIVALS, play
+from benchmarks.common.harness import Cell, arguments, one_core, parallel, read_cell, setting, write_cell, write_results
 from experiments.agents import agent_settings
 from experiments.problems import BanditProblem, Numbers, Rounds
 from experiments.simulation import Playing
-from harness import Cell, arguments, one_core, parallel, read_cell, setting, write_cell, write_results
 
 DEFAULT, LINEAR = "default", "linear"
 OURS = (DEFAULT, LINEAR, "neural-linear", "greedy")

@@ -1,20 +1,16 @@
 """The problems are made by their seeds alone, rivals learn, and the tables are those of the documentation."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from problems import stranger  # noqa: E402
-from rivals import RIVALS, play  # noqa: E402
-from strangers import REPORTED, ranks, report, scores, shares  # noqa: E402
-
-from experiments import classification_problem  # noqa: E402
-from experiments.problems import Rounds  # noqa: E402
+from benchmarks.bandits.problems import stranger
+from benchmarks.bandits.rivals import RIVALS, play
+from benchmarks.bandits.strangers import REPORTED, ranks, report, scores, shares
+from experiments import classification_problem
+from experiments.problems import Rounds
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,6 +1,6 @@
 """The service of `examples/serve.py` under load: requests a second, their times, and what malformed ones get.
 
-    python benchmarks/serve.py [--quick] [--clients 4] [--requests 20000] [--malformed 10000] [--out out/bench]
+    python -m benchmarks.speed.serve [--quick] [--clients 4] [--requests 20000] [--malformed 10000] [--out out/bench]
 
 The server has one core to itself where there are two, the clients the other, and connections stay open. Malformed are,
 in turn: no JSON, JSON of another kind, no inputs, none at all, text for numbers, ragged lists, another shape, NaN and
@@ -23,15 +23,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, at_most, setting, write_results
+from benchmarks.common.harness import arguments, at_most, setting, write_results
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 JSON = {"Content-Type": "application/json"}
 
 
 def started(port: int) -> subprocess.Popen[str]:
     """The example, without a file, on the last core."""
-    command = [sys.executable, str(HERE.parent / "examples" / "serve.py"), "--port", str(port)]
+    command = [sys.executable, str(ROOT / "examples" / "serve.py"), "--port", str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     cores = sorted(os.sched_getaffinity(0))

@@ -1,0 +1,1 @@
+"""Bandits: agents beside other packages, their pace, off-policy estimates."""
