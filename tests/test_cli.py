@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bayesadam import inspect as inspect_checkpoint
 from torch import nn
 
 import bayesadam as ba
 from bayesadam import __version__
+from bayesadam import inspect as inspect_checkpoint
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
 from bayesadam.cli import demo
@@ -95,7 +95,6 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
 
 def test_the_names_in_the_help_are_those_of_the_library(capsys):
     from bayesadam.compress import RANKINGS
-
     from bayesadam.merging import METHODS
 
     for command, names in (("prune", RANKINGS), ("merge", METHODS)):

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from bayesadam.data import load_images, load_table
 from bayesadam.likelihoods.classification import entropy
+from torch import Tensor, nn
+
+import bayesadam as ba
 from benchmarks.common.harness import (
     Cell,
     arguments,
@@ -34,9 +37,6 @@ from benchmarks.common.harness import (
     shared_cells,
     write_results,
 )
-from torch import Tensor, nn
-
-import bayesadam as ba
 
 LABELS = (50, 100, 300)
 FIRST, BATCH, STEPS = 20, 10, 300

@@ -30,6 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.merging import merge
 from benchmarks.common.harness import (
     Cell,
     Target,
@@ -42,10 +46,6 @@ from benchmarks.common.harness import (
     write_cell,
     write_results,
 )
-from torch import Tensor, nn
-
-import bayesadam as ba
-from bayesadam.merging import merge
 from benchmarks.merging import rivals
 from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
 from benchmarks.merging.text import text_cell

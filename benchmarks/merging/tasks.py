@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bayesadam.data import load_split
-from benchmarks.common.networks import lenet, mlp
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import DataError
+from benchmarks.common.networks import lenet, mlp
 
 BATCH = 100
 KEEP = 100

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.common.harness import Cell
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.merging import merge
+from benchmarks.common.harness import Cell
 from benchmarks.merging import rivals
 
 BASE, EXPERTS = ("dictionary", "manpages"), ("manual", "python")

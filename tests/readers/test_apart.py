@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bayesadam.inspecting import diagnose_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning
+from bayesadam.inspecting import diagnose_checkpoint
 from cases import mlp, train
 
 
