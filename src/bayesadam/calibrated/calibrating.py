@@ -98,8 +98,7 @@ def calibrate(
     q = posterior if isinstance(posterior, Posterior) else None
     kind = agreed(likelihood, None if q is None else q.likelihood)
     check_abstention(risk, confidence, tolerance, is_classes=kind.is_classes)
-    model = unwrap(posterior) if q is None else _at_mean(q)
-    model = copy.deepcopy(model) if q is None else model
+    model = copy.deepcopy(unwrap(posterior)) if isinstance(posterior, nn.Module) else _at_mean(posterior)
     names = dict(model.named_parameters()) if q is None else q.mode
     layers = layers_of(model, names)
     tapped = Tapped(model, layers, forward)

@@ -102,7 +102,8 @@ class Regression(NumericLikelihood):
 
     def family(self, *parameters: Tensor) -> Distribution:
         """Normal."""
-        return Normal(*parameters, validate_args=False)
+        loc, scale = parameters
+        return Normal(loc, scale, validate_args=False)
 
     def log_prob(self, components: Sequence[Component], y: Tensor) -> Tensor:
         """log N(y; E[f], Cov[f] + σ²) of one network whose covariance is known; else as of all numbers."""
@@ -111,8 +112,9 @@ class Regression(NumericLikelihood):
             return super().log_prob(components, y)
         y, noise = self.matched(y, c.f.mean), self.variance(c) - _variance_of(c.f)
         joint = c.f.covariance + torch.diag_embed(rows(noise))
-        found: Tensor = MultivariateNormal(rows(c.f.mean), joint, validate_args=False).log_prob(rows(y))
-        return found
+        gaussian: Distribution = MultivariateNormal(rows(c.f.mean), joint, validate_args=False)
+        scores: Tensor = gaussian.log_prob(rows(y))
+        return scores
 
 
 class Heteroscedastic(NumericLikelihood):
@@ -182,7 +184,8 @@ class Heteroscedastic(NumericLikelihood):
 
     def family(self, *parameters: Tensor) -> Distribution:
         """Normal."""
-        return Normal(*parameters, validate_args=False)
+        loc, scale = parameters
+        return Normal(loc, scale, validate_args=False)
 
     def _log_variances(self, c: Component) -> tuple[Tensor, Tensor]:
         """Weights and values of g."""
@@ -255,7 +258,8 @@ class Counts(NumericLikelihood):
 
     def family(self, *parameters: Tensor) -> Distribution:
         """Poisson."""
-        return Poisson(*parameters, validate_args=False)
+        (rate,) = parameters
+        return Poisson(rate, validate_args=False)
 
 
 def one_of(c: Component) -> Component:

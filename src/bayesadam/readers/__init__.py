@@ -1,8 +1,8 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
 In the order in which to read them: `registry` (the records), `rotated` (SOAP), `tracking` (what `track` keeps),
-`identify` (whose a saved state is), `match` (parameters with their states), `curvature` (v̂), `choose` (which of a file),
-`checkpoint` (files), `recorder` (gradients), `compression`.
+`identify` (whose a saved state is), `match` (parameters with their states), `curvature` (v̂), `choose` (which of a
+file), `checkpoint` (files), `recorder` (gradients), `compression`.
 """
 
 from bayesadam.readers.checkpoint import (
