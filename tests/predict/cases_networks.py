@@ -59,7 +59,7 @@ def randomise_norms(model: nn.Module) -> None:
 
 
 def posterior_over(
-    model: nn.Module, *, n_data: float = 50, prior_precision: float = 3.0, **options: Any
+    model: nn.Module, *, n_data: float = 50, prior_precision: float = 3.0, form: str = "map"
 ) -> ba.Posterior:
     """A posterior with different variances for all weights, around the weights the model has."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.0)
@@ -70,7 +70,7 @@ def posterior_over(
         )
     optimizer.step()
     optimizer.zero_grad()
-    return ba.Posterior.from_optimizer(model, optimizer, n_data, prior_precision=prior_precision, **options)
+    return ba.Posterior.from_optimizer(model, optimizer, n_data, prior_precision=prior_precision).replace(form=form)
 
 
 def jacobian(model: nn.Module, names: list[str], output: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ pytestmark = [
     # torch says so where an operation has no batching rule of its own; the numbers are the same.
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     # Eight recorded gradients are few.
-    pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning"),
+    pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it"),
 ]
 
 by_name = {network.name: network for network in NETWORKS}
@@ -201,9 +201,10 @@ def posterior_of(structure: str = "diagonal") -> ba.Posterior:
         optimizer.zero_grad()
         model(torch.randn(8, 3).double()).square().mean().backward()
         optimizer.step()
-    rich = {"structure": "kronecker", "recorder": recorder} if structure == "kronecker" else {}
-    how = {"likelihood": "regression", "power": 1, "batch_size": 8, "prior_precision": 2.0}
-    q = ba.Posterior.from_optimizer(model, optimizer, 30, **how, **rich)
+    how = {"power": 1, "batch_size": 8, "prior_precision": 2.0}
+    if structure == "kronecker":
+        return ba.Posterior.from_recorder(model, recorder, 30, "regression", **how)
+    q = ba.Posterior.from_optimizer(model, optimizer, 30, "regression", **how)
     return q.with_inputs(torch.randn(30, 3).double()) if structure == "inputs" else q
 
 

@@ -104,7 +104,7 @@ def test_draws_and_predictions_from_several_threads(posterior, x):
 def test_a_changed_posterior_does_not_look_into_the_model(posterior, monkeypatch):
     """Another thread may have other tensors in it."""
     monkeypatch.setattr("bayesadam.weights.posterior.padding_rows", lambda model: pytest.fail("it was looked into"))
-    changed = posterior.replace(scale=2.0).for_novelty.to(dtype=torch.float64)
+    changed = posterior.replace(scale=2.0).to(dtype=torch.float64)
     assert changed.padding == posterior.padding == {}
     changed.sample()
 
