@@ -36,9 +36,9 @@ for _ in range(30):
         optimizer.step()
 
 posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=len(train), likelihood="classification")
-posterior = ba.calibrate(posterior, held_out_loader)
+net = ba.calibrate(posterior, held_out_loader)
 
-p = posterior.predict(images[test])
+p = net(images[test])
 network = model(images[test]).softmax(dim=-1).detach()
 right = p.probs.argmax(dim=-1) == labels[test]
 print(f"test accuracy {right.float().mean():.3f}")
@@ -47,7 +47,7 @@ for name, probs in (("network alone", network), ("calibrated", p.probs)):
         f"{name}: NLL {nn.functional.nll_loss(probs.log(), labels[test]):.3f}, ECE "
         f"{ba.scores.ece(probs, labels[test]):.3f}"
     )
-sets = p.prediction_set(0.95)
+sets = p.set(0.95)
 print(
     f"95 % prediction sets: hold the true class {sets[range(len(test)), labels[test]].float().mean():.3f} of the time"
 )
@@ -57,14 +57,14 @@ unlike = {
     "turned": images[test].rot90(1, (2, 3)),
     "noise": torch.rand(len(test), 1, 8, 8),
 }
-print(f"familiar: {(p.novelty_pvalue < 0.05).float().mean():.3f} flagged at p < .05")
+print(f"familiar: {(p.p_value < 0.05).float().mean():.3f} flagged at p < .05")
 for name, inputs in unlike.items():
-    q = posterior.predict(inputs)
+    q = net(inputs)
     truth = [0] * len(test) + [1] * len(test)
     auroc = roc_auc_score(truth, torch.cat([p.novelty, q.novelty]))
     other = model(inputs).softmax(dim=-1).detach()
     entropy = torch.cat([-(probs * probs.clamp_min(1e-30).log()).sum(dim=-1) for probs in (network, other)])
-    flagged = (q.novelty_pvalue < 0.05).float().mean()
+    flagged = (q.p_value < 0.05).float().mean()
     print(
         f"{name}: {flagged:.3f} flagged, AUROC {auroc:.3f}; the network's entropy has "
         f"{roc_auc_score(truth, entropy):.3f}"

@@ -38,21 +38,28 @@ with tempfile.TemporaryDirectory() as folder:
         folder, num_train_epochs=6, per_device_train_batch_size=25, learning_rate=2e-3, weight_decay=0.01, use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no", logging_strategy="no", seed=0,
     )  # fmt: skip
-    callback = PosteriorCallback(calibrate=True, likelihood="classification")
+    callback = PosteriorCallback(likelihood="classification")
     trainer = Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out, callbacks=[callback])
     trainer.train()
-    logged = next(row for row in trainer.state.log_history if "posterior/nll" in row)
-    print(f"held-out NLL {logged['posterior/nll']:.3f}, of the network alone {logged['posterior/network_nll']:.3f}")
     print(
         f"the posterior of {callback.posterior.n_data:.0f} reviews is in {Path(folder, 'posterior.safetensors').name}"
     )
 
-batch = {name: torch.tensor([row[name] for row in test]) for name in ("input_ids", "attention_mask")}
-labels = torch.tensor([row["labels"] for row in test])
-p = callback.posterior.predict(batch, likelihood="classification")
+
+def batch_of(rows: list[dict]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The model's inputs, and the labels."""
+    inputs = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
+    return inputs, torch.tensor([row["labels"] for row in rows])
+
+
+net = ba.calibrate(callback.posterior, batch_of(held_out))
+(now, _), (alone, _) = net.report.nll["calibrated"], net.report.nll["network alone"]
+print(f"held-out NLL {now:.3f}, of the network alone {alone:.3f}")
+batch, labels = batch_of(test)
+p = net(batch)
 right = p.probs.argmax(dim=-1) == labels
 print(f"test accuracy {right.float().mean():.3f}, ECE {ba.scores.ece(p.probs, labels):.3f}")
-surest = p.entropy().argsort()[: len(test) // 2]
+surest = p.doubt.argsort()[: len(test) // 2]
 print(f"test accuracy of the half that it is surest of {right[surest].float().mean():.3f}; a person reads the rest")
-sets = p.prediction_set(0.9)
+sets = p.set(0.9)
 print(f"90 % prediction sets hold the true class {sets[range(len(test)), labels].float().mean():.3f} of the time")

@@ -42,7 +42,7 @@ class Module(LightningModule):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    callback = PosteriorCallback(calibrate=True, likelihood="regression", path=Path(folder) / "posterior.safetensors")
+    callback = PosteriorCallback(likelihood="regression", path=Path(folder) / "posterior.safetensors")
     trainer = Trainer(
         max_epochs=30, accelerator="cpu", callbacks=[callback], default_root_dir=folder, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -51,13 +51,15 @@ with tempfile.TemporaryDirectory() as folder:
     trainer.fit(module, train, held_out)
     posterior = ba.Posterior.load(Path(folder) / "posterior.safetensors", module)
 
-p = posterior.predict(x_test, likelihood="regression")
-low, high = p.interval(0.9)
+posterior = posterior.tune(held_out)
+net = ba.calibrate(posterior, held_out)
+p, q = posterior.predict(x_test), net(x_test)
+low, high = q.interval(0.9)
 print(f"noise: estimated standard deviation {posterior.noise_variance.sqrt().item():.3f}, made with 0.200")
-print(f"RMSE {ba.scores.rmse(p.mean, y_test):.3f}, NLL {ba.scores.nll(p, y_test):.3f}")
+print(f"RMSE {ba.scores.rmse(p.mean, y_test):.3f}, NLL {-p.log_prob(y_test).mean():.3f}")
 print(f"90 % intervals hold {((y_test > low) & (y_test < high)).float().mean():.3f} of the test targets")
-far = posterior.predict(x_test * 3, likelihood="regression")
+far = posterior.predict(x_test * 3)
 print(
-    f"standard deviation of the function: {p.variance.sqrt().mean():.3f} in the data, "
-    f"{far.variance.sqrt().mean():.3f} outside"
+    f"standard deviation of the function: {p.f_variance.sqrt().mean():.3f} in the data, "
+    f"{far.f_variance.sqrt().mean():.3f} outside"
 )

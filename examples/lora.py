@@ -34,17 +34,17 @@ for _ in range(400):
     model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
     optimizer.step()
 
-posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=300, batch_size=32)
+posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=300, batch_size=32, likelihood="classification")
 print(f"{len(posterior.mode)} parameters in the posterior, {len(posterior.omitted)} frozen ones left out")
 
 batch = {"input_ids": ids[test]}
 with torch.no_grad():
     network = model.eval()(**batch).logits.softmax(dim=-1)
-calibrated = ba.calibrate(posterior, ({"input_ids": ids[held_out]}, labels[held_out]), likelihood="classification")
+net = ba.calibrate(posterior, ({"input_ids": ids[held_out]}, labels[held_out]))
 rows = {
     "network": network,
-    "linearised": posterior.predict(batch, likelihood="classification").probs,
-    "calibrated": calibrated.predict(batch, likelihood="classification").probs,
+    "linearised": posterior.predict(batch).probs,
+    "calibrated": net(batch).probs,
 }
 for name, probs in rows.items():
     nll = torch.nn.functional.nll_loss(probs.log(), labels[test]).item()

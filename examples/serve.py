@@ -1,4 +1,4 @@
-"""A small HTTP service of a deployed network, which says when its inputs drift: `python examples/serve.py`.
+"""A small HTTP service of a calibrated network, which says when its inputs drift: `python examples/serve.py`.
 
     python examples/serve.py [served.pt2] [--port 8000] [--alarm 0.01] [--state monitor.safetensors] [--rehearse N]
 
@@ -52,7 +52,7 @@ class Service:
         self.shape, self.type = tuple(example.shape[1:]), example.dtype
         self.program, self.about, self.state = program.module(), json.loads(extra["bayesadam.json"]), state
         # The file holds the novelties of the held-out inputs.
-        self.monitor = ba.Monitor(reference=program.state_dict["novelties"], alarm=alarm)
+        self.monitor = ba.Monitor(reference=program.state_dict["net.novelties"], alarm=alarm)
         if state is not None and state.exists():
             resumed = ba.Monitor.load(state)
             if resumed.alarm != alarm or not resumed.same_reference(self.monitor):
@@ -185,9 +185,8 @@ def train(file: Path) -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=800, batch_size=32)
-    posterior = ba.calibrate(posterior, (x[800:1200], y[800:1200]), likelihood="classification", risk=0.02)
-    ba.deploy(posterior).save(file, x[:2])
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=800, batch_size=32, likelihood="classification")
+    ba.calibrate(posterior, (x[800:1200], y[800:1200]), risk=0.02).save(file, x[:2])
 
 
 def rehearse(url: str, count: int) -> None:
@@ -209,7 +208,7 @@ def rehearse(url: str, count: int) -> None:
 def main() -> None:
     """Serve until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="a .pt2 that `served.save` or `bayesadam deploy` wrote")
+    parser.add_argument("file", nargs="?", type=Path, help="a .pt2 that `net.save` or `bayesadam deploy` wrote")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at; by default this machine alone")
     parser.add_argument("--alarm", type=float, default=0.01, help="share of streams without drift that may raise it")
@@ -222,7 +221,7 @@ def main() -> None:
         if given.file is None:
             train(file)
         if file.suffix != ".pt2" or not file.exists():
-            sys.exit(f"{file} is no .pt2 file: write one with served.save or bayesadam deploy")
+            sys.exit(f"{file} is no .pt2 file: write one with net.save or bayesadam deploy")
         service = Service(file, given.alarm, given.state)
     server = uvicorn.Server(uvicorn.Config(application(service), host=given.host, port=given.port, log_level="warning"))
     if given.rehearse:
