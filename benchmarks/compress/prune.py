@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bayesadam.data import load_images
 from torch import Tensor, nn
 
 import bayesadam as ba
 from benchmarks.common.harness import arguments, import_peer, interleaved, number, ratio, write_results
 from benchmarks.common.networks import lenet, mlp, train_classifier
+from experiments.data import load_images
 
 FRACTIONS, RANKINGS = (0.25, 0.5, 0.75, 0.8, 0.9, 0.95), ("snr", "saliency", "magnitude")
 CHANNELS = (0.25, 0.5, 0.75)

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bayesadam.data import load_split
 from torch import Tensor, nn
 
 import bayesadam as ba
@@ -51,6 +50,7 @@ from benchmarks.common.harness import (
     write_results,
 )
 from benchmarks.common.inputs import NoData, load
+from experiments.data import load_split
 
 PROBLEMS = {"permuted": "mnist", "split-mnist": "mnist", "split-fashion-mnist": "fashion-mnist"}
 GRID = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)

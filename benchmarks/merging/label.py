@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bayesadam.data import load_images, load_table
 from bayesadam.likelihoods.classification import entropy
 from torch import Tensor, nn
 
@@ -37,6 +36,7 @@ from benchmarks.common.harness import (
     shared_cells,
     write_results,
 )
+from experiments.data import load_images, load_table
 
 LABELS = (50, 100, 300)
 FIRST, BATCH, STEPS = 20, 10, 300

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bayesadam.data import load_split
 from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import DataError
 from benchmarks.common.networks import lenet, mlp
+from experiments.data import load_split
 
 BATCH = 100
 KEEP = 100
