@@ -254,6 +254,9 @@ def auditing() -> dict[str, Number]:
 
 def bandits() -> dict[str, Number]:
     """Digits and a wheel as bandits, 400 rounds, three runs: reward over the optimum's."""
+    sys.path.insert(0, str(ROOT))
+    from experiments import classification_problem, simulate
+
     x, y = digits()
     own = classification_problem(x.flatten(1).numpy(), y.numpy())
     found = {}

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.problems import problem
 
 from bayesadam.bandits import Agent, make_agent, read_log
+from experiments.problems import problem
 from harness import arguments, at_least, at_most, one_core, resident, setting, write_results
 
 BATCH = 1000

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.data import load_split
-from experiments.problems import BanditProblem, Numbers, Rounds, classification_problem, reward_problem
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.gaussian.noise import stream_seed
+from experiments.data import load_split
+from experiments.problems import BanditProblem, Numbers, Rounds, classification_problem, reward_problem
 
 PASSES, MOST_ROUNDS = 4, 20_000
 # Rivals are told the range that rewards of a problem lie in, less this share at either end.

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from experiments.problems import BanditProblem, Numbers, Rounds
 from torch import Tensor, nn
+
+from experiments.problems import BanditProblem, Numbers, Rounds
 
 # What nearly all rewards of a problem lie between, by its name: rivals are told.
 RANGES: dict[str, tuple[float, float]] = {}

@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.agents import agent_settings
-from experiments.problems import BanditProblem, Numbers, Rounds
-from experiments.simulation import Playing
 from problems import PROBLEMS, Absent, reward_range, stranger
 from rivals import RANGES, RIVALS, play
 
 from bayesadam.gaussian.noise import stream_seed
+from experiments.agents import agent_settings
+from experiments.problems import BanditProblem, Numbers, Rounds
+from experiments.simulation import Playing
 from harness import Cell, arguments, one_core, parallel, read_cell, setting, write_cell, write_results
 
 DEFAULT, LINEAR = "default", "linear"

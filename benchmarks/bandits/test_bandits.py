@@ -9,12 +9,12 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from experiments.problems import Rounds  # noqa: E402
 from problems import stranger  # noqa: E402
 from rivals import RIVALS, play  # noqa: E402
 from strangers import REPORTED, ranks, report, scores, shares  # noqa: E402
 
 from experiments import classification_problem  # noqa: E402
+from experiments.problems import Rounds  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
 
