@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import alone_with
+from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer, Fit, Report, doubt, predicted
 from bayesadam.calibrated.ranges import MASK, departure, has_mask, inside
 from bayesadam.errors import InputRangeWarning, MatchError
-from bayesadam.likelihoods.conformal import p_values
+from bayesadam.likelihoods import ClassLikelihood
+from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
 from bayesadam.predict.tap import Layer, first_input
@@ -225,7 +227,48 @@ class Calibrated(nn.Module):
             example: a batch of at least two, which a program is traced with; None makes one like the held-out inputs.
             level: of the programs' sets and intervals.
         """
-        files.save(self, path, example, level)
+        if os.path.splitext(os.fspath(path))[1] == ".safetensors":
+            files.write(path, self.fit, self.model, self.tapped.call is not None)
+            return
+        about = {
+            "likelihood": self.fit.likelihood.name,
+            "layers": self.layers,
+            "level": level,
+            "bayesadam": __version__,
+        }
+        about |= {"model": type(self.model).__name__, "report": str(self.report)}
+        # An example need not be like the held-out inputs.
+        told, self._told = self._told, True
+        try:
+            files.export(Program(self, level), self.fit, self.model, path, example, about)
+        finally:
+            self._told = told
+
+
+class Program(nn.Module):
+    """The same with a dict of tensors as its answer, which needs no class of this package."""
+
+    def __init__(self, net: Calibrated, level: float) -> None:
+        super().__init__()
+        self.net = net
+        self.reach: Tensor | None
+        if net.scores is None:
+            self.reach = None
+        else:
+            self.register_buffer("reach", threshold(net.scores, level).clone())
+
+    def forward(self, inputs: Any) -> dict[str, Tensor]:
+        """The answer, and the set or the interval."""
+        answer = self.net(inputs)
+        told = {name: getattr(answer, name) for name in ("novelty", "p_value", "probs", "mean", "stddev", "answered")}
+        told |= {"in_range": answer.in_range, "layers": answer.layers}
+        kind = self.net.fit.likelihood
+        if self.reach is not None and isinstance(kind, ClassLikelihood):
+            told["set"] = 1 - kind.of_classes(answer.probs) <= self.reach.unsqueeze(-1)
+        elif self.reach is not None:
+            reach = self.reach.view(answer.stddev.shape[1:]) * answer.stddev
+            told |= {"lower": answer.mean - reach, "upper": answer.mean + reach}
+        return {name: tensor.clone() for name, tensor in told.items() if tensor is not None}
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Calibrated:
