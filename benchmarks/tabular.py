@@ -17,7 +17,7 @@ The UCI sets also stand beside the best published NLL; --alone leaves out NGBoos
 - NGBoost: a Gaussian, 500 trees at a rate of 0.01, its defaults; on the UCI sets.
 - Badam and Badam ×5: one network and five, with the defaults, which were chosen on other tables (made-up ones, and
   iris). Five are a mixture, scored by `log_likelihood`. Homoscedastic ×5 has `likelihood="regression"`.
-- Badam, Kronecker and Badam ×5, Kronecker: the same with `structure="kronecker"`, which is homoscedastic.
+- Badam, Kronecker and Badam ×5, Kronecker: the same with `structure="inputs"`, which is homoscedastic.
 
 With --gap the test rows are the middle third of one input, and there is a split for each input: the published gap
 splits of the UCI sets. --made-up-gaps cuts four other tables so, for choosing settings: friedman1, diabetes, and two
@@ -202,8 +202,8 @@ OURS = ("Badam", "Badam ×5", "Badam, Kronecker", "Badam ×5, Kronecker", "homos
 OUR_REGRESSORS: Mapping[str, Contender] = {
     "Badam": badam_regressor(n_ensemble=1),
     "Badam ×5": badam_regressor(),
-    "Badam, Kronecker": badam_regressor(n_ensemble=1, structure="kronecker"),
-    "Badam ×5, Kronecker": badam_regressor(structure="kronecker"),
+    "Badam, Kronecker": badam_regressor(n_ensemble=1, structure="inputs"),
+    "Badam ×5, Kronecker": badam_regressor(structure="inputs"),
     "homoscedastic ×5": badam_regressor(likelihood="regression"),
 }
 REGRESSORS: Mapping[str, Contender] = {
@@ -216,9 +216,9 @@ CLASSIFIERS: Mapping[str, Contender] = {
     "Badam": classifier(lambda seed: BadamClassifier(n_ensemble=1, random_state=seed)),
     "Badam ×5": classifier(lambda seed: BadamClassifier(random_state=seed)),
     "Badam, Kronecker": classifier(
-        lambda seed: BadamClassifier(n_ensemble=1, structure="kronecker", random_state=seed)
+        lambda seed: BadamClassifier(n_ensemble=1, structure="inputs", random_state=seed)
     ),
-    "Badam ×5, Kronecker": classifier(lambda seed: BadamClassifier(structure="kronecker", random_state=seed)),
+    "Badam ×5, Kronecker": classifier(lambda seed: BadamClassifier(structure="inputs", random_state=seed)),
     "MLPClassifier": classifier(lambda seed: MLPClassifier(**NETWORK, random_state=seed)),
     "RandomForest": classifier(lambda seed: RandomForestClassifier(random_state=seed)),
     "LogisticRegression": classifier(lambda seed: LogisticRegression(max_iter=2000)),
@@ -227,10 +227,10 @@ GAP_ROWS: Mapping[str, Contender] = {
     "MAP": networks(1),
     "ensemble ×5": networks(5),
     "diagonal": badam_regressor(n_ensemble=1, structure="diagonal", **GAP_NETWORK),
-    "Kronecker": badam_regressor(n_ensemble=1, structure="kronecker", **GAP_NETWORK),
+    "Kronecker": badam_regressor(n_ensemble=1, structure="inputs", **GAP_NETWORK),
     "low-rank": badam_regressor(n_ensemble=1, structure="low-rank", **GAP_NETWORK),
     "diagonal ×5": badam_regressor(n_ensemble=5, structure="diagonal", **GAP_NETWORK),
-    "Kronecker ×5": badam_regressor(n_ensemble=5, structure="kronecker", **GAP_NETWORK),
+    "Kronecker ×5": badam_regressor(n_ensemble=5, structure="inputs", **GAP_NETWORK),
     "default ×5": badam_regressor(),
     "laplace-torch kron": laplace_kron,
     "GaussianProcess": gaussian_process,
