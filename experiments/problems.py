@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._checks import count
-from bayesadam.errors import DataError, MatchError, SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
-from experiments.data import find, load_table
+from experiments.data import DataError, load_table
 
 Numbers = npt.NDArray[Any]
 
@@ -118,11 +118,8 @@ def problem(name: str) -> BanditProblem:
 
 
 def table_name(name: str) -> str:
-    """The data set behind a problem; census is the public part of the table where that alone is on this machine."""
-    kind, _, option = name.partition(":")
-    if kind != "census":
-        return kind
-    return "census-1000" if option else "census-part" if find("census-part") and not find("census") else kind
+    """The data set behind a problem."""
+    return "census-1000" if name == "census:1000" else name.partition(":")[0]
 
 
 def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:

@@ -11,10 +11,10 @@ from typing import Any
 
 from bayesadam import __version__
 from bayesadam._extras import require
-from bayesadam.errors import BayesAdamError, DataError, FileError
+from bayesadam.errors import BayesAdamError, FileError
 from experiments import cost, figure1, figure2, table1
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged
-from experiments.data import data_set, find, locate
+from experiments.data import DataError, data_set, find, locate
 from experiments.problems import table_name
 from experiments.running import Run, Table
 
@@ -169,7 +169,7 @@ def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> 
 def _absence(table: str, quick: bool) -> str:
     """Why a table cannot be had; the quick version downloads nothing."""
     try:
-        if quick and len(find(table)) < len(data_set(table).files):
+        if quick and len(find(table)) < len(data_set(table)):
             return "It is not on this machine, and the quick version downloads nothing."
         locate(table)
     except DataError as error:

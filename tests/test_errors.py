@@ -26,7 +26,6 @@ ALSO = {
     "TrainingError": RuntimeError,
     "FileError": OSError,
     "MissingFileError": FileNotFoundError,
-    "DataError": (OSError, ValueError),
     "MissingExtraError": ImportError,
     "MemoryBudgetError": MemoryError,
 }
@@ -148,8 +147,8 @@ def test_damaged_files_are_os_errors(tmp_path):
 
 
 def test_an_error_of_ours_inside_a_write_is_passed_on(tmp_path):
-    with pytest.raises(ba.errors.DataError, match=r"^its own words$"), replacing(tmp_path / "x"):
-        raise ba.errors.DataError("its own words")
+    with pytest.raises(ba.errors.MissingFileError, match=r"^its own words$"), replacing(tmp_path / "x"):
+        raise ba.errors.MissingFileError("its own words")
     assert not list(tmp_path.iterdir())
 
 
@@ -192,17 +191,3 @@ def test_a_warning_of_a_constructor_points_at_the_user_s_line():
     with pytest.warns(ba.errors.BayesAdamWarning, match="running statistics") as caught:
         ba.Mixture(members)
     assert caught[0].filename == __file__
-
-
-def test_a_warning_of_the_estimator_points_at_the_user_s_line(monkeypatch):
-    pytest.importorskip("sklearn")
-    from bayesadam.sklearn import BadamRegressor, estimators
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ba.errors.CalibrationError("no finite score")
-
-    monkeypatch.setattr(estimators, "calibrate", fail)
-    X = torch.linspace(-1, 1, 40)[:, None].numpy()
-    with pytest.warns(ba.errors.BayesAdamWarning, match="not calibrated: no finite score") as caught:
-        BadamRegressor(hidden=(4,), max_epochs=2, random_state=0).fit(X, X[:, 0])
-    assert {warning.filename for warning in caught} == {__file__}

@@ -10,7 +10,8 @@ import torch
 from bayesadam.engine.network import flatten, forward, initial, member
 from bayesadam.engine.streams import Streams, blocks
 from experiments import baselines
-from experiments.baselines import METHODS, Data, Network, Prediction, Problem, Training, noise_variance, trained
+from experiments.baselines import METHODS, Data, Network, Problem, Training, gaussians, noise_variance, trained
+from experiments.figure1 import coverage, nll
 from experiments.rules import RULES, SWAG, Dropout, gaussian
 from experiments.running import generator
 from floats import approx, assert_close
@@ -41,16 +42,17 @@ def test_every_method_predicts_and_a_seeds_result_does_not_depend_on_its_neighbo
     assert_close(together[1].stddev, alone.stddev, rtol=1e-3, atol=1e-5)
 
 
-def test_a_predictions_scores_are_those_of_its_mixture():
+def test_a_prediction_is_the_mixture_of_its_gaussians():
     means, variances = torch.randn(3, 200, 1), torch.rand(3, 200, 1)
-    p, y = Prediction(means, variances, 0.1), torch.randn(200, 1)
+    p, y = gaussians(means, variances, torch.tensor([0.1])), torch.randn(200, 1)
     parts = torch.distributions.Normal(means.squeeze(2).T, (variances.squeeze(2).T + 0.1).sqrt())
     mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(torch.ones(200, 3)), parts)
-    assert p.nll(y) == approx(-float(mixture.log_prob(y.squeeze(1)).mean()), rel=1e-5)
+    assert nll(p.distribution, y) == approx(-float(mixture.log_prob(y.squeeze(1)).mean()), rel=1e-5)
     assert_close(p.f_mean.squeeze(1), mixture.mean)
     assert_close(p.stddev.squeeze(1), mixture.stddev)
     below = mixture.cdf(y.squeeze(1))
-    assert p.coverage(y, 0.8) == approx(float(((below >= 0.1) & (below <= 0.9)).double().mean()), abs=0.006)
+    expected = float(((below >= 0.1) & (below <= 0.9)).double().mean())
+    assert coverage(p.distribution, y, 0.8) == approx(expected, abs=0.006)
 
 
 def test_badams_posterior_is_the_one_read_off_a_plain_adam():
@@ -111,7 +113,7 @@ def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision(
     # At the unit vectors f is a weight plus the bias, whose variance is that at 0.
     at = torch.cat([torch.zeros(1, 3), torch.eye(3)])
     bias, *weights = predict(at).f_variance.squeeze(1)
-    noise = float(predict(at).noise)
+    noise = float(predict(at).components[0].noise_variance)
     precision = 1 / (torch.stack(weights) - bias)
     exact = x.square().sum(dim=0) / noise
     assert (precision - exact).std() < 0.01 * precision.mean()

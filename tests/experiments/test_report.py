@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from bayesadam.errors import BayesAdamError, DataError, FileError
+from bayesadam.errors import BayesAdamError, FileError
 from experiments import report
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, judged
 from experiments.cost import CostSettings
+from experiments.data import DataError
 from experiments.figure1 import METRICS, RegressionSettings
 from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
 from experiments.report import Report, read, table_of

@@ -256,7 +256,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     def _residuals(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> Array:
         """|y − E[y]| in standard deviations, (rows, targets), of each row under the first network that held it out."""
-        kind, residuals = likelihood(self.likelihood_), {}
+        kind, residuals = likelihood(self.likelihood_), dict[int, Tensor]()
         for posterior, part in zip(self.posteriors_, parts, strict=True):
             inputs = x[part.held_out]
             error = (y[part.held_out] - _mean(posterior.model, inputs, kind)).abs()
