@@ -17,7 +17,7 @@ from bayesadam.errors import SettingError
 from experiments import plots
 from experiments.agents import agent_settings
 from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
-from experiments.simulation import Playing, in_turn
+from experiments.simulation import in_turn, playing
 
 TITLES = {
     **plots.METHOD_TITLES,
@@ -28,7 +28,6 @@ TITLES = {
     "greedy": "Greedy",
     "uniform": "Uniform",
     "epsilon-greedy": "ε-greedy",
-    "neural-linear": "Neural-linear",
     "linear": "Linear, full posterior",
 }
 # Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
@@ -91,7 +90,7 @@ def play(names: Sequence[str], *, seed: int, settings: BanditSettings, device: s
     """Finished cells as plain data, as they come."""
     given: Any = {"runs": settings.runs, "rounds": settings.rounds, "seed": seed, "device": device}
     pairs = [name.split("/") for name in names]
-    cells = [partial(Playing, problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs]
+    cells = (playing(problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs)
     for number, found in in_turn(cells, _AT_ONCE[device]):
         regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
         mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)

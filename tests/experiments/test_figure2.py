@@ -115,8 +115,7 @@ def test_the_diagonal_ggn_is_the_sum_of_squared_jacobians(images):
 
 def test_the_command_writes_its_picture_and_metrics(images, tmp_path, monkeypatch):
     monkeypatch.setattr(figure2, "load_images", lambda *_: images)
-    recipes = tuple(replace(recipe, hidden=(8, 8), longer=1) for recipe in figure2.RECIPES[:2])
-    monkeypatch.setattr(figure2, "RECIPES", recipes)
+    monkeypatch.setattr(figure2, "RECIPES", {"small": ({"hidden": (8, 8), "input_dropout": 0.1}, 1e-3, 2)})
     base = ["figure2", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--out"]
     for extra, picture in ((["--methods", "badam"], "figure2.png"), (["--sparse"], "figure2-sparse.png")):
         out = tmp_path / picture

@@ -55,7 +55,7 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
 
 def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
     run_bandits(**given(tmp_path / "whole"))
-    real, calls = table1.Playing, []
+    real, calls = table1.playing, []
 
     def dies_at_the_third(problem, agent, **options):
         calls.append(f"{problem}/{agent}")
@@ -63,7 +63,7 @@ def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(problem, agent, **options)
 
-    monkeypatch.setattr(table1, "Playing", dies_at_the_third)
+    monkeypatch.setattr(table1, "playing", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         run_bandits(**given(tmp_path / "cut"))
     so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]
