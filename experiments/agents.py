@@ -51,21 +51,21 @@ _RELEASED = {"prior_variance": 0.01}
 # With the paper's settings: searched on problems that are not in its table.
 _PAPER_VADAM = {"noise_variance": 0.01, "prior_variance": 1e-3, "initial_std": 0.03}
 _RARE, _DROPPED = {"epsilon": 0.05}, {"dropout": 0.2}
-_BADAM_NETWORKS, _DROPS = partial(NetworkLearner, badam), {"drops": True}
+_BADAM_NETWORKS = partial(NetworkLearner, badam)
 AGENTS: Mapping[str, Entry] = {
     "hybrid": Entry(partial(EachRun, Hybrid), HybridSettings),
     "linear": Entry(partial(EachRun, Linear), LinearSettings, paper={"standardise": False}),
     "greedy": Entry(partial(NetworkLearner, adam), GreedySettings),
     "badam": Entry(_BADAM_NETWORKS, BadamSettings, _BADAM, _RELEASED),
     "badam-map": Entry(_BADAM_NETWORKS, BadamSettings, {**_BADAM, "form": "map"}, {**_RELEASED, "form": "map"}),
-    "mc-dropout": Entry(partial(NetworkLearner, adam, **_DROPS), GreedySettings, _DROPPED, _DROPPED),
+    "mc-dropout": Entry(partial(NetworkLearner, adam, drops=True), GreedySettings, _DROPPED, _DROPPED),
     "bbb": Entry(
         partial(NetworkLearner, variational(BayesByBackprop)), VariationalSettings, _BBB, {"noise_variance": 0.01}
     ),
     "vadam": Entry(partial(NetworkLearner, variational(Vadam)), VariationalSettings, _VADAM, _PAPER_VADAM),
     "uniform": Entry(Uniform, UniformSettings),
     "epsilon-greedy": Entry(partial(NetworkLearner, adam), GreedySettings, _RARE, _RARE),
-    "mc-dropout-showdown": Entry(partial(NetworkLearner, rmsprop, **_DROPS), GreedySettings, _DROPPED, _DROPPED),
+    "mc-dropout-showdown": Entry(partial(NetworkLearner, rmsprop, drops=True), GreedySettings, _DROPPED, _DROPPED),
     "bbb-showdown": Entry(partial(NetworkLearner, local_bayes_by_backprop), ShowdownSettings, SHOWDOWN, SHOWDOWN),
     "greedy-showdown": Entry(partial(NetworkLearner, rmsprop), GreedySettings),
 }

@@ -72,7 +72,6 @@ class Training:
     schedule: Literal["constant", "cosine"] = "constant"
 
     def steps(self, n: int) -> int:
-        """The number of steps for n examples."""
         return max(1, round(self.epochs * n / min(self.batch_size, n)))
 
 
@@ -92,7 +91,6 @@ class Problem:
         return trained(self, Dropout if self.network.dropout or self.network.input_dropout else Adam)
 
     def networks(self) -> list[nn.Sequential]:
-        """The networks at their optimum as modules."""
         return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]
 
 
@@ -230,7 +228,7 @@ def fit_ensemble(problem: Problem) -> list[Predictor]:
 
 def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predictor]:
     """Posteriors as they are: the network linearised, σ² its held-out squared error."""
-    predictors = []
+    predictors: list[Predictor] = []
     for index, posterior in enumerate(posteriors):
         noise = noise_variance(_once(posterior.model, problem.data.x_held_out[index]), problem.data.y_held_out[index])
         predictors.append(posterior.replace(noise_variance=noise).predict)
@@ -256,7 +254,7 @@ def fit_badam(problem: Problem, *, calibrated: bool = False) -> list[Predictor]:
 
 def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
     """Laplace with the diagonal of the GGN, H = Σ_n J_nᵀ J_n/σ² + δ, and δ by evidence; the network linearised."""
-    predictors = []
+    predictors: list[Predictor] = []
     for index, network in enumerate(problem.networks()):
         jacobian, noise = _scaled_jacobian(problem, network, index)
         params = dict(network.named_parameters())

@@ -123,7 +123,6 @@ class Uniform(Learner):
     """Chooses every arm with the same probability."""
 
     def scores(self, contexts: Tensor) -> Tensor:
-        """Uniform numbers."""
         return self._explore.uniform(contexts.shape[1], self.n_arms)
 
 
@@ -139,12 +138,10 @@ class EachRun(Learner):
         self.observed = [Observations(n_features, settings.forget) for _ in seeds]
 
     def choose(self, contexts: Tensor) -> Tensor:
-        """As an agent acts."""
         pairs = zip(self.learners, contexts.cpu().numpy(), strict=True)
         return torch.tensor([learner.chosen(x, self._arms)[0] for learner, x in pairs], device=contexts.device)
 
     def observe(self, rows: slice) -> None:
-        """As an agent learns."""
         parts = (of.cpu().numpy() for of in self.buffer.seen(rows))
         for learner, seen, *new in zip(self.learners, self.observed, *parts, strict=True):
             learner.observe(seen, seen.add(*new))
@@ -216,7 +213,6 @@ class GaussianSettings(NetworkSettings):
     prior_variance: Positive = 0.1
 
     def n_data(self, rounds: int) -> float:
-        """N after so many rounds."""
         return float(max(rounds, 1) * (self.n_per_round or self.batch_size))
 
 

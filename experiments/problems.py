@@ -69,7 +69,6 @@ class BanditProblem:
     make: Callable[[int, int], Rounds]
 
     def run(self, seed: int, rounds: int | None = None) -> Rounds:
-        """The rounds of the run with this seed."""
         return self.make(seed, self.checked_rounds(rounds))
 
     def checked_rounds(self, rounds: int | None = None) -> int:
@@ -193,7 +192,6 @@ class _Table:
         return cls(rows, np.where(constant, rows[0], shift), np.where(constant, 1.0, np.sqrt(squares / len(rows))))
 
     def take(self, rows: Numbers) -> Numbers:
-        """The given rows, scaled, float32."""
         return np.asarray((self.rows[rows] - self.shift) / self.scale, np.float32)
 
 

@@ -72,11 +72,9 @@ class Report:
 
     @property
     def every_run(self) -> list[Finished]:
-        """In the page's order."""
         return [run for experiment in EXPERIMENTS for run in self.runs.get(experiment, ())]
 
     def plain(self) -> dict[str, Any]:
-        """Claims, checks and runs, for `report.json`."""
         runs = [
             {"file": f"{run.name}/metrics.json", "command": run.command, "departures": run.departures}
             for run in self.every_run

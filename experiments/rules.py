@@ -81,7 +81,6 @@ class Adam(rules.Adam, Rule):
     sparsity: float = 0.0
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """torch's Adam, then the proximal step."""
         super().update(weights, gradient, state, noise, step)
         if self.sparsity:
             metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
@@ -133,7 +132,6 @@ class Perturbed(Rule):
         torch.add(weights, noise, out=out)
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
-        """ε ~ N(0, 1) for every weight."""
         return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
 
 
@@ -150,13 +148,11 @@ class BayesByBackprop(Perturbed):
     initial_std: float = 0.02
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """ρ, and Adam's state for μ and for ρ."""
         rho = torch.full_like(weights, math.log(math.expm1(self.initial_std)))
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
         return {"rho": rho, **adam_state(weights), **own}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """Adam for μ and for ρ."""
         std = F.softplus(state["rho"])
         by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data)
         by_std.add_((gradient * noise).div_(std))
@@ -166,7 +162,6 @@ class BayesByBackprop(Perturbed):
         adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, rules.Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(μ, softplus(ρ)²)."""
         return Gaussian(weights, F.softplus(state["rho"]).square())
 
 
@@ -192,7 +187,6 @@ class Vadam(Perturbed):
         weights.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(μ, 1/(N v + δ))."""
         return Gaussian(weights, (state["second_moment"] * n_data).add_(self.prior_precision).reciprocal_())
 
 
@@ -215,11 +209,9 @@ class IVON(Perturbed):
 
     @property
     def decay(self) -> float:
-        """d."""
         return max(self.weight_decay, 1e-4)
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """g = 0 and h = h₀."""
         return {"momentum": torch.zeros_like(weights), "hessian": torch.full_like(weights, self.initial_hessian)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -238,7 +230,6 @@ class IVON(Perturbed):
         weights.sub_(direction.div_(hessian + decay))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(m, 1/(N (h + d)))."""
         return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
@@ -259,7 +250,6 @@ class SWAG(Rule):
     rank: int = 20
 
     def steps(self, given: int) -> int:
-        """As many as the iterates need."""
         return self.snapshots * self.every
 
     def start(self, weights: Tensor, n_data: Number) -> State:
@@ -282,7 +272,6 @@ class SWAG(Rule):
         state["deviations"].index_copy_(1, slot.reshape(1), deviation.unsqueeze(1))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """The mean and the variance of the iterates."""
         return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=1e-12))
 
     def deviations(self, state: State) -> Tensor:

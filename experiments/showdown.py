@@ -36,11 +36,9 @@ class RMSprop(Rule):
     eps: float = 1e-10
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """v = 1."""
         return {"square_avg": torch.ones_like(weights)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step."""
         state["square_avg"].mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
         weights.sub_(gradient.mul_(step.lr).div_((state["square_avg"] + self.eps).sqrt_()))
 
@@ -90,7 +88,6 @@ class LocalBayesByBackprop(Perturbed):
     betas = (0.9, 0.999)
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """ρ, and Adam's state for μ and for ρ."""
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
         return {"rho": torch.full_like(weights, math.log(self.initial_std)), **adam_state(weights), **own}
 
@@ -110,11 +107,9 @@ class LocalBayesByBackprop(Perturbed):
         out.copy_(weights)
 
     def gradient(self, network: Network, weights: Tensor, state: State) -> Any:
-        """By local reparameterisation."""
         return LocalGradient(network, weights, state["rho"])
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """Adam for μ and for ρ."""
         by_mean, by_variance = torch.split(gradient, weights.shape[1], dim=1)
         variance, uncertain = (2 * state["rho"]).exp(), self.precision > 0
         by_rho = 2 * variance * by_variance + (self.precision * variance - 1) / step.n_data
@@ -124,7 +119,6 @@ class LocalBayesByBackprop(Perturbed):
         adam_update(state["rho"], by_rho * uncertain, own, step.lr, Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(μ, exp(2ρ)), of the biases μ."""
         return Gaussian(weights, (2 * state["rho"]).exp() * (self.precision > 0))
 
 
@@ -141,7 +135,6 @@ class ShowdownSettings(NetworkSettings):
     initial_std: Positive = _START
 
     def n_data(self, rounds: int) -> float:
-        """The number of observations."""
         return float(max(rounds, 1))
 
 

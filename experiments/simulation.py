@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def simulate(
         device: None for a GPU where there is one.
         settings: see `agent_settings`.
     """
-    how = {"runs": runs, "rounds": rounds, "seed": seed, "device": device, "settings": settings}
+    how: Any = {"runs": runs, "rounds": rounds, "seed": seed, "device": device, "settings": settings}
     *_, outcome = playing(problem, agent, **how)
     assert outcome is not None
     return outcome

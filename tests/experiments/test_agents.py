@@ -13,7 +13,7 @@ from bayesadam.engine.network import Network, forward, unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
 from experiments.agents import AGENTS, agent_settings
-from experiments.networks import BadamSettings, Buffer, GreedySettings, VariationalSettings, initial_weights
+from experiments.networks import BadamSettings, Buffer, GreedySettings, initial_weights
 from experiments.rules import gaussian, sampled_outputs
 from floats import approx, assert_close, close
 
@@ -86,16 +86,6 @@ def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
         assert_close(torch.cov(found[row].T), torch.cov(explicit.T), rtol=0.06, atol=0.003)
 
 
-def test_rows_have_draws_of_their_own():
-    flat = initial_weights(NETWORK, [5], None, CPU)
-    moments = unflatten(NETWORK, flat), unflatten(NETWORK, torch.full_like(flat, 0.1))
-    rows = torch.ones(1, 500, 3)
-    found = sampled_outputs(NETWORK, *moments, rows, epsilons(500))[0, :, 0]
-    neighbours = torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1]
-    assert found.unique().numel() == 500
-    assert abs(neighbours) < 0.2
-
-
 # --- optimisers -----------------------------------------------------------------------------------------------------
 
 
@@ -128,52 +118,6 @@ def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
     assert clipped
     learner.train()
     assert_close(learner.stack.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6)
-
-
-def test_vadam_steps_as_published():
-    """The paper's equations in float64, with the noise of the stack."""
-    settings = VariationalSettings(
-        **SMALL, lr=0.02, clip=None, n_per_round=2.0, noise_variance=0.5, initial_std=0.1, prior_variance=0.5
-    )
-    learner = learner_of("vadam", settings, filled(runs=1), seeds=(3,))
-    n, prior, lr, noise = 80.0, 2.0, 0.02, Streams([3], "training", CPU)
-    beta1, beta2 = learner.stack.rule.betas
-    mean = learner.stack.weights.double()
-    momentum, curvature, decay = torch.zeros_like(mean), torch.full_like(mean, (100.0 - prior) / n), prior / n
-    for t, (x, arms, targets) in enumerate(follow(learner, 4), start=1):
-        perturbed = noise.normal(mean.shape[1]).double() / (n * curvature + prior).sqrt()
-        gradient = reference_gradient(NETWORK, (mean + perturbed).float(), x, arms, targets).double()
-        momentum = beta1 * momentum + (1 - beta1) * (gradient + decay * mean)
-        curvature = beta2 * curvature + (1 - beta2) * gradient**2
-        mean = mean - lr * momentum / (1 - beta1**t) / ((curvature / (1 - beta2**t)).sqrt() + decay)
-    learner.train()
-    assert_close(learner.stack.weights.double(), mean, rtol=1e-4, atol=1e-6)
-    assert_close(learner.stack.state["second_moment"].double(), curvature, rtol=1e-4, atol=1e-7)
-    assert_close(gaussian(learner.stack)[1].double(), 1 / (n * curvature + prior), rtol=1e-4)
-
-
-def test_bayes_by_backprop_descends_the_elbo():
-    settings = VariationalSettings(
-        **SMALL, lr=0.01, clip=None, n_per_round=1.0, noise_variance=0.2, initial_std=0.1, prior_variance=0.5
-    )
-    learner = learner_of("bbb", settings, filled(runs=1), seeds=(3,))
-    mean, rho = learner.stack.weights.clone().requires_grad_(), learner.stack.state["rho"].clone().requires_grad_()
-    optimizer = torch.optim.Adam([mean, rho], lr=0.01)
-    noise = Streams([3], "training", CPU)
-    prior = torch.distributions.Normal(0, math.sqrt(0.5))
-    for x, arms, targets in follow(learner, 4):
-        std = nn.functional.softplus(rho)
-        outputs = forward(NETWORK, unflatten(NETWORK, mean + std * noise.normal(mean.shape[1])), x)[0]
-        found = outputs.gather(1, arms[0].unsqueeze(1)).squeeze(1)
-        nll = -torch.distributions.Normal(found, math.sqrt(0.2)).log_prob(targets[0]).mean()
-        divergence = torch.distributions.kl_divergence(torch.distributions.Normal(mean, std), prior).sum()
-        optimizer.zero_grad()
-        (nll + divergence / 40).backward()
-        optimizer.step()
-    learner.train()
-    assert_close(learner.stack.weights, mean.detach(), rtol=1e-4, atol=1e-5)
-    assert_close(learner.stack.state["rho"], rho.detach(), rtol=1e-4, atol=1e-5)
-    assert_close(gaussian(learner.stack)[1], nn.functional.softplus(rho.detach()).square(), rtol=1e-4)
 
 
 # --- regularisers ---------------------------------------------------------------------------------------------------
@@ -251,14 +195,6 @@ def test_badams_posterior_is_the_formula(form, power):
     assert_close(mean.double(), expected, rtol=1e-4, atol=1e-8)
 
 
-def test_badam_before_any_training_is_the_prior():
-    learner = learner_of("badam", BadamSettings(**SMALL, prior_variance=0.25))
-    mean, variance = gaussian(learner.stack)
-    assert (mean == 0).all()
-    assert_close(variance, torch.full_like(variance, 0.25))
-    assert learner.scores(torch.randn(2, 5, 3)).isfinite().all()
-
-
 def test_dropout_draws_a_mask_a_row():
     learner = learner_of("mc-dropout", GreedySettings(**SMALL, dropout=0.4))
     found = learner.scores(torch.ones(2, 4000, 3))
@@ -271,28 +207,6 @@ def test_dropout_draws_a_mask_a_row():
 
 
 # --- buffers, settings ----------------------------------------------------------------------------------------------
-
-
-def test_the_buffer_knows_the_moments_of_its_rewards():
-    buffer = filled()
-    mean, std = buffer.moments()
-    rewards = buffer.rewards[:, :40].double()
-    assert_close(mean.squeeze(1), rewards.mean(dim=1))
-    assert_close(std.squeeze(1), rewards.std(dim=1, correction=0))
-    constant = Buffer(torch.zeros(1, 5, 2))
-    constant.add(torch.zeros(1, 3, dtype=torch.int64), torch.full((1, 3), 0.1))
-    assert float(constant.moments()[1]) == 1
-
-
-def test_initial_weights_lie_in_the_range_asked_for():
-    flat = initial_weights(NETWORK, [1, 2], 0.3, CPU)
-    parts = unflatten(NETWORK, flat)
-    for name, tensor in parts.items():
-        if name.endswith("bias"):
-            assert (tensor == 0).all()
-        else:
-            assert 0.2 < tensor.abs().max() <= 0.3
-    assert_close(flat[1:], initial_weights(NETWORK, [2], 0.3, CPU))
 
 
 def test_settings_by_name():
@@ -330,11 +244,3 @@ def test_settings_by_name():
 def test_bad_settings_are_refused(agent, changes, message):
     with pytest.raises(SettingError, match=message):
         agent_settings(agent, **changes)
-
-
-def test_foreign_settings_are_refused():
-    with pytest.raises(SettingError, match="settings must be one of"):
-        agent_settings("badam", "best")
-    with pytest.raises(SettingError, match=r"greedy takes .*Settings, not .*Settings"):
-        agent_settings("greedy", agent_settings("badam"))
-    assert agent_settings("badam-map", agent_settings("badam")) == agent_settings("badam")

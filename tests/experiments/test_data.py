@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import lzma
-import math
 import os
 import re
 import struct
@@ -293,14 +292,6 @@ def adult_lines(n: int, occupations: str, ending: str = "") -> list[str]:
     return lines
 
 
-def census_lines(n: int, labels: range = range(9)) -> list[str]:
-    rng = np.random.default_rng(1)
-    rows = rng.integers(0, 4, (n, 69))
-    rows[:, 0] = np.arange(n) + 10_000
-    rows[:, 35] = rng.choice(labels, n)
-    return [",".join(map(str, row)) for row in rows]
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
 def test_mushroom_is_one_hot_as_pandas_does_it(tmp_path, suffix):
     pandas = pytest.importorskip("pandas")
@@ -326,19 +317,6 @@ def test_adult_is_encoded_as_pandas_does_it_without_the_full_stop(tmp_path):
     assert table.n_labels == 4
 
 
-@pytest.mark.parametrize("ending", ["", "\r"])
-def test_census_is_one_hot_as_pandas_does_it(tmp_path, ending):
-    pandas = pytest.importorskip("pandas")
-    path = written(tmp_path / "c.txt", *(line + ending for line in [CENSUS_HEADER, *census_lines(60)]))
-    table = data.read_census(path, dtype=np.uint8)
-    frame = pandas.read_csv(path)
-    features = frame.drop(columns=["caseid", "dOccup"])
-    dummies = pandas.get_dummies(features, columns=features.columns)
-    np.testing.assert_array_equal(table.contexts, dummies.to_numpy(dtype=np.uint8))
-    assert table.contexts.dtype == np.uint8
-    np.testing.assert_array_equal(table.labels, frame["dOccup"])
-
-
 def test_jester_keeps_the_most_rated_jokes_and_those_who_rated_them_all(tmp_path):
     rng = np.random.default_rng(2)
     ratings = rng.uniform(-10, 10, (30, 100)).round(2)
@@ -351,13 +329,6 @@ def test_jester_keeps_the_most_rated_jokes_and_those_who_rated_them_all(tmp_path
     table = data.read_jester(path, dtype=np.float64)
     np.testing.assert_array_equal(table.contexts, np.delete(ratings, 7, axis=0)[:, popular])
     assert table.labels is None
-
-
-def test_financial_skips_the_tickers(tmp_path):
-    prices = np.random.default_rng(3).normal(size=(5, 21))
-    rows = (" ".join(repr(float(value)) for value in row) for row in prices)
-    table = data.read_financial(written(tmp_path / "f.gz", "A,B,C", *rows), dtype=np.float64)
-    np.testing.assert_array_equal(table.contexts, prices)
 
 
 @pytest.mark.parametrize(("read", "separator", "width"), [(data.read_statlog, " ", 9), (data.read_covertype, ",", 54)])
@@ -462,10 +433,6 @@ def reference(x: np.ndarray, noise: np.ndarray) -> np.ndarray:
     return x + 0.3 * np.sin(2 * np.pi * (x + noise)) + 0.3 * np.sin(4 * np.pi * (x + noise)) + noise
 
 
-def source(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_the_function_is_the_papers():
     rng = np.random.default_rng(0)
     x, noise = rng.uniform(-0.5, 1.2, 100), rng.normal(0, 0.02, 100)
@@ -474,24 +441,3 @@ def test_the_function_is_the_papers():
     grid = data.toy_grid(18)
     assert_close(grid.x.ravel(), np.linspace(-0.5, 1.2, 18), atol=1e-6)
     assert_close(grid.y.ravel(), reference(np.linspace(-0.5, 1.2, 18), np.zeros(18)), atol=1e-5)
-
-
-def test_points_are_uniform_with_the_stated_noise():
-    points = data.toy_points(20_000, generator=source())
-    x, y = points.x.double().numpy(), points.y.double().numpy()
-    assert (points.x.dtype, x.shape, y.shape) == (torch.float32, (20_000, 1), (20_000, 1))
-    assert (x >= 0).all()
-    # Kolmogorov's distance from the uniform distribution; 1.95/√n is exceeded once in 1,000.
-    places = np.sort(x.ravel()) / 0.5
-    assert np.abs(places - (np.arange(20_000) + 0.5) / 20_000).max() < 1.95 / math.sqrt(20_000)
-    # To first order y − f(x) = ε dy/dε, with dy/dε = 1 + 0.6π cos 2πx + 1.2π cos 4πx.
-    slope = 1 + 0.6 * np.pi * np.cos(2 * np.pi * x) + 1.2 * np.pi * np.cos(4 * np.pi * x)
-    steep = np.abs(slope) > 2.5
-    assert ((y - reference(x, np.zeros_like(x))) / slope)[steep].std() == approx(0.02, rel=0.05)
-
-
-def test_a_gap_stays_empty_and_lengths_decide_the_shares():
-    x = data.toy_points(10_000, generator=source(), intervals=((-1.0, 0.0), (2.0, 2.5))).x
-    left = ((x >= -1) & (x <= 0)).float().mean()
-    assert left + ((x >= 2) & (x <= 2.5)).float().mean() == 1
-    assert float(left) == approx(2 / 3, abs=0.02)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -56,17 +54,6 @@ def test_rows_depend_on_the_seed_alone_and_short_runs_begin_long_ones(name):
         np.testing.assert_array_equal(getattr(long, part)[:90], getattr(short, part))
     assert not np.array_equal(long.contexts, other.contexts)
     np.testing.assert_array_equal(long.optimum, long.expected.max(axis=1))
-
-
-def test_problems_travel_to_other_processes():
-    chosen = pickle.loads(pickle.dumps(some_problem("own")))
-    np.testing.assert_array_equal(chosen.run(1).contexts, some_problem("own").run(1).contexts)
-
-
-@pytest.mark.parametrize("rounds", [0, -1, 2.0, True])
-def test_rounds_must_be_a_positive_number(rounds):
-    with pytest.raises(SettingError, match="rounds"):
-        wheel().run(0, rounds)
 
 
 def test_no_more_rounds_than_rows():
@@ -136,11 +123,6 @@ def test_jester_splits_a_users_ratings(tables, name):
     assert same == (name == "jester")
 
 
-def test_a_problem_knows_its_table():
-    assert problems.table_name("census:1000") == "census-1000"
-    assert problems.table_name("wheel:0.5") == "wheel"
-
-
 @pytest.mark.usefixtures("tables")
 def test_labelled_tables_are_scaled_column_by_column():
     rounds = problem("statlog").run(0)
@@ -150,25 +132,6 @@ def test_labelled_tables_are_scaled_column_by_column():
     np.testing.assert_array_equal(rounds.optimum, 1)
     large = problem("covertype")
     assert (large.rounds, large.most_rounds, problem("adult").n_arms) == (10_000, 10_500, 14)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("mushroom", (117, 2, 8124)),
-        ("financial", (21, 8, 3713)),
-        ("jester", (32, 8, 19181)),
-        ("census:1000", (360, 9, 1000)),
-        ("statlog", (9, 7, 43500)),
-        ("adult", (92, 14, 45222)),
-    ],
-)
-def test_the_real_tables(name, shape):
-    table = problems.table_name(name)
-    if len(find(table)) < len(data_set(table)):
-        pytest.skip(f"the files of {table} are not here")
-    chosen = problem(name)
-    assert (chosen.n_features, chosen.n_arms, chosen.rounds) == shape
 
 
 # --- a user's own ---------------------------------------------------------------------------------------------------

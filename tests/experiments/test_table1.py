@@ -132,14 +132,6 @@ def test_single_settings_are_changed(tmp_path):
     assert "`tuned` with hidden=(8, 4), form=map" in (tmp_path / "table1.md").read_text()
 
 
-def test_a_change_concerns_the_agents_that_have_the_setting():
-    settings = BanditSettings(agents=("uniform", "greedy", "bbb"), changes={"l2": 0.5, "epsilon": 0.1})
-    assert settings.of("greedy") == agent_settings("greedy", l2=0.5, epsilon=0.1)
-    assert settings.of("bbb") == agent_settings("bbb", epsilon=0.1)
-    with pytest.raises(BayesAdamError, match="no agent here has the setting members: choose from activation"):
-        BanditSettings(agents=("uniform", "greedy"), changes={"members": 3})
-
-
 def test_the_papers_numbers_stand_below_the_showdowns_agents():
     cells = {f"census:1000/{agent}": {"reward_ratio": [0.3, 0.4]} for agent in ("bbb-showdown", "bbb")}
     asked = BanditSettings(problems=("census:1000",), agents=("bbb-showdown", "bbb"), runs=2, settings="paper")
