@@ -160,7 +160,7 @@ def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> 
     reasons = " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
     if not played:
         raise DataError(reasons)
-    table1.run_bandits(**common, device=device, settings=replace(settings, problems=played))
+    table1.run(**common, device=device, settings=replace(settings, problems=played))
     return reasons
 
 

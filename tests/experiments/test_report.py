@@ -132,7 +132,7 @@ def whole(tmp_path):
 RUNS = {
     "figure1": "figure1.run",
     "figure2": "figure2.run",
-    "table1": "table1.run_bandits",
+    "table1": "table1.run",
     "cost": "cost.run",
 }
 
