@@ -174,7 +174,7 @@ def test_of_a_kronecker_structure_the_marginals_are_told(weights: bool, tmp_path
     torch.manual_seed(0)
     model = mlp(3, 4, 1)
     optimizer = torch.optim.Adam(model.parameters())
-    recorder = ba.Recorder(optimizer, keep=30)
+    recorder = ba.Recorder(optimizer, keep=30, every=1)
     train(model, optimizer, steps=40)
     posterior = ba.Posterior.from_recorder(
         model, recorder, 200, structure="kronecker", prior_precision=2.0, batch_size=8
