@@ -21,7 +21,6 @@ from bayesadam.readers.curvature import (
     UNKNOWN,
     Curvature,
     Origin,
-    Tracked,
     batch_size_or_tracked,
     origin_of,
     read_entry,

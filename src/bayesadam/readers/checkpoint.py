@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, placed_like
+from bayesadam._shards import placed_like
 from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.choose import choose, dotted
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
-from bayesadam.readers.curvature import Curvature, read_match
+from bayesadam.readers.curvature import Curvature, origin_of, read_match
 from bayesadam.readers.formats.contents import Keys, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
 from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of
-from bayesadam.readers.formats.registry import format_of, without_role
+from bayesadam.readers.formats.registry import format_of
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
     NAMES,
@@ -182,11 +182,16 @@ def read_checkpoint(
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
-    states = outline_of(optimizer["state"])
-    known = {name: state[PROBE_KEY] for name, state in states.items() if name in weights and PROBE_KEY in state}
-    found = {name: probe(weights[name]) for name in known}
+    probes = {
+        name: (state[PROBE_KEY], probe(weights[name]))
+        for name, state in outline_of(optimizer["state"]).items()
+        if name in weights and PROBE_KEY in state
+    }
     # Other shapes are refused by name once states are matched.
-    if all(known[name].shape == found[name].shape for name in known) and known and not same_weights(known, found):
+    if not probes or any(saved.shape != read.shape for saved, read in probes.values()):
+        return
+    saved, read = ({name: pair[i] for name, pair in probes.items()} for i in (0, 1))
+    if not same_weights(saved, read):
         raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
@@ -360,11 +365,8 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(own[name]) for name in names if name in own}
-    missing = [
-        name
-        for name, tensor in own.items()
-        if name not in names and not name.endswith("num_batches_tracked") and memory_of(tensor) not in saved
-    ]
+    absent = [name for name in own if name not in names and memory_of(own[name]) not in saved]
+    missing = [name for name in absent if not name.endswith("num_batches_tracked")]
     unknown = [name for name in names if name not in own]
     if (missing and not checkpoint.rules.partial) or unknown:
         raise MatchError(
@@ -372,12 +374,10 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
     _check_shapes(checkpoint, names, own)
-    weights = {name: checkpoint.weights[stored] for name, stored in names.items()}
-    sharded = [name for name in weights if is_sharded(own[name])]
     with torch.no_grad():
-        for name in sharded:
-            own[name].copy_(placed_like(weights[name], own[name]))
-    inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
+        for name, stored in names.items():
+            weight = checkpoint.weights[stored]
+            own[name].copy_(placed_like(weight, own[name]))
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
@@ -418,7 +418,9 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
 
 # --- weights and state of one moment --------------------------------------------------------------------------------
 
-_MOMENT = re.compile(r"(?<![a-z])(epoch|step|iteration|iter|checkpoint|ckpt)s?[-_=.]*(\d+)", re.IGNORECASE)
+# Numbers after the same word in the names of files and of their folders; a role's word counts saves.
+_COUNTS, _ROLES = "epoch|step|iteration|iter|checkpoint|ckpt", "params|weights|model|net|optimizer|optim|opt"
+_MOMENT = re.compile(rf"(?<![a-z])({_COUNTS}|{_ROLES})s?[-_=.]*(\d+)")
 # Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
 _SKIPPED, _SHARE = 20, 0.05
 
@@ -429,35 +431,30 @@ def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
     Two files are compared by their names (`model_epoch_12.pt`, `optimizer_epoch_11.pt`) and by the epochs and steps
     inside; the folder of a Hugging Face Trainer by its own count of steps and the optimiser's.
     """
-    found = next(_differences(checkpoint, match), None)
-    if found is None:
+    path, second = checkpoint.path, checkpoint.optimizer_path
+    apart = []
+    if second is not None and second != path:
+        one, other = (_numbers(file) for file in (path, second))
+        words = [word for word in one if word in other and one[word] != other[word]]
+        apart += [f"by their names {path} is of {word} {one[word]}, {second} of {word} {other[word]}" for word in words]
+    for word in ("epoch", "step"):
+        said = [getattr(record, word) for record in (checkpoint.weights_recorded, checkpoint.state_recorded)]
+        if None not in said and said[0] != said[1]:
+            apart.append(f"{path} says {word} {said[0]}, {second} {word} {said[1]}")
+    # The Trainer's count of optimiser steps against the optimiser's own.
+    counted, steps = checkpoint.recorded.step, origin_of(match).steps
+    is_counted = counted is not None and steps is not None and (path / STATE).is_file()
+    if is_counted and not -1 < counted - steps[1] <= max(_SKIPPED, _SHARE * counted):
+        apart.append(f"{path / STATE} counts {counted} steps, the optimiser {steps[1]:g}")
+    if not apart:
         return None
     return (
-        f"the weights are of another moment of training than the optimiser's state: {found}. The second moment "
+        f"the weights are of another moment of training than the optimiser's state: {apart[0]}. The second moment "
         "describes the network at its own step alone: pass the state that was saved with these weights"
     )
 
 
-def _differences(checkpoint: Checkpoint, match: Match) -> Iterator[str]:
-    path, second = checkpoint.path, checkpoint.optimizer_path
-    if second is not None and second != path:
-        # Numbers after the same word in the names of files and of their folders, or in otherwise equal names.
-        named = [dict(_MOMENT.findall(f"{each.parent.name}/{each.name}".lower())) for each in (path, second)]
-        for word in named[0].keys() & named[1].keys():
-            one, two = (int(each[word]) for each in named)
-            if one != two:
-                yield f"by their names {path} is of {word} {one}, {second} of {word} {two}"
-        stems = [without_role(each.stem) for each in (path, second)]
-        numbers = [[int(number) for number in re.findall(r"\d+", stem)] for stem in stems]
-        if len({re.sub(r"\d+", "#", stem) for stem in stems}) == 1 and numbers[0] != numbers[1]:
-            yield f"by their names {path.name} and {second.name} are not of one save"
-    for word in ("epoch", "step"):
-        one, two = (getattr(each, word) for each in (checkpoint.weights_recorded, checkpoint.state_recorded))
-        if None not in (one, two) and one != two:
-            yield f"{path} says {word} {one}, {second} {word} {two}"
-    # The Trainer's count of optimiser steps against the optimiser's own.
-    said, counts = checkpoint.recorded.step, [count for entry in match.entries if (count := entry.steps) is not None]
-    if said is not None and counts and (path / STATE).is_file():
-        taken = max(counts)
-        if not -1 < said - taken <= max(_SKIPPED, _SHARE * said):
-            yield f"{path / STATE} counts {said} steps, the optimiser {taken:g}"
+def _numbers(file: Path) -> dict[str, int]:
+    """The numbers in a file's name by the word before them."""
+    numbers = _MOMENT.findall(f"{file.parent.name}/{file.name}".lower())
+    return {word if word in _COUNTS.split("|") else "save": int(number) for word, number in numbers}

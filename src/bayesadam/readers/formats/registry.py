@@ -89,15 +89,6 @@ def states_beside(path: Path) -> list[Path]:
     return [file for file in states if file.is_file()] or [file for file in [published] if file.is_file()]
 
 
-def without_role(stem: str) -> str:
-    """A file's name without the words for weights or for an optimiser's state.
-
-    >>> without_role("model_12"), without_role("optimizer_12")
-    ('_12', '_12')
-    """
-    return _STATE.sub("", _WEIGHTS.sub("", stem))
-
-
 def is_state_file(path: Path) -> bool:
     """Whether a file is by its name an optimiser's state, and the weights are in another next to it."""
     beside = (file for file in path.parent.glob("*") if file != path and file.is_file())
