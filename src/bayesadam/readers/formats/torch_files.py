@@ -55,7 +55,6 @@ _LOCAL_HEADER, _ALIGNED, _CHUNK = 30, 64, 1 << 20
 _DEEPEST = 3
 # Times the size of a compressed archive that is unpacked into memory.
 _MOST_UNPACKED = 64
-_BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
 _ZIP = b"PK\x03\x04"
 # As deep as anything is looked for in a file.
 _LEVELS = 3
@@ -91,8 +90,8 @@ def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
     """Bytes as the memory of tensors, copied where they do not start at a multiple of an entry's size."""
     if not view:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
-    found = torch.frombuffer(view, dtype=torch.uint8)
-    return (found.clone() if found.data_ptr() % itemsize else found).untyped_storage()
+    memory = torch.frombuffer(view, dtype=torch.uint8)
+    return (memory.clone() if memory.data_ptr() % itemsize else memory).untyped_storage()
 
 
 def as_file(view: memoryview) -> Any:
@@ -103,20 +102,20 @@ def as_file(view: memoryview) -> Any:
 
 def zip_members(view: memoryview) -> dict[str, memoryview]:
     """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
-    found: dict[str, memoryview] = {}
+    members: dict[str, memoryview] = {}
     left = _CHUNK + _MOST_UNPACKED * len(view)
     with zipfile.ZipFile(as_file(view)) as archive:
         for info in archive.infolist():
             if info.compress_type == zipfile.ZIP_STORED:
                 header = inside(view, info.header_offset, _LOCAL_HEADER)
                 start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
-                found[info.filename] = inside(view, start, info.file_size)
+                members[info.filename] = inside(view, start, info.file_size)
                 continue
             left -= info.file_size
             if left < 0:
-                raise BadPickle(_BOMB)
-            found[info.filename] = memoryview(bytearray(archive.read(info)))
-    return found
+                raise BadPickle(f"the archive unpacks to more than {_MOST_UNPACKED} times its size")
+            members[info.filename] = memoryview(bytearray(archive.read(info)))
+    return members
 
 
 def load_torch(view: memoryview, depth: int = 0) -> Any:
@@ -278,17 +277,15 @@ def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator
         return
     if next(visits) == _MOST_MODULES:
         raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
-    own = children = state
+    tensors = children = state
     if "_modules" in state:
         skipped = state.get("_non_persistent_buffers_set")
         if isinstance(skipped, StandIn):
             # A set, which old protocols make from a list.
             skipped = skipped.arguments[0] if skipped.arguments else ()
         buffers = {key: value for key, value in (state.get("_buffers") or {}).items() if key not in (skipped or ())}
-        own, children = {**(state.get("_parameters") or {}), **buffers}, state["_modules"]
-    for key, value in own.items():
-        if isinstance(value, Tensor):
-            yield f"{prefix}{key}", value
+        tensors, children = {**(state.get("_parameters") or {}), **buffers}, state["_modules"]
+    yield from ((f"{prefix}{key}", value) for key, value in tensors.items() if isinstance(value, Tensor))
     for key, value in children.items():
         if isinstance(value, StandIn):
             yield from _tensors(value, f"{prefix}{key}.", above | {id(held)}, visits)
@@ -344,9 +341,9 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
             with after.open(made, "w", force_zip64=large) as out:
                 if info.filename in changed:
                     out.write(changed[info.filename].numpy().tobytes())
-                else:
-                    with before.open(info) as member:
-                        shutil.copyfileobj(member, out, _CHUNK)
+                    continue
+                with before.open(info) as member:
+                    shutil.copyfileobj(member, out, _CHUNK)
 
 
 def _read(path: Path) -> Contents:
@@ -386,8 +383,8 @@ def _read_zip(path: Path) -> Contents:
 
 def _files_in(folder: Path) -> list[Path]:
     """Files with the endings of checkpoints, the newest first, down to the third level."""
-    found = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
-    return sorted((file for file in found if file.is_file()), key=lambda file: -file.stat().st_mtime)
+    files = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
+    return sorted((file for file in files if file.is_file()), key=lambda file: -file.stat().st_mtime)
 
 
 def _read_folder(path: Path) -> Contents:
