@@ -48,4 +48,4 @@ from bayesadam.readers.registry import (
     working_dtype,
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
-from bayesadam.readers.tracking import Tracker, track
+from bayesadam.readers.tracking import track

@@ -39,9 +39,8 @@ from bayesadam.readers.match import (
     pair_by_names,
     shapes_listed,
     slots_of,
-    usable_reader,
 )
-from bayesadam.readers.registry import StateReader
+from bayesadam.readers.registry import StateReader, reader_named
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,10 +147,10 @@ def read_checkpoint(
     if not contents.networks:
         raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if not state.states:
-        beside = f"; there are {' and '.join(each.name for each in contents.beside)}" if second is None else ""
+        beside = f"; there are {' and '.join(file.name for file in contents.beside)}" if contents.beside else ""
         raise FileError(
             f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            f"optimizer_path={beside if contents.beside else ''}"
+            f"optimizer_path={beside}"
         )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.optimizer_key)
@@ -208,7 +207,7 @@ def match_checkpoint(
     """
     options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
+    reader = reader_named(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
     slots = slots_of(state, reader)
     if model is None:
         pairing = _pair_file(checkpoint, slots, options)
@@ -321,22 +320,25 @@ def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) ->
 
 def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
     """The checkpoint's name by the model's name, and whether the model is a part of what was trained."""
-    held = model.state_dict(keep_vars=True)
-    shapes = {name: value.shape for name, value in held.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     weights, rules = checkpoint.weights, checkpoint.rules
     stored = {checkpoint.stored_names[name]: name for name in weights}
     if rules.names is not None:
-        own = rules.names(model)
-        names = {own.get(key, key): name for key, name in stored.items()}
+        renamed = rules.names(model)
+        names = {renamed.get(key, key): name for key, name in stored.items()}
     else:
-        by_file = len(held.keys() & stored.keys()) > len(held.keys() & weights.keys())
+        by_file = len(tensors.keys() & stored.keys()) > len(tensors.keys() & weights.keys())
         names = {key if by_file else name: name for key, name in stored.items()}
-    if rules.partial or not shapes or not names.keys().isdisjoint(shapes):
+    if rules.partial or not tensors or not names.keys().isdisjoint(tensors):
         return names, False
-    first = next(iter(shapes))
-    found = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
-    held_shapes = {name: tensor.shape for name, tensor in outline_of(weights).items()}
-    fitting = [p for p in found if all(held_shapes.get(p + name) == shape for name, shape in shapes.items())]
+    # The model may be a part of what was trained, under a prefix.
+    first, outline = next(iter(tensors)), outline_of(weights)
+    prefixes = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
+    fitting = [
+        prefix
+        for prefix in prefixes
+        if all(prefix + n in outline and outline[prefix + n].shape == t.shape for n, t in tensors.items())
+    ]
     if len(fitting) > 1:
         raise MatchError(
             f"{checkpoint.path} holds the model's weights more than once, under {' and '.join(map(repr, fitting))}: "
@@ -347,14 +349,13 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[s
     return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
 
 
-def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
-    """Raise where a tensor of the model, by the checkpoint's name of it, has another shape there."""
+def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     outline = outline_of(checkpoint.weights)
     for name, stored in names.items():
-        if name in own and outline[stored].shape != own[name].shape:
+        if name in tensors and outline[stored].shape != tensors[name].shape:
             raise MatchError(
                 f"build the model as it was trained: {name!r} has shape {tuple(outline[stored].shape)} in "
-                f"{checkpoint.path} and {tuple(own[name].shape)} in the model"
+                f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
             )
 
 

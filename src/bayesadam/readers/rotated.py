@@ -113,7 +113,8 @@ def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.S
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
     keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
     stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
-    _require_shape(stored, stored.shape == shape)
+    if stored.shape != shape:
+        raise StateError(f"a statistic has shape {tuple(stored.shape)}: the state belongs to another model")
     if len(shape) < 2:
         return stored, [state.get(RIGHT_KEY)] * len(shape)
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
@@ -128,7 +129,8 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     if group["merge_dims"] and len(shape) > 2:
         raise StateError(f"dimensions of {tuple(shape)} may have been merged in two ways: train with merge_dims=False")
     moment: Tensor = state[PLAIN_KEY]
-    _require_shape(moment, moment.shape == shape)
+    if moment.shape != shape:
+        raise StateError(f"a statistic has shape {tuple(moment.shape)}: the state belongs to another model")
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
@@ -151,11 +153,6 @@ def product_of(factors: Sequence[Tensor]) -> Factors:
         values.append(eigenvalues / torch.where(total > 0, total, 1.0) if number else eigenvalues)
         bases.append(basis)
     return reduce(lambda product, vector: product.unsqueeze(-1) * vector, values), bases
-
-
-def _require_shape(statistic: Tensor, fits: bool) -> None:
-    if not fits:
-        raise StateError(f"a statistic has shape {tuple(statistic.shape)}: the state belongs to another model")
 
 
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
