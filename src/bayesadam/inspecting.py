@@ -133,14 +133,14 @@ def inspect(
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         **options: how the file is read, see `CheckpointOptions`.
     """
-    gaussian, known = _opened(source, n_data, options)
+    gaussian, n = _opened(source, n_data, options)
     opened = gaussian.source
     match = None if opened is None else opened.match
     examined, reports = [], []
     for result in examine(gaussian, match):
         if result.part is None:
             raise StateError(result.error)
-        reports.append(_report(result.part, result, known))
+        reports.append(_report(result.part, result, n))
         # Without the tensors, which the next step replaces.
         examined.append(replace(result, part=None))
         del result
@@ -149,12 +149,12 @@ def inspect(
         source=type(getattr(gaussian, "model", gaussian)).__name__ if opened is None else str(opened.path),
         format="posterior" if opened is None else opened.format,
         optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
-        n_data=known,
+        n_data=n,
         parameters=tuple(reports),
         omitted=gaussian.omitted,
-        diagnosis=diagnose(gaussian, examined, match, n_data=known),
+        diagnosis=diagnose(gaussian, examined, match, n_data=n),
         why=() if opened is None else opened.why,
-        rule=_rule(gaussian, known if match else None, match is not None),
+        rule=_rule(gaussian, n if match else None, match is not None),
         has_weights=gaussian.has_weights,
     )
 
@@ -164,9 +164,10 @@ def diagnose_checkpoint(
 ) -> Diagnosis:
     """What `doctor` says of a checkpoint or of a saved posterior; raises only where there is no file."""
     try:
-        gaussian, known = _opened(path, n_data, options)
+        gaussian, n = _opened(path, n_data, options)
         match = None if gaussian.source is None else gaussian.source.match
-        return diagnose(gaussian, [replace(each, part=None) for each in examine(gaussian, match)], match, n_data=known)
+        examined = [replace(result, part=None) for result in examine(gaussian, match)]
+        return diagnose(gaussian, examined, match, n_data=n)
     except (MissingFileError, SettingError):
         raise
     except BayesAdamError as error:
@@ -185,14 +186,14 @@ def _opened(
         gaussian = GaussianWeights.open(source, n_data, **options)
         return gaussian, gaussian.n_data
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, **options)
-    known = checkpoint.recorded.n_data if n_data is None else n_data
-    return GaussianWeights.open(checkpoint, 1.0 if known is None else known, prior_precision=0.0, **options), known
+    n = checkpoint.recorded.n_data if n_data is None else n_data
+    return GaussianWeights.open(checkpoint, 1.0 if n is None else n, prior_precision=0.0, **options), n
 
 
-def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -> str:
+def _rule(gaussian: GaussianWeights, n_data: float | None, is_checkpoint: bool) -> str:
     """What |μ|/σ is in a checkpoint, or σ in a posterior, in a sentence or two."""
-    if is_checkpoint and known is not None:
-        return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {known:g}."
+    if is_checkpoint and n_data is not None:
+        return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {n_data:g}."
     if is_checkpoint:
         return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
     of = gaussian.settings
@@ -204,10 +205,10 @@ def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -
 
 
 @torch.no_grad()
-def _report(part: GaussianWeights, result: Examined, known: float | None) -> ParameterReport:
+def _report(part: GaussianWeights, result: Examined, n_data: float | None) -> ParameterReport:
     name = result.name
     values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
-    below = int((values < 1).sum()) if part.has_weights and known else None
+    below = int((values < 1).sum()) if part.has_weights and n_data else None
     sample, levels = values[:: 1 + len(values) // _SAMPLE], values.new_tensor((0.05, 0.5, 0.95))
     low, median, high = torch.quantile(sample, levels).tolist() if len(sample) else (math.nan,) * 3
     return ParameterReport(name, tuple(part.shapes[name]), result.numel, result.zeros, below, (low, median, high))

@@ -120,10 +120,10 @@ class Checkpoint:
 
     def n_data_or(self, given: float | None) -> float:
         """N as given or, for None, as the trainer recorded it."""
-        known = self.recorded.n_data if given is None else given
-        if known is None:
+        n_data = self.recorded.n_data if given is None else given
+        if n_data is None:
             raise SettingError(f"{self.path} does not say how many training examples there were: pass n_data=")
-        return known
+        return n_data
 
     def batch_size_or(self, given: int | None) -> int | None:
         """B as given or, for None, as recorded, if it was."""
@@ -136,8 +136,8 @@ def read_checkpoint(
     """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
     options = replace(options, **changes)
     path, weights_key = Path(path), options.weights_key
-    known = format_of(path)
-    contents = state = known.read(path)
+    kind = format_of(path)
+    contents = state = kind.read(path)
     second = options.optimizer_path
     if second is None and not contents.states and len(contents.beside) == 1:
         second = contents.beside[0]
@@ -166,7 +166,7 @@ def read_checkpoint(
         weights,
         optimizer,
         path,
-        known.name,
+        kind.name,
         stored_names=stored,
         places={name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()},
         ordered=all(network.ordered for network in choice.networks),
@@ -250,7 +250,6 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
 
 
 def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions) -> Pairing:
-    """The keys with the file's names."""
     pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.param_names)
     if pairing is not None:
         return pairing
@@ -363,22 +362,22 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
     names, _ = _stored_by_name(checkpoint, inner)
-    own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    tensors = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
-    saved = {memory_of(own[name]) for name in names if name in own}
-    absent = [name for name in own if name not in names and memory_of(own[name]) not in saved]
+    saved = {memory_of(tensors[name]) for name in names if name in tensors}
+    absent = [name for name in tensors if name not in names and memory_of(tensors[name]) not in saved]
     missing = [name for name in absent if not name.endswith("num_batches_tracked")]
-    unknown = [name for name in names if name not in own]
+    unknown = [name for name in names if name not in tensors]
     if (missing and not checkpoint.rules.partial) or unknown:
         raise MatchError(
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
-    _check_shapes(checkpoint, names, own)
+    _check_shapes(checkpoint, names, tensors)
     with torch.no_grad():
         for name, stored in names.items():
             weight = checkpoint.weights[stored]
-            own[name].copy_(placed_like(weight, own[name]))
+            tensors[name].copy_(placed_like(weight, tensors[name]))
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
@@ -403,18 +402,18 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
             weight = weight.masked_fill(~mask.cpu(), 0)
         return weight
 
-    known = format_of(checkpoint.path)
-    if out.suffix == ".safetensors" and known.name != "safetensors":
+    kind = format_of(checkpoint.path)
+    if out.suffix == ".safetensors" and kind.name != "safetensors":
         with replacing(out) as temporary:
             write_tensors(temporary, weights, pruned)
         return
-    if known.name == "safetensors" and out.suffix != ".safetensors":
+    if kind.name == "safetensors" and out.suffix != ".safetensors":
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
-    if known.rewrite is None:
-        raise FileError(f"format {known.name!r} cannot be written; choose a path that ends in .safetensors")
+    if kind.rewrite is None:
+        raise FileError(f"format {kind.name!r} cannot be written; choose a path that ends in .safetensors")
     stored = {checkpoint.places[name]: name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
-        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
+        kind.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
 # --- weights and state of one moment --------------------------------------------------------------------------------

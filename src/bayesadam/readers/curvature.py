@@ -247,8 +247,8 @@ class Origin:
     def header(self) -> dict[str, Any]:
         """Plain data, for the header of a file."""
         steps = None if self.steps is None else list(self.steps)
-        known = {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
-        return {**known, "tracked": self.tracked} if self.tracked else known
+        header = {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
+        return {**header, "tracked": self.tracked} if self.tracked else header
 
     @classmethod
     def of_header(cls, header: Mapping[str, Any]) -> Origin:

@@ -294,7 +294,7 @@ def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def pair_by_names(
-    state_dict: Mapping[str, Any], known: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
+    state_dict: Mapping[str, Any], there: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
 ) -> Pairing | None:
     """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -306,10 +306,10 @@ def pair_by_names(
         given, source = names_in(state_dict), "the names in the state"
     if given is None:
         return None
-    names = list(given) if all(name in known for name in given) else list(clean_names(given))
+    names = list(given) if all(name in there for name in given) else list(clean_names(given))
     if len(names) != len(keys):
         raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
-    odd = [name for name, count in Counter(names).items() if name not in known or count > 1]
+    odd = [name for name, count in Counter(names).items() if name not in there or count > 1]
     if odd:
         raise MatchError(f"by {source}, {odd[:4]} are not among the weights, or twice: is it another model's state?")
     return Pairing(dict(zip(keys, names, strict=True)), source)

@@ -169,7 +169,7 @@ _FREE: dict[str, Any] = {
 
 def _record(name: str, *classes: str, **fields: Any) -> StateReader:
     """A record; `"package: A B"` are the classes package.A and package.B."""
-    parts = (each.rpartition(":") for each in classes)
+    parts = (listed.rpartition(":") for listed in classes)
     return StateReader(name, tuple(f"{p}.{n}" if p else n for p, _, names in parts for n in names.split()), **fields)
 
 

@@ -159,9 +159,9 @@ def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
 
-def _checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
+def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
     """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
-    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in found]
+    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
     if all(basis is None for basis in bases):
         return [None] * len(shape)
     sides = [None if basis is None else tuple(basis.shape) for basis in bases]

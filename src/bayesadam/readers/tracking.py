@@ -188,7 +188,7 @@ def _settle(optimizer: Optimizer, *, tracked: Mapping[str, Any]) -> None:
 def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
     """Steps that the optimiser has taken, if it counts them; 0 before the first."""
     states = [optimizer.state[parameter] for parameter in group["params"] if optimizer.state.get(parameter)]
-    counts = [each["step"] for each in (group, *states) if "step" in each]
+    counts = [entries["step"] for entries in (group, *states) if "step" in entries]
     return max(map(int, counts)) if counts else None if states else 0
 
 
@@ -224,8 +224,8 @@ def _taken(
 
 def _begun(pending: dict[Tensor, dict[str, Any]], optimizer: Optimizer, *_: Any) -> None:
     """Add what waited for the optimiser to begin a state."""
-    for parameter, found in pending.items():
-        optimizer.state[parameter].update(found)
+    for parameter, entries in pending.items():
+        optimizer.state[parameter].update(entries)
     pending.clear()
 
 

@@ -48,8 +48,8 @@ class Recorded:
 
     def completed(self, other: Recorded) -> Recorded:
         """What this lacks, from `other`."""
-        known = {key: value for key, value in asdict(self).items() if value is not None}
-        return Recorded(**{**asdict(other), **known})
+        written = {key: value for key, value in asdict(self).items() if value is not None}
+        return Recorded(**{**asdict(other), **written})
 
 
 @dataclass(frozen=True)

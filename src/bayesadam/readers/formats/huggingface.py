@@ -129,14 +129,14 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
     """The model's name for each stored one, where they differ: renamed by transformers on saving, wrapped, or tied."""
-    own = _tensors_of(model)
+    tensors = _tensors_of(model)
     cleaned = {key: name for name, key in clean_names(stored).items()}
-    renamed = {} if own.keys() >= set(stored) else _renamed_on_saving(model, own)
-    names = {key: key if key in own else renamed.get(key, cleaned[key]) for key in stored}
+    renamed = {} if tensors.keys() >= set(stored) else _renamed_on_saving(model, tensors)
+    names = {key: key if key in tensors else renamed.get(key, cleaned[key]) for key in stored}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     taken = set(names.values())
     for key, name in names.items():
-        main = first.get(id(own[name]), name) if name in own else name
+        main = first.get(id(tensors[name]), name) if name in tensors else name
         if main not in taken:
             names[key] = main
             taken.add(main)
@@ -206,11 +206,11 @@ _ADAPTER_CONFIG = "adapter_config.json"
 def _adapters_in(path: Path) -> list[Path]:
     """The folders with an adapter: 'default' is at the top; others, beside what the Trainer wrote, have their own."""
     there = _files_of(path)
-    own = [path] if _ADAPTER_CONFIG in there else []
-    if not own and there.isdisjoint({STATE, *_OPTIMIZERS}):
+    top = [path] if _ADAPTER_CONFIG in there else []
+    if not top and there.isdisjoint({STATE, *_OPTIMIZERS}):
         return []
     inner = sorted(path / name for name in there if not _CHECKPOINT.fullmatch(name))
-    return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
+    return [*top, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
 def _read_adapter(path: Path) -> Contents:

@@ -65,9 +65,9 @@ def format_of(path: str | os.PathLike[str]) -> Format:
             raise FileError(f"cannot read {path}: {error.strerror}") from None
         if not head:
             raise FileError(f"{path} is empty")
-    for known in registered_formats():
-        if known.folder in (None, is_folder) and known.recognises(path, head):
-            return known
+    for kind in registered_formats():
+        if kind.folder in (None, is_folder) and kind.recognises(path, head):
+            return kind
     if is_folder:
         inside = sorted(entry.name for entry in path.iterdir())[:8]
         raise FileError(f"{path} is a folder of no known format; it has {inside}. Pass the file with the weights")

@@ -175,9 +175,9 @@ class _Reader(Window):
     def storage(self, dtype: torch.dtype) -> Storage:
         """The next storage, after its number of entries."""
         (count,) = struct.unpack("<q", self.read(8))
-        held = inside(self.view, self.position, count * dtype.itemsize)
-        self.position += len(held)
-        return Storage(as_memory(held, dtype.itemsize), dtype)
+        entries = inside(self.view, self.position, count * dtype.itemsize)
+        self.position += len(entries)
+        return Storage(as_memory(entries, dtype.itemsize), dtype)
 
 
 def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedStorage]) -> Any:
@@ -190,8 +190,8 @@ def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedSto
     if bytes(members.get(f"{root}byteorder", b"little")) != b"little":
         raise BadPickle("its numbers are of a big-endian machine")
 
-    def persistent(found: Any) -> Storage:
-        kind, key = _described(found)
+    def persistent(reference: Any) -> Storage:
+        kind, key = _described(reference)
         name = f"{root}data/{key}"
         if name not in storages:
             storages[name] = as_memory(members[name], kind.itemsize)
@@ -200,11 +200,11 @@ def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedSto
     return _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
 
 
-def _described(found: Any) -> tuple[torch.dtype, str]:
+def _described(reference: Any) -> tuple[torch.dtype, str]:
     """The type and the key by which a file refers to a storage."""
-    if not isinstance(found, tuple) or len(found) < 5 or found[0] not in ("storage", b"storage"):
+    if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] not in ("storage", b"storage"):
         raise BadPickle("a reference to something else than a storage")
-    _, kind, key = found[:3]
+    _, kind, key = reference[:3]
     if not isinstance(key, str | int):
         raise BadPickle("a storage without a key")
     return storage_type(kind), str(key)
@@ -223,15 +223,15 @@ def _load_pickles(view: memoryview, depth: int) -> Any:
     kinds: dict[str, torch.dtype] = {}
     storages: dict[str, Storage] = {}
 
-    def persistent(found: Any) -> Any:
-        if isinstance(found, tuple) and found[:1] == ("module",):
-            return found[1]
-        kind, key = _described(found)
+    def persistent(reference: Any) -> Any:
+        if isinstance(reference, tuple) and reference[:1] == ("module",):
+            return reference[1]
+        kind, key = _described(reference)
         kinds[key] = kind
         if key not in storages:
             return None
-        held = Storage(storages[key].memory, kind)
-        return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
+        storage = Storage(storages[key].memory, kind)
+        return storage.part(*reference[5][1:]) if len(reference) > 5 and reference[5] is not None else storage
 
     # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
     begin = reader.position
@@ -246,13 +246,13 @@ def as_weights(tree: Any) -> Any:
     """The tree with every module and optimiser in its upper levels exchanged for its state dict."""
     names: dict[tuple[Any, ...], str] = {}
 
-    def weights(held: StandIn) -> Any:
-        found = OrderedDict(_tensors(held, "", frozenset(), itertools.count()))
-        for name, value in found.items():
+    def weights(module: StandIn) -> Any:
+        tensors = OrderedDict(_tensors(module, "", frozenset(), itertools.count()))
+        for name, value in tensors.items():
             names.setdefault(memory_of(value), name)
-        return found or held
+        return tensors or module
 
-    return _exchanged(_exchanged(tree, weights), lambda held: _state_dict(held, names))
+    return _exchanged(_exchanged(tree, weights), lambda module: _state_dict(module, names))
 
 
 def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any:
@@ -269,11 +269,11 @@ def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any
     return values
 
 
-def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(root: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, then children, in the order of `state_dict`; of TorchScript, attributes in file order."""
-    state = held.state
-    is_module = isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
-    if not is_module or id(held) in above or len(above) == _DEEPEST_MODULE:
+    state = root.state
+    is_module = isinstance(state, Mapping) and ("_modules" in state or root.name.startswith("__torch__."))
+    if not is_module or id(root) in above or len(above) == _DEEPEST_MODULE:
         return
     if next(visits) == _MOST_MODULES:
         raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
@@ -288,24 +288,24 @@ def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator
     yield from ((f"{prefix}{key}", value) for key, value in tensors.items() if isinstance(value, Tensor))
     for key, value in children.items():
         if isinstance(value, StandIn):
-            yield from _tensors(value, f"{prefix}{key}.", above | {id(held)}, visits)
+            yield from _tensors(value, f"{prefix}{key}.", above | {id(root)}, visits)
 
 
-def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
+def _state_dict(optimizer: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
     """An optimiser's state dict; anything else as it is. Its parameters are tensors, known by their memory."""
-    state = held.state
+    state = optimizer.state
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
-        return held
+        return optimizer
     groups, states = state["param_groups"], state["state"]
     try:
         listed = [memory_of(parameter) for group in groups for parameter in group["params"]]
-        known = all(memory in names for memory in listed)
-        keys = {memory: names[memory] if known else number for number, memory in enumerate(listed)}
+        named = all(memory in names for memory in listed)
+        keys = {memory: names[memory] if named else number for number, memory in enumerate(listed)}
         numbered = {keys[memory_of(parameter)]: value for parameter, value in states.items()}
         made = [{**group, "params": [keys[memory_of(p)] for p in group["params"]]} for group in groups]
     except (TypeError, KeyError, AttributeError):
-        return held
-    return {"state": numbered, "param_groups": made} if len(keys) == len(listed) else held
+        return optimizer
+    return {"state": numbered, "param_groups": made} if len(keys) == len(listed) else optimizer
 
 
 def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
@@ -327,8 +327,8 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
         name = members[memory.data_ptr()]
         if name not in changed:
             changed[name] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
-        held = changed[name].untyped_storage()
-        new = torch.empty(0, dtype=old.dtype).set_(held, old.storage_offset(), old.shape, old.stride())
+        copied = changed[name].untyped_storage()
+        new = torch.empty(0, dtype=old.dtype).set_(copied, old.storage_offset(), old.shape, old.stride())
         new.copy_(weights(keys))
     with zipfile.ZipFile(as_file(view)) as before, target.open("wb") as file, zipfile.ZipFile(file, "w") as after:
         for info in before.infolist():
