@@ -154,8 +154,6 @@ def read_checkpoint(
         )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.optimizer_key)
-    if choice.state is None or not choice.networks:
-        raise FileError(f"{second or path} holds several states or sets of weights: pass weights_key=, optimizer_key=")
     behind = choice.named()
     stored = clean_names(behind)
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
@@ -443,9 +441,10 @@ def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
             apart.append(f"{path} says {word} {said[0]}, {second} {word} {said[1]}")
     # The Trainer's count of optimiser steps against the optimiser's own.
     counted, steps = checkpoint.recorded.step, origin_of(match).steps
-    is_counted = counted is not None and steps is not None and (path / STATE).is_file()
-    if is_counted and not -1 < counted - steps[1] <= max(_SKIPPED, _SHARE * counted):
-        apart.append(f"{path / STATE} counts {counted} steps, the optimiser {steps[1]:g}")
+    if counted is not None and steps is not None and (path / STATE).is_file():
+        skipped = counted - steps[1]
+        if not -1 < skipped <= max(_SKIPPED, _SHARE * counted):
+            apart.append(f"{path / STATE} counts {counted} steps, the optimiser {steps[1]:g}")
     if not apart:
         return None
     return (

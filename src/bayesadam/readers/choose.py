@@ -34,7 +34,7 @@ class Choice:
     """The networks, in the optimiser's order, the keys of its state, and why they were taken."""
 
     networks: tuple[Network, ...]
-    state: Keys | None
+    state: Keys
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -71,17 +71,10 @@ def choose(
     notes = tuple(f"{dotted(copy.path)!r} was left out, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
     originals = {path: network for path, network in by_path.items() if network not in copies}
     usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
-    usual_paths = [network.path for network in usual]
-    if not networks and len(usual_states) > 1:
-        raise FileError(f"{source} holds several states, {_listed(list(usual_states))}: say which with optimizer_key=")
-    if not states and not asked and len(usual) > 1:
-        raise FileError(f"{source} holds several sets of weights, {_listed(usual_paths)}: say which with weights_key=")
-    first = next(iter(usual_states), None)
-    if not states or not networks:
-        return Choice(usual, first, notes)
+    first = next(iter(usual_states))
     is_clear = len(usual_states) == 1 and (asked or len(usual) == 1)
     is_named = len(asked) == 1 and optimizer_key is not None
-    if first is not None and is_clear and (is_named or fit(Choice(usual, first), states[first])):
+    if is_clear and (is_named or fit(Choice(usual, first), states[first])):
         return Choice(usual, first, notes)
     pairs = _pairs(asked, tuple(originals.values()), usual_states if len(usual_states) == 1 else states)
     if len(pairs) == 1:
