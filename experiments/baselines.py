@@ -7,7 +7,7 @@ mean and variance; the targets' noise, where it is not learnt, is what the held-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -22,13 +22,25 @@ from bayesadam.engine.network import Network as Network
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Streams, blocks
+from bayesadam.engine.streams import Streams, epochs
 from bayesadam.likelihoods import likelihood
 from experiments.rules import RULES, Adam, Dropout, Rule, functions
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05
 N_MEMBERS = 5
+# Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
+_BLOCK, _LONG_EPOCH = 256, 20
+
+
+def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
+    """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
+    in_epochs = n // size >= _LONG_EPOCH
+    length = n // size if in_epochs else _BLOCK
+    streams, shuffled = Streams(seeds, "batches"), epochs(n, size, seeds)
+    for done in range(0, steps, length):
+        drawn = next(shuffled) if in_epochs else streams.rows(n, length, size).transpose(0, 1)
+        yield drawn[: steps - done]
 
 
 # --- problems and predictions ---------------------------------------------------------------------------------------

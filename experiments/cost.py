@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from bayesadam.engine.stack import Stack, constant
-from bayesadam.engine.streams import blocks
 from experiments import baselines, figure1, figure2, plots
-from experiments.baselines import Network, Problem, Training, trained
+from experiments.baselines import Network, Problem, Training, blocks, trained
 from experiments.data import load_images
 from experiments.rules import RULES
 from experiments.running import MISSING, Run, Sample, Table, digits

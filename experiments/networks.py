@@ -29,7 +29,7 @@ from bayesadam.bandits.settings import (
 )
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import Adam, Dropout, second_moment
+from bayesadam.engine.rules import Adam, Dropout
 from bayesadam.engine.rules import Rule as EngineRule
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
@@ -384,7 +384,10 @@ class Badam(AdamLearner):
     def gaussian(self) -> Gaussian:
         """Computed from Adam's second moment."""
         own, mode = self.settings, self.stack.mean
-        data = second_moment(self.stack.state, own.betas[1]).pow(own.power) * float(self.stack.n_data)
+        state, steps = self.stack.state, self.stack.state["step"][0].double()
+        # 0 before the first step.
+        v = state["exp_avg_sq"] / (1 - own.betas[1] ** steps).clamp(min=torch.finfo(torch.float32).tiny).float()
+        data = v.pow(own.power) * float(self.stack.n_data)
         precision = data + 1 / own.prior_variance
         return Gaussian(data / precision * mode if own.form == "likelihood" else mode, precision.reciprocal())
 
@@ -449,7 +452,9 @@ class NeuralLinear(AdamLearner):
         self._linear = [Linear(settings, settings.hidden[-1], n_arms, seed) for seed in seeds]
 
     def _features(self, contexts: Tensor) -> Any:
-        return forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)).cpu().numpy()
+        inputs: tuple[list[Tensor], list[Tensor]] = ([], [])
+        forward(self.network, self.params, contexts, seen=inputs)
+        return inputs[0][-1].cpu().numpy()
 
     def scores(self, contexts: Tensor) -> Tensor:
         """Of one draw from the posterior for every row."""

@@ -8,9 +8,19 @@ import pytest
 import torch
 
 from bayesadam.engine.network import flatten, forward, initial, member
-from bayesadam.engine.streams import Streams, blocks
+from bayesadam.engine.streams import Streams
 from experiments import baselines
-from experiments.baselines import METHODS, Data, Network, Prediction, Problem, Training, noise_variance, trained
+from experiments.baselines import (
+    METHODS,
+    Data,
+    Network,
+    Prediction,
+    Problem,
+    Training,
+    blocks,
+    noise_variance,
+    trained,
+)
 from experiments.rules import RULES, SWAG, Dropout, gaussian
 from experiments.running import generator
 from floats import approx, assert_close

@@ -5,7 +5,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -50,26 +49,24 @@ class Network:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' shapes by the names that `build` gives them."""
-        found: dict[str, tuple[int, ...]] = {}
-        for number, (n_in, n_out) in enumerate(self._layers()):
-            found |= {f"layer{number}.weight": (n_out, n_in), f"layer{number}.bias": (n_out,)}
-        return found
-
-    def _layers(self) -> list[tuple[int, int]]:
-        return list(itertools.pairwise((self.n_inputs, *self.hidden, self.n_outputs)))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for number, (n_in, n_out) in enumerate(itertools.pairwise((self.n_inputs, *self.hidden, self.n_outputs))):
+            shapes |= {f"layer{number}.weight": (n_out, n_in), f"layer{number}.bias": (n_out,)}
+        return shapes
 
     def build(self, params: Mapping[str, Tensor]) -> nn.Sequential:
         """The network as an ordinary module with these weights."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.input_dropout:
             layers["input_dropout"] = nn.Dropout(self.input_dropout)
-        for number, (n_in, n_out) in enumerate(self._layers()):
-            layers[f"layer{number}"] = nn.Linear(n_in, n_out, device="meta")
+        for number in range(len(self.hidden) + 1):
+            weight = params[f"layer{number}.weight"]
+            # Without values: torch would initialise them from its global generator, whose state is the user's.
+            layers[f"layer{number}"] = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
             if number < len(self.hidden):
                 layers[f"activation{number}"] = ACTIVATIONS[self.activation]()
                 if self.dropout:
                     layers[f"dropout{number}"] = nn.Dropout(self.dropout)
-        # Made without values first: torch would initialise them from its global generator, whose state is the user's.
         module = nn.Sequential(layers)
         module.load_state_dict({name: params[name].detach().cpu().clone() for name in self.shapes()}, assign=True)
         return module
@@ -77,12 +74,12 @@ class Network:
 
 def initial(network: Network, seeds: Sequence[int], *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Stacked initial weights (s, *shape), U(±1/√fan-in) as torch's own; a seed's are the same in any stack."""
-    found, shapes = {}, network.shapes()
+    weights, shapes = {}, network.shapes()
     for name, shape in shapes.items():
         sources = [torch.Generator().manual_seed(stream_seed(seed, "initial", *map(ord, name))) for seed in seeds]
         uniform = torch.stack([torch.rand(shape, generator=source) for source in sources])
-        found[name] = ((2 * uniform - 1) / math.sqrt(shapes[name.replace("bias", "weight")][1])).to(device)
-    return found
+        weights[name] = ((2 * uniform - 1) / math.sqrt(shapes[name.replace("bias", "weight")][1])).to(device)
+    return weights
 
 
 def flatten(params: Mapping[str, Tensor]) -> Tensor:
@@ -102,11 +99,6 @@ def member(stacked: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: tensor[index] for name, tensor in stacked.items()}
 
 
-@cache
-def _activation(name: str) -> nn.Module:
-    return ACTIVATIONS[name]()
-
-
 def forward(
     network: Network,
     params: Mapping[str, Tensor],
@@ -114,16 +106,15 @@ def forward(
     *,
     masks: Sequence[Tensor] | None = None,
     seen: tuple[list[Tensor], list[Tensor]] | None = None,
-    n_layers: int | None = None,
 ) -> Tensor:
     """The outputs (s, b, outputs) of a stack of networks at x, (b, inputs) for all of them or (s, b, inputs).
 
     `masks` are the factors of every hidden layer's units, for dropout. Every layer's input and pre-activation are added
-    to the two lists `seen`. `n_layers` stops earlier: the hidden layers alone are the features of the last.
+    to the two lists `seen`.
     """
     h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
-    activation, last = _activation(network.activation), len(network.hidden)
-    for number in range(last + 1 if n_layers is None else n_layers):
+    activation, last = getattr(F, network.activation), len(network.hidden)
+    for number in range(last + 1):
         z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
         if seen is not None:
             seen[0].append(h)

@@ -1,7 +1,6 @@
 """How the weights of a stack of networks learn: Adam, alone or under dropout; other rules derive from `Rule`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.engine.gradients import StackedGradient
-from bayesadam.engine.network import Network, unflatten
+from bayesadam.engine.network import Network
 from bayesadam.engine.streams import Streams
 
 State = dict[str, Tensor]
@@ -74,12 +73,10 @@ class Adam(Rule):
     weight_decay: float = 0.0
     decoupled: bool = False
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        """m, v and the count of steps."""
+    def start(self, weights: Tensor, n_data: Number) -> State:  # noqa: D102
         return adam_state(weights)
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """torch's Adam."""
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:  # noqa: D102
         adam_update(weights, gradient, state, step.lr, self)
 
 
@@ -106,22 +103,6 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     if tensor.device.type == "cpu":
         return [tensor]
     return list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))
-
-
-def second_moment(state: Mapping[str, Tensor], beta2: float) -> Tensor:
-    """v̂ = v/(1 − β₂ᵗ), (s, weights); zeros before the first step."""
-    steps = state["step"][0].double()
-    return state["exp_avg_sq"] / (1 - beta2**steps).clamp(min=torch.finfo(torch.float32).tiny).float()
-
-
-def optimizer_state_dict(network: Network, state: State, index: int, rule: Adam) -> dict[str, Any]:
-    """One network's part of the state, as torch's Adam or AdamW for that network alone saves it, with a rate of 0."""
-    first, second = (unflatten(network, state[key][index, None].cpu()) for key in ("exp_avg", "exp_avg_sq"))
-    step, names = state["step"][0].cpu(), list(first)
-    entries = {i: {"step": step, "exp_avg": first[n][0], "exp_avg_sq": second[n][0]} for i, n in enumerate(names)}
-    group = {"lr": 0.0, "betas": rule.betas, "eps": EPS, "weight_decay": rule.weight_decay, "amsgrad": False}
-    group |= {"decoupled_weight_decay": rule.decoupled, "params": [*entries], "param_names": names}
-    return {"state": entries, "param_groups": [group]}
 
 
 class Dropped(Rule):

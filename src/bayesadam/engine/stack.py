@@ -3,14 +3,13 @@
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, initial, unflatten
-from bayesadam.engine.rules import Adam, Rule, State, Step, optimizer_state_dict
+from bayesadam.engine.rules import Rule, State, Step
 from bayesadam.engine.streams import Streams
 
 # The most steps in one CUDA graph.
@@ -161,11 +160,6 @@ class Stack:
     def params(self) -> dict[str, Tensor]:
         """The weights, or their moving average, (s, *shape) by name."""
         return unflatten(self.network, self.mean)
-
-    def state_dict(self, index: int) -> dict[str, Any]:
-        """One network's part of Adam's memory, as torch's Adam or AdamW for that network alone would save it."""
-        assert isinstance(self.rule, Adam)
-        return optimizer_state_dict(self.network, self.state, index, self.rule)
 
     def tensors(self) -> dict[str, Tensor]:
         """The memory that makes up the state, by name."""

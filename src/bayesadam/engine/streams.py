@@ -10,10 +10,6 @@ from torch import Tensor
 
 from bayesadam.weights.draws import stream_seed
 
-# Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
-_BLOCK = 256
-_LONG_EPOCH = 20
-
 
 class Streams:
     """One source per seed, for one purpose, so that no seed's numbers depend on the other seeds.
@@ -98,13 +94,3 @@ def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
     while True:
         orders = torch.stack([torch.randperm(n, generator=source) for source in sources])
         yield orders[:, : n - n % size].view(len(seeds), -1, size).transpose(0, 1)
-
-
-def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
-    """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
-    in_epochs = n // size >= _LONG_EPOCH
-    length = n // size if in_epochs else _BLOCK
-    streams, shuffled = Streams(seeds, "batches"), epochs(n, size, seeds)
-    for done in range(0, steps, length):
-        drawn = next(shuffled) if in_epochs else streams.rows(n, length, size).transpose(0, 1)
-        yield drawn[: steps - done]

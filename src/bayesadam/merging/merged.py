@@ -140,7 +140,7 @@ class _Merging:
         """Read the models, check that they fit together, and warn of what makes a merge bad."""
         method = method or ("fisher" if base is None else "gradient-matching")
         if method not in METHODS:
-            raise SettingError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+            raise SettingError(f"method must be one of {METHODS}, got {method!r}")
         if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None and not trim):
             raise SettingError(
                 "method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none, but to trim"
@@ -172,11 +172,10 @@ class _Merging:
         merging = cls(networks, method, start, trim, scales, tied, trained, notes)
         merging._merge_adapters(pairs)
         others = [name for name in plain if name not in trained]
+        numbers = [name for name in others if outline[name].is_floating_point()]
         kinds = {
-            "that no model trained were averaged": [name for name in others if outline[name].is_floating_point()],
-            f"of integers are those of {networks[0].label}": [
-                name for name in others if not outline[name].is_floating_point()
-            ],
+            "that no model trained were averaged": numbers,
+            f"of integers are those of {networks[0].label}": [name for name in others if name not in numbers],
             "that not every model trained come from those that did": [
                 name for name in trained if not all(name in network.owners for network in networks)
             ],

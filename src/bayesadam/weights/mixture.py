@@ -21,9 +21,9 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
-from bayesadam.weights.gaussian import Marginals, check_draws
+from bayesadam.weights.gaussian import check_draws
 from bayesadam.weights.named import AnyPath, Named
-from bayesadam.weights.posterior import Posterior, copy_into, described, warn_of_calibration
+from bayesadam.weights.posterior import Posterior, copy_into, warn_of_calibration
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -31,7 +31,7 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture(Marginals):
+class Mixture:
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
     Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
@@ -78,11 +78,6 @@ class Mixture(Marginals):
         """Σ π_m x_m by name."""
         shares = list(zip(self.weights, named, strict=True))
         return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
-
-    @property
-    def n_weights(self) -> int:
-        """The number of weights of one network."""
-        return self.members[0].n_weights
 
     @property
     def likelihood(self) -> str | None:
@@ -175,12 +170,10 @@ class Mixture(Marginals):
             kind = about.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
         weights, headers = about.get("weights"), about.get("members")
-        if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
-            raise FileError(f"{path} is damaged: its header has not a weight for every member")
+        if not (isinstance(headers, list) and all(isinstance(header, dict) for header in headers)):
+            raise FileError(f"{path} is damaged: it has not a header for every member")
         members = []
         for number, header in enumerate(headers):
-            if not isinstance(header, dict):
-                raise FileError(f"{path} is damaged: member {number} has no header")
             parts = storage.under(f"{number}.", tensors)
             besides = storage.under(f"{_BESIDES}.", parts)
             parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
@@ -200,15 +193,12 @@ class Mixture(Marginals):
         return iter(self.members)
 
     def __repr__(self) -> str:
-        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
-        size = f"{self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
         shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {kinds}, {size}, weights=({shares}))"
+        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, weights=({shares}))"
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        title = f"Mixture over {type(self.members[0].model).__name__}"
-        return "\n".join([title, *described(self.members, members=f"{len(self)}, weights {shares}")])
+        rows = [f"  {weight:.3g} of {member!r}" for weight, member in zip(self.weights, self.members, strict=True)]
+        return "\n".join([f"Mixture over {type(self.members[0].model).__name__}", *rows])
 
 
 def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
@@ -255,10 +245,7 @@ def _check_members(members: Sequence[Posterior]) -> None:
 
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
     """Weights of sum 1, equal ones for None."""
-    try:
-        numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    except (TypeError, ValueError):
-        numbers = []
+    numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
         raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
     total = math.fsum(numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -268,8 +268,7 @@ class Posterior(GaussianWeights):
         mode = {name: parameters[name].detach().to(v[name].dtype, copy=True) for name in v}
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
-        model = unwrap(model)
-        posterior = cls(mode, q.structure, q.settings, q.omitted, origin=origin, model=model, likelihood=likelihood)
+        posterior = cls._over(model, q, mode=mode, origin=origin, likelihood=likelihood)
         return posterior.replace(prior_precision=reading.prior_precision) if q.settings.covariant else posterior
 
     @classmethod
@@ -296,19 +295,17 @@ class Posterior(GaussianWeights):
         q = unpacked(path, tensors, header, parameters)
         for name in q.mode:
             readers.check_parameter(name, parameters[name])
-        warn_of_other_statistics(path, header.get("running_statistics"), model)
-        return cls(
-            q.mode,
-            q.structure,
-            q.settings,
-            q.omitted,
-            origin=q.origin,
-            model=unwrap(model),
-            # Files of releases before 0.3 have it in their calibration alone.
-            likelihood=header.get("likelihood") or (header.get("calibration") or {}).get("likelihood"),
-            noise_variance=_noise(header.get("noise_variance")),
-            temperature=header.get("temperature", 1.0),
-        )
+        warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
+        # Files of releases before 0.3 have it in their calibration alone.
+        likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
+        outputs = {"noise_variance": _noise(header.get("noise_variance")), "temperature": header.get("temperature", 1.0)}
+        return cls._over(model, q, likelihood=likelihood, **outputs)
+
+    @classmethod
+    def _over(cls, model: nn.Module, q: GaussianWeights, **changes: Any) -> Posterior:
+        """A Gaussian with a model."""
+        how = {"mode": q.mode, "origin": q.origin, **changes}
+        return cls(structure=q.structure, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
 
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
@@ -497,37 +494,27 @@ class Posterior(GaussianWeights):
         copy_into(self.model, self.mean)
 
     def __str__(self) -> str:
-        return "\n".join([f"Posterior over {type(self.model).__name__}", *described([self])])
+        settings, default = self.settings, " (1 where there is no weight decay)" if self.settings.default_prior else ""
+        lines = {
+            "structure": f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters",
+            "data": f"N = {self.n_data:,.10g}" + (f", B = {self.batch_size}" if self.batch_size else ""),
+            "curvature": f"v̂^{settings.power:g}, {settings.form} form",
+            "likelihood": self.likelihood,
+            "scale": f"s = {self.scale:.3g}",
+            "prior precision": _range("δ", self.prior_precision.values()) + default,
+            "noise variance": None if self.noise_variance is None else _range("σ²", [self.noise_variance]),
+            "temperature": f"T = {self.temperature:.3g}" if self.temperature != 1 else None,
+            "tracked": self.origin.tracked,
+        }
+        width = max(len(name) for name, value in lines.items() if value)
+        rows = [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
+        return "\n".join([f"Posterior over {type(self.model).__name__}", *rows])
 
 
-def described(posteriors: Sequence[Posterior], **more: str) -> list[str]:
-    """The settings line by line, names and values aligned; of several posteriors the range of each number."""
-    first = posteriors[0]
-    parts = [(q.structure.kind, f"{q.n_data:,.10g}", str(q.batch_size or "")) for q in posteriors]
-    kinds, sizes, batches = (" / ".join(dict.fromkeys(words)) for words in zip(*parts, strict=True))
-    lines = more | {
-        "structure": f"{kinds}, {first.n_weights:,} weights in {len(first.mode)} parameters",
-        "data": f"N = {sizes}" + (f", B = {batches}" if batches else ""),
-        "curvature": f"v̂^{first.power:g}, {first.form} form",
-        "likelihood": first.likelihood or "",
-        "scale": _range("s", [q.scale for q in posteriors]),
-        "prior precision": _range("δ", [delta for q in posteriors for delta in q.prior_precision.values()]),
-        "noise variance": _range("σ²", [q.noise_variance for q in posteriors if q.noise_variance is not None]),
-        "temperature": _range("T", [q.temperature for q in posteriors if q.temperature != 1]),
-        "tracked": "; ".join(dict.fromkeys(str(q.origin.tracked) for q in posteriors if q.origin.tracked)),
-    }
-    if any(q.settings.default_prior for q in posteriors):
-        lines["prior precision"] += " (1 where there is no weight decay)"
-    width = max(len(name) for name, value in lines.items() if value)
-    return [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
-
-
-def _range(symbol: str, values: Sequence[float | Tensor]) -> str:
-    """The least and the greatest; one number where they are the same, nothing where there is none."""
-    tensors = [whole(torch.as_tensor(value)).double() for value in values]
-    ends = [float(end) for tensor in tensors for end in tensor.aminmax()]
-    numbers = dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))) if ends else ()
-    return f"{symbol} = {' to '.join(numbers)}" if numbers else ""
+def _range(symbol: str, values: Iterable[float | Tensor]) -> str:
+    """The least and the greatest; one number where they are the same."""
+    ends = [float(end) for value in values for end in whole(torch.as_tensor(value)).double().aminmax()]
+    return f"{symbol} = {' to '.join(dict.fromkeys(f'{end:.3g}' for end in (min(ends), max(ends))))}"
 
 
 def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
