@@ -19,8 +19,8 @@ from torch.func import functional_call, jacrev
 from bayesadam import Posterior, calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network as Network
-from bayesadam.engine.network import forward, member
-from bayesadam.engine.rules import adam_state, adam_update
+from bayesadam.engine.network import forward, member, unflatten
+from bayesadam.engine.rules import EPS, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams, epochs
 from bayesadam.likelihoods import likelihood
@@ -291,9 +291,20 @@ def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predic
     return predictors
 
 
+def adam_state_dict(stack: Stack, index: int) -> dict[str, Any]:
+    """One network's part of Adam's state, as torch's Adam or AdamW for that network alone saves it, with a rate of 0."""
+    rule: Any = stack.rule
+    first, second = (unflatten(stack.network, stack.state[key][index, None].cpu()) for key in ("exp_avg", "exp_avg_sq"))
+    step, names = stack.state["step"][0].cpu(), list(first)
+    entries = {i: {"step": step, "exp_avg": first[n][0], "exp_avg_sq": second[n][0]} for i, n in enumerate(names)}
+    group = {"lr": 0.0, "betas": rule.betas, "eps": EPS, "weight_decay": rule.weight_decay, "amsgrad": False}
+    group |= {"decoupled_weight_decay": rule.decoupled, "params": [*entries], "param_names": names}
+    return {"state": entries, "param_groups": [group]}
+
+
 def read(problem: Problem, **settings: Any) -> list[Posterior]:
     """The posterior of every seed, read off Adam's state."""
-    states = map(problem.optimum.state_dict, range(len(problem.seeds)))
+    states = [adam_state_dict(problem.optimum, index) for index in range(len(problem.seeds))]
     pairs = zip(problem.networks(), states, strict=True)
     return [Posterior.from_state_dict(*pair, len(problem.data), **settings) for pair in pairs]
 

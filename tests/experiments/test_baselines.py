@@ -73,7 +73,7 @@ def test_badams_posterior_is_the_one_read_off_a_plain_adam():
         out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, stack.data.x[1][chosen])[0]
         (out - stack.data.y[1][chosen]).square().mean().backward()
         adam.step()
-    state = stack.optimum.state_dict(1)
+    state = baselines.adam_state_dict(stack.optimum, 1)
     for key, parameter in enumerate(params.values()):
         assert_close(state["state"][key]["exp_avg_sq"], adam.state[parameter]["exp_avg_sq"], rtol=1e-4, atol=1e-9)
         assert_close(stack.optimum.params[list(params)[key]][1], parameter.detach(), rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 from bayesadam.engine.network import Network, forward
 from bayesadam.engine.streams import Streams
 from experiments import released
-from experiments.baselines import Data, Problem, Training
+from experiments.baselines import Data, Problem, Training, adam_state_dict
 from experiments.figure2 import PruningSettings, fit_part
 from experiments.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot, narrow
 from experiments.running import generator
@@ -58,7 +58,7 @@ def test_the_script_divides_by_n_twice_and_the_text_once(monkeypatch):
     script, letter = seen
     for name, v in moments.items():
         assert_close(script.variance[name], 1 / (N * N * v[0].sqrt()), rtol=1e-3)
-    state = problem.optimum.state_dict(0)["state"]
+    state = adam_state_dict(problem.optimum, 0)["state"]
     corrected = state[0]["exp_avg_sq"] / (1 - 0.999 ** float(state[0]["step"]))
     live = corrected > 0
     assert_close(letter.variance["layer0.weight"][live], 1 / (N * corrected[live].sqrt()), rtol=1e-3)

@@ -88,8 +88,6 @@ class Posterior(GaussianWeights):
         if self.running is None:
             object.__setattr__(self, "running", (writes_to_statistics(self.model), running_statistics(self.model)))
 
-    # --- where it is from ---------------------------------------------------------------------------------------------
-
     @classmethod
     def from_optimizer(
         cls,
@@ -219,14 +217,14 @@ class Posterior(GaussianWeights):
         """From v̂ by parameter name, free of bias, whoever kept it; θ is the model's, or `mean`."""
         parameters = own_parameters(model)
         theta: Named = parameters if mean is None else mean
+        mode, moments = {}, {}
         for name, v in second_moment.items():
             if name not in parameters or name not in theta or v.shape != parameters[name].shape:
                 raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
             if not bool((torch.isfinite(v) & (v >= 0)).all()):
                 raise SettingError(f"the second moment of {name!r} must be finite and not negative")
-        kinds = {name: readers.working_dtype(theta[name].dtype) for name in second_moment}
-        mode = {name: theta[name].detach().to(kind, copy=True) for name, kind in kinds.items()}
-        moments = {name: v.detach().to(mode[name], copy=True) for name, v in second_moment.items()}
+            mode[name] = theta[name].detach().to(readers.working_dtype(theta[name].dtype), copy=True)
+            moments[name] = v.detach().to(mode[name], copy=True)
         settings = Settings(n_data, prior_by_name(prior_precision, mode), power, batch_size)
         omitted = {name: "not given" for name in parameters if name not in mode}
         return cls(mode, Diagonal(moments), settings, omitted, model=unwrap(model), likelihood=likelihood)
@@ -298,7 +296,10 @@ class Posterior(GaussianWeights):
         warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
         # Files of releases before 0.3 have it in their calibration alone.
         likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
-        outputs = {"noise_variance": _noise(header.get("noise_variance")), "temperature": header.get("temperature", 1.0)}
+        outputs = {
+            "noise_variance": _noise(header.get("noise_variance")),
+            "temperature": header.get("temperature", 1.0),
+        }
         return cls._over(model, q, likelihood=likelihood, **outputs)
 
     @classmethod
@@ -307,8 +308,7 @@ class Posterior(GaussianWeights):
         how = {"mode": q.mode, "origin": q.origin, **changes}
         return cls(structure=q.structure, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
 
-    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
-        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:  # noqa: D102
         tensors, header = super().packed(weights=weights, compress=compress)
         header |= {
             "likelihood": self.likelihood,
@@ -317,8 +317,6 @@ class Posterior(GaussianWeights):
             "running_statistics": running_statistics(self.model),
         }
         return tensors, header
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def predict(
         self,
@@ -383,17 +381,16 @@ class Posterior(GaussianWeights):
         self.require_whole("the input side")
         if not self.structure.independent:
             raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        known = input_sides(self, inputs, forward=forward)
         v, prior = self.structure.second_moment, dict(self.prior_precision)
-        sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
+        sides = input_sides(self, inputs, forward=forward)
+        sides = {name: side for name, side in sides.items() if side.bias is None or side.bias in v}
+        joined = {*sides, *(side.bias for side in sides.values())}
+        moments = {name: tensor for name, tensor in v.items() if name not in joined}
         for name, side in sides.items():
             if isinstance(prior[name], Tensor):
                 raise SettingError(f"with_inputs needs one prior precision for all weights of {name!r}")
-            prior |= {} if side.bias is None else {side.bias: prior[name]}
-        joined = {side.bias for side in sides.values()}
-        moments = {name: tensor for name, tensor in v.items() if name not in sides and name not in joined}
-        for name, side in sides.items():
             moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
+            prior |= {} if side.bias is None else {side.bias: prior[name]}
         settings = replace(self.settings, prior_precision=prior)
         return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
 
@@ -431,8 +428,6 @@ class Posterior(GaussianWeights):
                 raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
         return replace(self.each(whole), model=unwrap(model))
 
-    # --- the model ----------------------------------------------------------------------------------------------------
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name, which must still be those of the posterior."""
         parameters = own_parameters(self.model)
@@ -441,13 +436,11 @@ class Posterior(GaussianWeights):
                 raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
         return parameters
 
-    def network_tensors(self) -> Named:
-        """Every tensor of the model by name."""
+    def network_tensors(self) -> Named:  # noqa: D102
         state = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
-    def draw_types(self) -> Mapping[str, torch.dtype]:
-        """The types of the model's parameters."""
+    def draw_types(self) -> Mapping[str, torch.dtype]:  # noqa: D102
         return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
 
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
@@ -466,28 +459,29 @@ class Posterior(GaussianWeights):
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
 
-        The parameters' own memory is set aside, not written to, so what comes back is the very same bits; shards are
-        copied aside instead. On a sharded model every process must enter, and run as many forwards. Other threads that
-        predict with the same model, or go into `sampled`, wait until this one has left.
+        The memory of parameters and buffers is set aside, not written to, so what comes back is the very same bits;
+        shards are copied aside instead. On a sharded model every process must enter, and run as many forwards. Other
+        threads that predict with the same model, or go into `sampled`, wait until this one has left.
         """
         draw = self.sample(generator=generator)
         shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
         with alone_with(self.model), holding(self.model, shards):
             parameters = self.parameters()
             originals = {name: parameters[name].data for name in draw}
-            slots = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
-            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in slots]
+            slots = [
+                (m._buffers, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None
+            ]
             try:
                 for name, value in draw.items():
                     parameters[name].data = value.to(originals[name].device)
+                for buffers, key, buffer in slots:
+                    buffers[key] = buffer.clone()
                 yield self.model
             finally:
                 for name, data in originals.items():
                     parameters[name].data = data
-                with torch.no_grad():
-                    for module, key, buffer, before in buffers:
-                        module._buffers[key] = buffer
-                        _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
+                for buffers, key, buffer in slots:
+                    buffers[key] = buffer
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
@@ -547,13 +541,6 @@ def padding_rows(model: nn.Module) -> dict[str, int]:
     by_name = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
     only = {name: next(iter(kept)) for name, kept in by_name.items() if len(kept) == 1}
     return {name: row for name, row in only.items() if row is not None}
-
-
-def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """The first entry alone along dimensions in which a buffer is one number expanded, which cannot be written to."""
-    if buffer.layout != torch.strided:
-        return tensor
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
 
 
 def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:

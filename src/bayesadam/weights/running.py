@@ -42,7 +42,9 @@ def writes_to_statistics(model: nn.Module) -> int:
 def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
     """The running statistics of a model that are not the saved ones."""
     close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
-    pairs = {name: zip(now, saved[name], strict=True) for name, now in running_statistics(model).items() if name in saved}
+    pairs = {
+        name: zip(now, saved[name], strict=True) for name, now in running_statistics(model).items() if name in saved
+    }
     return [name for name, numbers in pairs.items() if not all(close(a, b) for a, b in numbers)]
 
 
@@ -83,5 +85,3 @@ def warn_of_other_statistics(path: AnyPath, saved: Mapping[str, Any], model: nn.
             f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
             "the posterior"
         )
-
-
