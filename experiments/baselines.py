@@ -292,7 +292,7 @@ def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predic
 
 
 def adam_state_dict(stack: Stack, index: int) -> dict[str, Any]:
-    """One network's part of Adam's state, as torch's Adam or AdamW for that network alone saves it, with a rate of 0."""
+    """One network's part of Adam's state, as torch's own for that network alone saves it, with a rate of 0."""
     rule: Any = stack.rule
     first, second = (unflatten(stack.network, stack.state[key][index, None].cpu()) for key in ("exp_avg", "exp_avg_sq"))
     step, names = stack.state["step"][0].cpu(), list(first)

@@ -121,13 +121,6 @@ class Anchor(Hooked):
             self._pull_back(index)
         self._handles = []
 
-    @torch.no_grad()
-    def penalty(self) -> Tensor:
-        """(λ/2N) (θ − μ)ᵀ P (θ − μ) as it is now, for a logger."""
-        gaps = {name: self._gap(name) for name in self.anchored}
-        parts = [float((gap * self._scaled(name, gap, self._precision[name])).sum()) for name, gap in gaps.items()]
-        return torch.tensor(sum(parts) * (self.strength / (2 * self.n_data)))
-
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` resumes from; tensors and plain data."""
         return {

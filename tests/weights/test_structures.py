@@ -77,7 +77,7 @@ def test_a_sum_has_both_precisions_and_one_prior(structure):
     precision = torch.linalg.inv(dense(q).covariance_matrix) + 20 * 8 * curvature(q, 1.0)
     assert_close(flat(total, total.variance), torch.linalg.inv(precision).diagonal(), rtol=1e-8)
     assert_close(total.mean, q.mean)
-    assert (total.n_data, total.settings.power, total.batch_size) == (N + 20, 1.0, 1)
+    assert (total.n_data, total.settings.power, total.settings.batch_size) == (N + 20, 1.0, 1)
     assert isinstance(total, ba.Posterior)
     without = ba.GaussianWeights(q.mode, q.structure, q.settings)
     assert type(before + without) is ba.GaussianWeights

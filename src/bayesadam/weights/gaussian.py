@@ -185,11 +185,6 @@ class GaussianWeights:
         return self.settings.scale
 
     @property
-    def batch_size(self) -> int | None:
-        """B, the number of examples behind one gradient; None where it was not given."""
-        return self.settings.batch_size
-
-    @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter, without reading it."""
         return {name: theta.shape for name, theta in outlined(self.mode).items()}
@@ -208,8 +203,8 @@ class GaussianWeights:
         """The same over one parameter alone, in memory."""
         settings = replace(self.settings, prior_precision={name: self.prior_precision[name]})
         padding, types = {n: row for n, row in self.padding.items() if n == name}, {name: self.draw_types()[name]}
-        mode, how = {name: self.mode[name]}, {"padding": padding, "dtypes": types, "has_weights": self.has_weights}
-        return GaussianWeights(mode, self.structure.part(name), settings, origin=self.origin, **how)  # type: ignore[arg-type]
+        how: Any = {"origin": self.origin, "padding": padding, "dtypes": types, "has_weights": self.has_weights}
+        return GaussianWeights({name: self.mode[name]}, self.structure.part(name), settings, **how)
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of draws by parameter name."""
@@ -223,7 +218,7 @@ class GaussianWeights:
             generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
                 alone. Of a sharded posterior the first process's counts.
         """
-        check_draws(n)
+        count("n", 1 if n is None else n, "draws, or None for one")
         return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
 
     @torch.no_grad()
@@ -299,11 +294,11 @@ class GaussianWeights:
         padding = {name: row for name, row in {**self.padding, **later.padding}.items() if name in mode}
         types = {**(self.dtypes or {}), **(later.dtypes or {})}
         types = {name: types.get(name, mu.dtype) for name, mu in mode.items()}
-        gaussian = {"mode": mode, "structure": structure, "settings": settings, "omitted": omitted}
-        return replace(later, **gaussian, origin=UNKNOWN, padding=padding, dtypes=types, source=None)  # type: ignore[arg-type]
+        gaussian: Any = {"mode": mode, "structure": structure, "settings": settings, "omitted": omitted}
+        return replace(later, **gaussian, origin=UNKNOWN, padding=padding, dtypes=types, source=None)
 
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
-        """Write it to one safetensors file, tensor by tensor, in place of an older one only once it is complete.
+        """Write one safetensors file, tensor by tensor, in place of an older one once complete.
 
         A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
 
@@ -475,12 +470,6 @@ def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> Gaussi
     kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
     why = f"{path}: a {q.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
     return replace(q, source=Source(path, "posterior", (why,), q.mode))
-
-
-def check_draws(n: int | None) -> None:
-    """Refuse numbers of draws that are not positive; None is one draw without a dimension for it."""
-    if n is not None:
-        count("n", n, "draws, or None for one")
 
 
 def require_safetensors(out: AnyPath) -> None:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from bayesadam import _storage as storage
 from bayesadam._alone import unwrap
-from bayesadam._checks import require_kind
+from bayesadam._checks import count, require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
-from bayesadam.weights.gaussian import check_draws
 from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.posterior import Posterior, copy_into, warn_of_calibration
+from bayesadam.weights.running import running_statistics
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -91,7 +91,7 @@ class Mixture:
             n: the number of draws, a leading dimension; None for one draw without it, the first of any number.
             generator: makes picks and draws reproducible; they depend on it alone.
         """
-        check_draws(n)
+        count("n", 1 if n is None else n, "draws, or None for one")
         self.require_proper()
         seed = fresh_seed(generator)
         picked = picks(self.weights, n or 1, seed)
@@ -243,11 +243,11 @@ def _check_members(members: Sequence[Posterior]) -> None:
                 )
 
 
-def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
+def _normalised(weights: Iterable[float] | Tensor | None, n: int) -> tuple[float, ...]:
     """Weights of sum 1, equal ones for None."""
-    numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
-        raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
+    numbers = [1.0] * n if weights is None else [float(weight) for weight in weights]
+    if len(numbers) != n or not all(0 < weight < math.inf for weight in numbers):
+        raise SettingError(f"weights must be one positive number for each of the {n} members, got {weights!r}")
     total = math.fsum(numbers)
     return tuple(numbers) if math.isclose(total, 1, rel_tol=1e-15) else tuple(weight / total for weight in numbers)
 
@@ -257,12 +257,11 @@ def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
     owners: dict[int, Posterior] = {}
     for member in members:
         first = owners.setdefault(id(member.model), member)
-        norms = [pair for pair in member.model.named_modules() if isinstance(pair[1], nn.modules.batchnorm._BatchNorm)]
-        tracked = [name for name, module in norms if module.running_mean is not None]
+        tracked = [name for name in running_statistics(member.model) if name.endswith("running_mean")]
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
             warn(
-                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, "
-                "which are right for one network alone: give each member a model of its own"
+                f"members of different weights share one model, and with it {tracked[0]!r}, which is right for one "
+                "network alone: give each member a model of its own"
             )
             return
 
@@ -270,13 +269,13 @@ def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
 def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
     """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
     besides = [_besides(member.model, member.mode) for member in members]
-    names = dict.fromkeys(name for tensors in besides for name in tensors)
-    odd = [name for name in names if not all(_same(besides[0].get(name), tensors.get(name)) for tensors in besides)]
-    return [{name: tensors[name] for name in odd if name in tensors} for tensors in besides]
 
+    def is_common(name: str) -> bool:
+        first, *others = (tensors.get(name) for tensors in besides)
+        same = (t is not None and t.dtype == first.dtype and torch.equal(t.to(first.device), first) for t in others)
+        return first is not None and all(same)
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
+    return [{name: t for name, t in tensors.items() if not is_common(name)} for tensors in besides]
 
 
 def _besides(model: nn.Module, mode: Named) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ class Posterior(GaussianWeights):
     likelihood: str | None = field(default=None, kw_only=True)
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
-    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
+    running: tuple[int, dict[str, list[float]]] = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.likelihood is not None:
@@ -296,11 +296,8 @@ class Posterior(GaussianWeights):
         warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
         # Files of releases before 0.3 have it in their calibration alone.
         likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
-        outputs = {
-            "noise_variance": _noise(header.get("noise_variance")),
-            "temperature": header.get("temperature", 1.0),
-        }
-        return cls._over(model, q, likelihood=likelihood, **outputs)
+        noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
+        return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
 
     @classmethod
     def _over(cls, model: nn.Module, q: GaussianWeights, **changes: Any) -> Posterior:
@@ -451,7 +448,6 @@ class Posterior(GaussianWeights):
     @property
     def moved_statistics(self) -> list[str]:
         """Running statistics of the model's batch norms that have changed since the posterior was read."""
-        assert self.running is not None
         writes, before = self.running
         return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
@@ -468,9 +464,8 @@ class Posterior(GaussianWeights):
         with alone_with(self.model), holding(self.model, shards):
             parameters = self.parameters()
             originals = {name: parameters[name].data for name in draw}
-            slots = [
-                (m._buffers, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None
-            ]
+            named = [module._buffers for module in self.model.modules()]
+            slots = [(buffers, key, b) for buffers in named for key, b in buffers.items() if b is not None]
             try:
                 for name, value in draw.items():
                     parameters[name].data = value.to(originals[name].device)
@@ -491,7 +486,7 @@ class Posterior(GaussianWeights):
         settings, default = self.settings, " (1 where there is no weight decay)" if self.settings.default_prior else ""
         lines = {
             "structure": f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters",
-            "data": f"N = {self.n_data:,.10g}" + (f", B = {self.batch_size}" if self.batch_size else ""),
+            "data": f"N = {self.n_data:,.10g}" + (f", B = {settings.batch_size}" if settings.batch_size else ""),
             "curvature": f"v̂^{settings.power:g}, {settings.form} form",
             "likelihood": self.likelihood,
             "scale": f"s = {self.scale:.3g}",

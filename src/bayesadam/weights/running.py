@@ -42,10 +42,8 @@ def writes_to_statistics(model: nn.Module) -> int:
 def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
     """The running statistics of a model that are not the saved ones."""
     close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
-    pairs = {
-        name: zip(now, saved[name], strict=True) for name, now in running_statistics(model).items() if name in saved
-    }
-    return [name for name, numbers in pairs.items() if not all(close(a, b) for a, b in numbers)]
+    now = running_statistics(model)
+    return [name for name in now if name in saved and not all(map(close, now[name], saved[name]))]
 
 
 def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:

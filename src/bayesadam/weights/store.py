@@ -65,19 +65,18 @@ def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[
         return compression.encode(moments[name], compress)[role.removeprefix(_MOMENT)]
 
     numbers = {name: delta for name, delta in deltas.items() if not isinstance(delta, Tensor)}
-    plain = {key: getattr(settings, key) for key in SETTING_NAMES if key != "prior_precision"}
-    plain = {key: value for key, value in plain.items() if value or key not in _FLAGS}
+    plain = {key: value for key, value in vars(settings).items() if value or key not in _FLAGS}
     header = {
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
         "structure": q.structure.kind,
-        **({"inputs": {n: [side.bias, side.inputs_first] for n, side in sides.items()}} if sides else {}),
+        "inputs": {name: [side.bias, side.inputs_first] for name, side in sides.items()} or None,
         "parameters": list(mode),
         "settings": {**plain, "prior_precision": numbers},
         **q.origin.header(),
         "omitted": dict(q.omitted),
-        **({} if weights else {"has_weights": False}),
-        **({} if compress is None else {"compress": compress}),
+        "has_weights": weights,
+        "compress": compress,
     }
     return Lazy(outline, read), header
 
