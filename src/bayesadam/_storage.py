@@ -103,7 +103,7 @@ def check_version(path: AnyPath, version: object, kind: Kind = POSTERIOR) -> Non
     if version is None:
         raise FileError(f"{path} is not {kind.what}: it has no {kind.header!r} header{kind.remedy}")
     if not isinstance(version, int) or version > kind.newest:
-        raise FileError(f"{path} has format {version}, and this bayesadam reads up to {kind.newest}: upgrade it")
+        raise FileError(f"{path} has format {version}, this version of bayesadam reads up to {kind.newest}: upgrade it")
 
 
 def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Mapping[str, Tensor]) -> None:

@@ -187,7 +187,7 @@ def test_weights_are_normalised(weights, expected):
     assert Mixture(members(), normalised).weights == normalised
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (), (1, 0, 1), (1, -1, 1), (1, math.nan, 1), (1, math.inf, 1), 3, "abc"])
+@pytest.mark.parametrize("weights", [(1, 1), (), (1, 0, 1), (1, -1, 1), (1, math.nan, 1), (1, math.inf, 1)])
 def test_weights_that_are_none(weights):
     with pytest.raises(SettingError, match="weights"):
         Mixture(members(), weights)

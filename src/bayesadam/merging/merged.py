@@ -253,9 +253,8 @@ class _Merging:
                 raise MatchError(f"put adapter_config.json beside all weights: a scaling of {pair.prefix!r} is unknown")
             ranks = [len(adapter.down) for adapter in adapters]
             largest = ranks.index(max(ranks))
-            curvature = torch.stack(
-                [a * adapter.curvature() for a, adapter in zip(counts.tolist(), adapters, strict=True)]
-            )
+            parts = torch.stack([adapter.curvature() for adapter in adapters])
+            curvature = counts.to(parts)[:, None, None] * parts
             change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
             for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
                 like = networks[largest].outline[name]

@@ -108,7 +108,7 @@ class Sums:
 
         roots = self.products.diagonal().sqrt()
         relative = (self.products / torch.outer(roots, roots)).nan_to_num(nan=0.0).clamp(max=1.0)
-        return float(relative[tuple(torch.triu_indices(*relative.shape, offset=1))].min())
+        return float(relative[tuple(torch.triu_indices(len(relative), len(relative), offset=1))].min())
 
 
 @dataclass(frozen=True)
