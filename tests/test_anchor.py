@@ -154,14 +154,12 @@ def test_sgd_has_one_price_for_every_weight(kind, make, metric, every_step):
     optimizer = make(before.model.parameters())
     plain = copy.deepcopy(before.model)
     other = make(plain.parameters())
-    with anchor(optimizer, before) as held:
+    with anchor(optimizer, before):
         fit(before.model, optimizer, seed=3, count=1)
     fit(plain, other, seed=3, count=1)
     theta = flat(plain.named_parameters())
     expected = proximal(theta, torch.full_like(theta, metric), mu, precision, 1 / N)
     assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-9)
-    gap = expected - mu
-    assert_close(held.penalty(), gap @ precision @ gap / (2 * N), rtol=1e-6, atol=1e-12)
 
 
 OTHERS = {

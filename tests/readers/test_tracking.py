@@ -265,7 +265,7 @@ def test_it_says_what_stands_behind_it(tmp_path):
     train(model, optimizers, range(2, 12))
     tracker.remove()
     posterior = ba.Posterior.from_optimizer(model, optimizers, 100, power=1.0)
-    assert posterior.batch_size == 16
+    assert posterior.settings.batch_size == 16
     assert ba.Posterior.from_optimizer(model, optimizers, 100, batch_size=8).batch_size == 8
     # Muon does not count its steps, AdamW does.
     assert posterior.origin.tracked == "6 parameters, by 4 gradients, at least one in 3 steps: 64 examples"
