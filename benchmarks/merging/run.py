@@ -45,7 +45,7 @@ from benchmarks.common.harness import (
     write_results,
 )
 from benchmarks.merging import rivals
-from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
+from benchmarks.merging.tasks import TASKS, accuracy, build, experts, images, train
 
 FACTORS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3)
 DENSITIES = (0.1, 0.2, 0.4)
@@ -85,7 +85,7 @@ def best(candidates: Mapping[Any, Callable[[], Weights]], scorer: Scorer) -> tup
 
 def images_cell(network: str, name: str, tasks: str, seed: int, options: argparse.Namespace) -> Cell:
     """Test accuracy of every method for one seed."""
-    data = load(name, options.device, options.most)
+    data = images(name, options.device, quick=options.quick)
     start_of = build(network, seed, options.hidden).to(options.device)
     base = train(start_of, *data.base, steps=options.steps, seed=seed)
     tuned = experts(base.model, data, TASKS[tasks], steps=options.steps, seed=seed)
@@ -109,8 +109,11 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
     for row, grid in grids.items():
         chosen[row], weights = best(grid, validation)
         rows[row] = test(weights)
-    images = data.tune[0][: options.fisher]
-    exact = [rivals.exact_fisher(each.model, task(images)) for each, task in zip(tuned, TASKS[tasks], strict=True)]
+    x, y = data.tune
+    exact = [
+        rivals.exact_fisher(each.model, task(x[: options.fisher]))
+        for each, task in zip(tuned, TASKS[tasks], strict=True)
+    ]
     rows["exact Fisher"] = test(rivals.fisher_merged(own, exact))
     diagonal, rich = [each.diagonal for each in tuned], [each.kronecker for each in tuned]
     seconds, merged = timed(lambda: merge(diagonal), options.device)
@@ -130,7 +133,6 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         rows["average (SOAP)"] = test(rivals.average([each.model.state_dict() for each in soap]))
         rows["fisher (SOAP)"] = test(merge(turned, method="fisher"))
         rows["kronecker (SOAP)"] = test(merge(turned, method="kronecker"))
-    x, y = data.tune
     all_x, all_y = torch.cat([task(x) for task in TASKS[tasks]]), y.repeat(len(tuned))
     joint = train(copy.deepcopy(base.model), all_x, all_y, steps=len(tuned) * options.steps, seed=seed, keep=0)
     rows["joint"] = test(joint.model.state_dict())
@@ -174,10 +176,10 @@ def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[floa
             column.setdefault(row, []).append(value)
         for value in cell.get("overlaps", ()):
             column.setdefault("overlap", []).append(value)
-    images = [cell["rows"] for cell in cells.values()]
-    columns["images, all"] = {row: [rows[row] for rows in images] for row in images[0]}
+    every = [cell["rows"] for cell in cells.values()]
+    columns["images, all"] = {row: [rows[row] for rows in every] for row in every[0]}
     for one, other in DIFFERENCES:
-        columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in images]
+        columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in every]
     texts = []
     for column, rows in columns.items():
         lines = [f"| {row} | {number(values, 3 if row == 'overlap' else 1)} |" for row, values in rows.items()]
@@ -214,13 +216,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=400, help="units of the MLP's two layers")
     parser.add_argument("--soap", action="store_true", help="experts trained by SOAP as well")
     options = parser.parse_args()
-    options.most, options.fisher = None, 1000
+    options.fisher = 1000
     if options.quick:
         options.networks, options.data, options.tasks, options.seeds = ["mlp"], ["mnist"], ["mixed"], [0]
-        options.steps, options.hidden, options.most, options.fisher, options.soap = 60, 16, 500, 50, True
+        options.steps, options.hidden, options.fisher, options.soap = 60, 16, 50, True
     # Short training is warned of, rightly, and here in every cell.
     warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
-    keys = ("steps", "hidden", "most", "fisher", "soap")
+    keys = ("quick", "steps", "hidden", "fisher", "soap")
     about = {key: getattr(options, key) for key in keys}
     folder: Path = options.out / "merging"
     cells: dict[str, Cell] = {}
