@@ -167,7 +167,7 @@ def test_of_richer_structures_the_marginals_are_told(weights: bool, tmp_path: Pa
     optimizer = torch.optim.Adam(model.parameters())
     recorder = ba.Recorder(optimizer, keep=30)
     train(model, optimizer, steps=40)
-    posterior = ba.Posterior.from_recorder(model, recorder, 200, prior_precision=2.0)
+    posterior = ba.Posterior.from_recorder(model, recorder, 200, batch_size=8, prior_precision=2.0)
     posterior.save(tmp_path / "p.safetensors", weights=weights)
     found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr() if weights else posterior.stddev)
