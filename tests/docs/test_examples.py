@@ -76,7 +76,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def fresh():
     """Runs a script in a process that has done nothing yet; its status, and what it printed on standard error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("fresh.py"))],
         stdin=subprocess.PIPE,
