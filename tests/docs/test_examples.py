@@ -228,10 +228,11 @@ def _reference() -> dict[str, list[str]]:
     the site's builder, which fails without them.
     """
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
-    return {
-        found[1]: re.findall(r"^        - (\w+)$", found[2], re.MULTILINE)
-        for found in re.finditer(_ENTRY, text + "\n", re.MULTILINE)
-    }
+    found = {}
+    for entry in re.finditer(_ENTRY, text + "\n", re.MULTILINE):
+        options = (yaml.safe_load(entry[2]) or {}).get("options", {})
+        found[entry[1]] = options.get("members") or []
+    return found
 
 
 def _public(module: ModuleType) -> list[str]:
