@@ -1,38 +1,41 @@
-"""Every recipe of CONTRIBUTING.md, followed: its code is taken from there, registered as it says, and used.
+"""The skeletons of docs/developer, followed: the code of a page is registered as it says, and used.
 
 The new line enters the registry by monkeypatch, so that nothing stays.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
-import math
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import bayesadam as ba
+from bayesadam.bandits import agent as agents
+from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, SettingError
-from bayesadam.likelihoods import LIKELIHOODS
+from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, Moments, Prediction
+from bayesadam.readers import StateReader
 from bayesadam.readers import registry as readers
 from bayesadam.readers.formats import registry as formats
 from cases import mlp
 from floats import assert_close
 
 ROOT = Path(__file__).parents[1]
-TITLES = ("optimiser reader", "likelihood", "checkpoint format")
+PAGES = sorted((ROOT / "docs" / "developer").glob("*.md"))
+TESTED = ("agent", "format", "likelihood", "reader", "structure")
 
 
 class Recipe(NamedTuple):
-    """The blocks of code under one heading: a file, where the recipe has one, and a line in a registry."""
+    """The blocks of code of a page: a file, where there is one, and a line in a registry, where that is shown."""
 
     file: str
     code: str
@@ -41,51 +44,56 @@ class Recipe(NamedTuple):
     line: str
 
     @classmethod
-    def of(cls, title: str) -> Recipe:
-        text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-        section = re.split(r"^##+ ", text.split(f"### A {title}\n".replace("A o", "An o"))[1], flags=re.MULTILINE)[0]
-        blocks = re.findall(r"^```python\n# (\S+?)(?:, in (\w+))?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-        *files, (registry, name, line) = blocks
+    def of(cls, page: str) -> Recipe:
+        text = (ROOT / "docs" / "developer" / f"{page}.md").read_text(encoding="utf-8")
+        blocks = re.findall(r"^```py\n# (\S+?)(?:, in (\w+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        files = [(path, code) for path, registry, code in blocks if not registry]
+        lines = [block for block in blocks if block[1]]
+        assert blocks
         assert len(files) <= 1
-        assert name
-        assert line.count("\n") == 1
-        file, _, code = files[0] if files else ("", "", "")
-        return cls(file, code, registry, name, line.strip())
+        assert len(lines) <= 1
+        return cls(*(files or [("", "")])[0], *(lines or [("", "", "")])[0])
 
     def entered(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """The entry that the line adds to the registry: a record, or a dictionary of a name and a record."""
-        own = importlib.import_module(_dotted(self.registry))
-        assert hasattr(own, self.name)
-        names = vars(own) | vars(self.module(own, monkeypatch))
-        if self.line.startswith('"'):
-            return eval(f"{{{self.line}}}", names)
-        return eval(f"({self.line})", names)[0]
+        """The entry that the line adds to the registry."""
+        registry = importlib.import_module(_dotted(self.registry))
+        assert hasattr(registry, self.name)
+        return eval(f"({self.line})", vars(registry) | vars(self.module(monkeypatch)))[0]
 
-    def module(self, registry: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        """The new file as a module; what goes into the registry's own file has the names of that."""
-        found = ModuleType(_dotted(self.file or self.registry))
-        if self.file in ("", self.registry):
-            vars(found).update(vars(registry))
+    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        """The new file as a module; what goes into a file that is there has the names of that."""
+        module = ModuleType(_dotted(self.file or self.registry))
+        if (ROOT / (self.file or self.registry)).is_file():
+            vars(module).update(vars(importlib.import_module(module.__name__)))
         else:
-            monkeypatch.setitem(sys.modules, found.__name__, found)
-        exec(compile(self.code, self.file, "exec"), vars(found))
-        return found
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(self.code, self.file, "exec", flags=annotations.compiler_flag), vars(module))
+        return module
 
 
 def _dotted(path: str) -> str:
     return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def test_the_page_has_these_recipes_with_code():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert text.count("\n```python\n") == 2 * len(TITLES) - 1
-    for title in TITLES:
-        recipe = Recipe.of(title)
-        assert (ROOT / recipe.registry).is_file()
-        ast.parse(recipe.code)
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
+def test_every_file_named_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    assert page not in PAGES or page.stem in TESTED
     for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+\.\w+)`", text):
         if "NAME" not in path:
             assert (ROOT / path).is_file(), path
+    for link in re.findall(r"\]\((docs/[\w/.-]+)\)", text):
+        assert (ROOT / link).is_file(), link
+
+
+def test_members_are_listed_in_their_order():
+    """As the classes declare them, so that a page can be read beside the code."""
+    for page, kind in (("likelihood", Likelihood), ("reader", StateReader)):
+        text = (ROOT / "docs" / "developer" / f"{page}.md").read_text(encoding="utf-8").split("\nMembers")[1]
+        told = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)))
+        declared = [name for name in (*kind.__annotations__, *vars(kind)) if not name.startswith("_")]
+        declared = [name for name in dict.fromkeys(declared) if name in told]
+        assert declared == [name for name in told if name in declared], page
 
 
 # --- an optimiser reader --------------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ class Padam(torch.optim.Optimizer):
 
 def test_an_optimiser_reader(monkeypatch, tmp_path):
     monkeypatch.setattr(readers, "_registry", dict(readers._registry))
-    record = readers.register(Recipe.of("optimiser reader").entered(monkeypatch))
+    record = readers.register(Recipe.of("reader").entered(monkeypatch))
     torch.manual_seed(0)
     model = mlp(3, 4, 2)
     optimizer = Padam(model.parameters())
@@ -150,7 +158,6 @@ def test_an_optimiser_reader(monkeypatch, tmp_path):
 def test_a_likelihood(monkeypatch):
     record = Recipe.of("likelihood").entered(monkeypatch)
     monkeypatch.setitem(LIKELIHOODS, record.name, record)  # type: ignore[arg-type]
-    name = record.name
     x = torch.linspace(-2, 2, 300)[:, None].double()
     torch.manual_seed(0)
     y = torch.distributions.Exponential((-1 - x.sin()).exp()).sample()
@@ -158,12 +165,21 @@ def test_a_likelihood(monkeypatch):
     # The loss and its Hessian, which is 1 in expectation over y.
     f = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     times = torch.rand(2, 5, 3, dtype=torch.float64)
-    given = torch.distributions.Exponential((-f).exp())
-    loss = record.loss(f, times)
-    assert_close(loss, -given.log_prob(times).mean(dim=(1, 2)))
+    truth = torch.distributions.Exponential((-f).exp())
+    assert_close(record.loss(f, times), -truth.log_prob(times).mean(dim=(1, 2)))
     mean_loss = record.loss(f, f.detach().exp()).sum() * 15
     (slope,) = torch.autograd.grad(mean_loss, f, create_graph=True)
     assert_close(torch.autograd.grad(slope.sum(), f)[0], record.hessian_diagonal(f.detach()))
+
+    # The moments of Gaussian f in closed form, and the density against draws of it.
+    mean, variance = torch.tensor([[0.3, -0.5]]).double(), torch.tensor([[0.2, 0.4]]).double()
+    p = Prediction(record, (Component(Moments(mean, variance)),))
+    assert_close(p.mean, (mean + variance / 2).exp())
+    assert_close(p.variance, p.mean.square() * (2 * variance.exp() - 1))
+    draws = mean + variance.sqrt() * torch.randn(400_000, 1, 2, dtype=torch.float64)
+    point = torch.tensor([[0.7, 1.9]]).double()
+    density = torch.distributions.Exponential((-draws).exp()).log_prob(point).exp().mean(dim=0)
+    assert_close(p.log_prob(point), density.log().sum(dim=1), rtol=0.01)
 
     model = mlp(1, 16, record.n_outputs(y)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -172,23 +188,12 @@ def test_a_likelihood(monkeypatch):
         optimizer.zero_grad()
         record.loss(model(x[train])[None], record.shaped(y[train], x)[None]).sum().backward()
         optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 180, prior_precision=1.0)
-    found = ba.calibrate(posterior, (x[rest], y[rest]), likelihood=name)
-    p = found.predict(x[rest], likelihood=name)
-
-    # p(y) by the trapezoidal rule: an exponential variable whose log-mean is Gaussian.
-    mean, sd = p.mean, p.variance.sqrt()
-    z = torch.linspace(-9, 9, 2001, dtype=torch.float64)
-    rate = (-(mean + sd * z)).exp()
-    density = rate * (-rate * y[rest]).exp() * (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
-    assert_close(p.log_prob(y[rest]).flatten(), torch.trapezoid(density, z, dim=1).log(), rtol=1e-6)
-    draws = p.sample(10_000, generator=torch.Generator().manual_seed(0))
-    assert_close(draws.mean(dim=0), p.predicted_mean, rtol=0.1)
-    assert_close(draws.var(dim=0), p.total_variance, rtol=0.4)
-
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 180, likelihood="waiting", prior_precision=1.0)
+    p = ba.calibrate(posterior, (x[rest], y[rest]))(x[rest])
     best = -torch.distributions.Exponential((-1 - x[rest].sin()).exp()).log_prob(y[rest]).mean()
-    assert ba.scores.nll(p, y[rest]) < float(best) + 0.15
-    assert 0.8 < ba.scores.coverage(p, y[rest], level=0.9) <= 1
+    assert float(-p.distribution.log_prob(y[rest]).mean()) < float(best) + 0.15
+    low, high = p.interval(0.9)
+    assert 0.8 < ((low <= y[rest]) & (y[rest] <= high)).double().mean() <= 1
 
 
 # --- a checkpoint format --------------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ def test_a_likelihood(monkeypatch):
 
 def test_a_checkpoint_format(monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "_registry", dict(formats._registry))
-    added = formats.register_format(Recipe.of("checkpoint format").entered(monkeypatch))
+    added = formats.register_format(Recipe.of("format").entered(monkeypatch))
     assert ba.readers.registered_formats()[0] is added
     with pytest.raises(SettingError, match="replace=True"):
         formats.register_format(added)
@@ -239,3 +244,45 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     path.write_text(json.dumps({"another": 7}))
     with pytest.raises(FileError, match="no known format"):
         ba.readers.read_checkpoint(path)
+
+
+# --- a structure ------------------------------------------------------------------------------------------------------
+
+
+def test_a_structure(monkeypatch):
+    build = Recipe.of("structure").module(monkeypatch).of_columns
+    torch.manual_seed(0)
+    gradients = {"weight": torch.randn(40, 3, 4, dtype=torch.float64), "bias": torch.randn(40, 3, dtype=torch.float64)}
+    structure = build(gradients)
+    left = structure.bases["weight"].left
+    assert_close(left @ left.T, torch.eye(3, dtype=torch.float64))
+    # In the coordinates the rows are uncorrelated, and the whole is as large as before.
+    rotated = structure.into({"weight": gradients["weight"]})["weight"]
+    between = torch.einsum("kij,klj->il", rotated, rotated)
+    assert_close(between, between.diagonal().diag(), atol=1e-9)
+    assert_close(structure.second_moment["weight"].sum(), gradients["weight"].square().mean(dim=0).sum())
+    assert_close(structure.second_moment["bias"], gradients["bias"].square().mean(dim=0))
+
+
+# --- a bandit agent ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bandit_agent(monkeypatch, tmp_path):
+    averages = Recipe.of("agent").module(monkeypatch)
+    entry = (averages.Averages, averages.AveragesSettings)
+    monkeypatch.setattr(agents, "_REGISTRY", {**agents._REGISTRY, "averages": entry})
+    agent = ba.bandits.make_agent("averages", n_features=2, n_arms=3, noise_variance=0.5, initial_pulls=0)
+    for arm, reward in ((0, 1.0), (1, 3.0), (1, 5.0)):
+        agent.update([0.0, 0.0], arm, reward)
+    # N(Σ r/(n + 1), σ²/(n + 1)).
+    draws = agent._learner.sampler(np.zeros((1, 2), np.float32))(40_000, Streams([0], "test"))[0]
+    assert np.allclose(draws.mean(axis=0), [1 / 2, 8 / 3, 0], atol=0.02)
+    assert np.allclose(draws.var(axis=0), [0.5 / 2, 0.5 / 3, 0.5], atol=0.02)
+
+    agent.save(tmp_path / "agent.safetensors")
+    again = ba.bandits.Agent.load(tmp_path / "agent.safetensors")
+    assert [again.act([0.0, 0.0]) for _ in range(9)] == [agent.act([0.0, 0.0]) for _ in range(9)]
+    agent.add_arm()
+    assert agent._learner.counts.tolist() == [1, 2, 0, 0]
+    with pytest.raises(SettingError, match="noise_variance must be positive"):
+        ba.bandits.make_agent("averages", n_features=2, n_arms=3, noise_variance=0.0)

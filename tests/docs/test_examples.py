@@ -76,7 +76,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def fresh():
     """Runs a script in a process that has done nothing yet; its status, and what it printed on standard error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("fresh.py"))],
         stdin=subprocess.PIPE,
@@ -228,10 +228,11 @@ def _reference() -> dict[str, list[str]]:
     the site's builder, which fails without them.
     """
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
-    return {
-        found[1]: re.findall(r"^        - (\w+)$", found[2], re.MULTILINE)
-        for found in re.finditer(_ENTRY, text + "\n", re.MULTILINE)
-    }
+    found = {}
+    for entry in re.finditer(_ENTRY, text + "\n", re.MULTILINE):
+        options = (yaml.safe_load(entry[2]) or {}).get("options", {})
+        found[entry[1]] = options.get("members") or []
+    return found
 
 
 def _public(module: ModuleType) -> list[str]:
