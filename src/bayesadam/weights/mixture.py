@@ -272,8 +272,9 @@ def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
 
     def is_common(name: str) -> bool:
         first, *others = (tensors.get(name) for tensors in besides)
-        same = (t is not None and t.dtype == first.dtype and torch.equal(t.to(first.device), first) for t in others)
-        return first is not None and all(same)
+        if first is None:
+            return False
+        return all(t is not None and t.dtype == first.dtype and torch.equal(t.to(first.device), first) for t in others)
 
     return [{name: t for name, t in tensors.items() if not is_common(name)} for tensors in besides]
 
