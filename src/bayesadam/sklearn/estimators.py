@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Calibration = Literal["auto", "evidence", "validation"]
-Structure = Literal["diagonal", "inputs"]
+_CHOICES = {"structure": ("diagonal", "inputs"), "calibration": ("auto", "evidence", "validation", None)}
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, kind in LIKELIHOODS.items() if isinstance(kind, NumericLikelihood))
 # With fewer held-out rows a noise that depends on the input is not learnt.
@@ -51,8 +50,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     patience: int | None = 30
     validation_fraction: float = 0.2
     n_ensemble: int = 5
-    calibration: Calibration | None = "auto"
-    structure: Structure = "diagonal"
+    calibration: Literal["auto", "evidence", "validation"] | None = "auto"
+    structure: Literal["diagonal", "inputs"] = "diagonal"
     random_state: Any = None
     device: str | torch.device = "cpu"
 
@@ -105,7 +104,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             not_negative("weight_decay", settings["weight_decay"])
         if not 0 <= settings["validation_fraction"] < 1:
             raise SettingError(f"validation_fraction must be from 0 and below 1, got {self.validation_fraction!r}")
-        for name, choices in (("structure", get_args(Structure)), ("calibration", (None, *get_args(Calibration)))):
+        for name, choices in _CHOICES.items():
             if settings[name] not in choices:
                 raise SettingError(f"{name} must be one of {choices}, got {settings[name]!r}")
         return {**settings, "hidden": tuple(np.atleast_1d(self.hidden).tolist())}
@@ -142,27 +141,25 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` is the second, or the
             first where fewer than 20 rows are held out, the structure is not diagonal, or evidence tunes.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
-        lr: AdamW's learning rate at the start; it falls to 0 at `max_epochs`, along a cosine.
-        weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
+        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine, and `"auto"` is a decay of 0.01,
+            0.1 for heteroscedastic, 0.3 for classification.
         batch_size: the most examples behind one gradient; `"auto"`: 32, or a 32nd of the training data, up to 256.
-        max_epochs: passes over the training data at most.
-        patience: epochs without a lower held-out loss after which training ends; None trains for `max_epochs`.
+        max_epochs, patience: passes over the training data at most, and those without a lower held-out loss after which
+            training ends; None trains to the end.
         validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
             tune too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: how `Posterior.tune` fits the posterior, `"evidence"`, `"validation"`, or the likelihood's own for
-            `"auto"`; None leaves it as it is read, with N × λ as its prior precision (1 if λ is 0).
+        calibration: `method` of `Posterior.tune`, the likelihood's own for `"auto"`; None leaves the posterior as it is
+            read, with N × λ as its prior precision (1 if λ is 0).
         structure: `"diagonal"`; or `"inputs"`, `Posterior.with_inputs`, which widens where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
 
     Attributes:
         likelihood_: the one given, or what `"auto"` came to.
-        posterior_, posteriors_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets; its
-            members.
+        posterior_, posteriors_: the `bayesadam.Mixture` of all networks, over scaled inputs and targets; its members.
         networks_: the networks, in float64.
-        noise_variance_: with `likelihood="regression"`, σ² in the units of y, one per target (a float for 1-D y): what
-            the networks' own variance leaves of that of the residuals, which need not be the noise alone.
+        noise_variance_: with `likelihood="regression"`, σ² in the units of y, one per target (a float for 1-D y).
         residuals_: |y − E[y]| in standard deviations, (rows, targets), of rows under networks that held them out.
         input_scaler_, target_scaler_: the StandardScalers of inputs and targets.
         best_epochs_, n_iter_: for each network, the best epoch; the epochs trained.
@@ -209,10 +206,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         """E[y] for each row, of counts the rate, of y's shape; then what else is asked for, in this order.
 
         `return_std` adds the standard deviation of y, noise included; `return_interval`, a level such as 0.9, adds the
-        lower and the upper ends of conformal intervals E[y] ± q sd[y], each target's own: q is the ⌈(n + 1) level⌉-th
-        smallest of `residuals_`, ∞ where these are too few; of counts the ends are whole numbers. Each row's residual
-        is of a network that was not trained on it, but was stopped and calibrated by it: the level is a measured one,
-        not a proven one.
+        ends of conformal intervals E[y] ± q sd[y], q the ⌈(n + 1) level⌉-th smallest of `residuals_`, ∞ where these
+        are too few. A residual is of a network that was not trained on its row, but was stopped and tuned by it: the
+        level is a measured one, not a proven one.
         """
         inputs, kind = self._inputs(X), likelihood(self.likelihood_)
         mean = torch.stack([_mean(network, inputs, kind) for network in self.networks_]).mean(dim=0)
@@ -277,10 +273,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     """Classification by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
-    As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss, ReLUs and a patience of 30; every
-    class keeps a share of the data in training and, where it has two examples or more, may be held out.
-    `calibration="auto"` is `"validation"` here, for evidence fails. Probabilities are those of the linearised networks
-    by the probit approximation, averaged over the networks.
+    As `BadamRegressor`, whose arguments it takes, with ReLUs and a patience of 30; every class keeps a share of the
+    data in training. Probabilities are those of the linearised networks, averaged over the networks.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> y = np.where(X[:, 0] > 0, "right", "left")
@@ -300,9 +294,8 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         self.classes_, indices = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
-        labels = torch.from_numpy(indices.astype(np.int64))
         x, parts = self._split(X, indices)
-        self._train(x, labels, parts, "classification")
+        self._train(x, torch.from_numpy(indices.astype(np.int64)), parts, "classification")
         return self
 
     def predict(self, X: Any) -> Array:
@@ -312,8 +305,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        inputs = self._inputs(X)
-        return np.asarray(self.posterior_.predict(inputs).probs)
+        return np.asarray(self.posterior_.predict(self._inputs(X)).probs)
 
 
 def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
@@ -344,16 +336,15 @@ def _mean(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
     return mean
 
 
-def _tuned(posterior: Posterior, held_out: tuple[Tensor, Tensor], calibration: Calibration | None) -> Posterior:
+def _tuned(posterior: Posterior, held_out: tuple[Tensor, Tensor], calibration: Any) -> Posterior:
     """The posterior, tuned; as it was read where that is asked for, or where tuning fails."""
     (x, y), kind = held_out, likelihood(posterior.likelihood or "")
     with torch.no_grad():
         noise = (y - posterior.model(x)).square().mean(dim=0) if kind.noise else kind.ceiling(y)
     posterior = posterior.replace(noise_variance=noise)
-    if calibration is None:
-        return posterior
     try:
-        return posterior.tune(held_out, method=None if calibration == "auto" else calibration)
+        method = None if calibration == "auto" else calibration
+        return posterior if calibration is None else posterior.tune(held_out, method=method)
     except CalibrationError as error:
         warn(f"the posterior is not tuned: {error}")
         return posterior

@@ -32,9 +32,8 @@ def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: A
     """The rows of each network; the first part does not depend on `n_parts`.
 
     Every stratum, one number per row, gives its share to what is held out, and keeps one row in training. The parts'
-    held-out rows overlap as little as possible: not at all where all of them together are no more than the other rows.
-    At least two rows are held out, or one of two or three. With a fraction of 0, or where no stratum has two rows,
-    every part is trained on all rows and held to the same ones.
+    held-out rows overlap as little as possible. At least two rows are held out, or one of two or three. With a fraction
+    of 0, or where no stratum has two rows, every part is trained on all rows and held to the same ones.
     """
     n = len(strata)
     order = random.permutation(n)
@@ -122,7 +121,6 @@ def fit_networks(
     weights, v = (unflatten(network, best[name].cpu()) for name in ("weights", "exp_avg_sq"))
     trained_networks = []
     for number, at in enumerate(best_epoch.tolist()):
-        bias = 1 - rule.betas[1] ** (steps * at)
-        moment = {name: tensor / bias for name, tensor in member(v, number).items()}
+        moment = {name: tensor / (1 - rule.betas[1] ** (steps * at)) for name, tensor in member(v, number).items()}
         trained_networks.append(Trained(member(weights, number), moment, at, int(trained[number]), size))
     return trained_networks
