@@ -169,6 +169,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         assert written["quantiles"][1] == approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:the posterior has 4 gradients")
 @pytest.mark.parametrize("weights", [True, False])
 def test_of_a_kronecker_structure_the_marginals_are_told(weights: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
