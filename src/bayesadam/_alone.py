@@ -29,8 +29,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """One optimiser or several as a list, each without a trainer's wrapper."""
     listed: list[Optimizer] = []
-    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in given:
+    several: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in several:
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
             raise MatchError(f"expected a torch optimiser, got {kind}; for a saved state use Posterior.from_state_dict")

@@ -266,7 +266,7 @@ def test_it_says_what_stands_behind_it(tmp_path):
     tracker.remove()
     posterior = ba.Posterior.from_optimizer(model, optimizers, 100, power=1.0)
     assert posterior.settings.batch_size == 16
-    assert ba.Posterior.from_optimizer(model, optimizers, 100, batch_size=8).batch_size == 8
+    assert ba.Posterior.from_optimizer(model, optimizers, 100, batch_size=8).settings.batch_size == 8
     # Muon does not count its steps, AdamW does.
     assert posterior.origin.tracked == "6 parameters, by 4 gradients, at least one in 3 steps: 64 examples"
     adam = ba.Posterior.from_optimizer(model, optimizers[1:], 100)
@@ -280,8 +280,8 @@ def test_it_says_what_stands_behind_it(tmp_path):
     assert loaded.origin == adam.origin
     path = tmp_path / "last.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}, path)
-    assert ba.Posterior.from_checkpoint(path, model, 100).batch_size == 16
-    assert ba.GaussianWeights.open(path, 100).batch_size == 16
+    assert ba.Posterior.from_checkpoint(path, model, 100).settings.batch_size == 16
+    assert ba.GaussianWeights.open(path, 100).settings.batch_size == 16
 
 
 def test_what_is_wrong_is_said():

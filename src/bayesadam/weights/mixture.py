@@ -271,10 +271,9 @@ def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
     besides = [_besides(member.model, member.mode) for member in members]
 
     def is_common(name: str) -> bool:
-        first, *others = (tensors.get(name) for tensors in besides)
-        if first is None:
-            return False
-        return all(t is not None and t.dtype == first.dtype and torch.equal(t.to(first.device), first) for t in others)
+        tensors = [named[name] for named in besides if name in named]
+        same = (t.dtype == tensors[0].dtype and torch.equal(t.to(tensors[0].device), tensors[0]) for t in tensors)
+        return len(tensors) == len(besides) and all(same)
 
     return [{name: t for name, t in tensors.items() if not is_common(name)} for tensors in besides]
 

@@ -75,7 +75,7 @@ class Posterior(GaussianWeights):
     likelihood: str | None = field(default=None, kw_only=True)
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
-    running: tuple[int, dict[str, list[float]]] = field(default=None, kw_only=True)  # type: ignore[assignment]
+    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.likelihood is not None:
@@ -448,6 +448,7 @@ class Posterior(GaussianWeights):
     @property
     def moved_statistics(self) -> list[str]:
         """Running statistics of the model's batch norms that have changed since the posterior was read."""
+        assert self.running is not None
         writes, before = self.running
         return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
