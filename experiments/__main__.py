@@ -4,143 +4,104 @@ All write `metrics.json` and a picture or a table to a folder; stopped, they res
 """
 
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from ast import literal_eval
 from collections.abc import Collection, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from typer import Option
+from typing import Any
 
 from bayesadam.errors import BayesAdamError, SettingError
 
-app = typer.Typer(
-    help="The paper's experiments: Figure 1, Figure 2, Table 1, costs, and the report.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-Seed = Annotated[int, Option(help="Fixes every random number: same seed, same results.")]
-Out = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Where the results go: a folder, made if absent.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
-Device = Annotated[str | None, Option(metavar="cpu|cuda", help="By default on cuda where there is one.")]
-Methods = Annotated[str | None, Option(metavar="NAMES", help="Separated by commas, by default all.")]
-Images = Annotated[str, Option(help="mnist, fashion-mnist or digits.")]
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
-@app.command()
-def figure1(
-    methods: Methods = None,
-    epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
-    n_seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 5,
-    gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
-    seed: Seed = 0,
-    out: Out = Path("out/figure1"),
-    quiet: Quiet = False,
-) -> None:
-    """The paper's toy regression with every method."""
-    from experiments import figure1
-
-    names = _names("--methods", methods, figure1.TITLES)
-    settings = figure1.RegressionSettings(names, n_seeds=n_seeds, epochs=epochs, gap=gap)
-    figure1.run(seed=seed, out=out, quiet=quiet, settings=settings)
-
-
-@app.command()
-def figure2(
-    data: Images = "mnist",
-    methods: Methods = None,
-    epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
-    n_seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 5,
-    activation: Annotated[str, Option(help="Of the hidden units.")] = "relu",
-    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
-    device: Device = None,
-    seed: Seed = 0,
-    out: Out = Path("out/figure2"),
-    quiet: Quiet = False,
-) -> None:
-    """Accuracy after pruning, with every method."""
-    from experiments import figure2
-
-    names = _names("--methods", methods, figure2.TITLES)
-    settings = figure2.PruningSettings(data, names, n_seeds, epochs, activation=activation, sparse=sparse)
-    figure2.run(seed=seed, out=out, quiet=quiet, settings=settings, device=_device(device))
-
-
-@app.command()
-def table1(
-    problems: Annotated[str | None, Option(metavar="NAMES", help="wheel:0.95 has δ = 0.95; the paper's.")] = None,
-    agents: Annotated[str | None, Option(metavar="NAMES", help="By default the paper's.")] = None,
-    runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
-    rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
-    settings: Annotated[
-        str, Option(metavar="tuned|paper", help="The agents': tuned, or what the paper states.")
-    ] = "tuned",
-    changes: Annotated[
-        list[str] | None, Option("--set", metavar="NAME=VALUE", help="Such as epsilon=0.02; repeatable.")
-    ] = None,
-    device: Device = None,
-    seed: Seed = 0,
-    out: Out = Path("out/table1"),
-    quiet: Quiet = False,
-) -> None:
-    """Thompson sampling on the bandit problems."""
-    from experiments import table1
-
-    table1.command(
-        problems=_split(problems),
-        agents=_split(agents),
-        runs=runs,
-        rounds=rounds,
-        settings=settings,
-        changes=dict(map(_change, changes or ())),
-        device=_device(device),
-        seed=seed,
-        out=out,
-        quiet=quiet,
+def _parser() -> ArgumentParser:
+    whole: Any = {"type": _count, "metavar": "N"}
+    parser = ArgumentParser(
+        "python -m experiments", description="The paper's experiments: Figure 1, Figure 2, Table 1, costs, the report."
     )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, words: str, *, device: bool = False) -> ArgumentParser:
+        one = commands.add_parser(name, help=words, description=words)
+        one.add_argument("--seed", type=int, default=0, help="fixes every random number: same seed, same results")
+        one.add_argument("--quiet", "-q", action="store_true", help="print only the paths written, one per line")
+        if name != "report":
+            out = Path("out") / name
+            one.add_argument("--out", "-o", type=Path, metavar="DIR", default=out, help="where results go, %(default)s")
+        if device:
+            one.add_argument("--device", metavar="cpu|cuda", help="by default on cuda where there is one")
+        return one
+
+    one = command("figure1", "The paper's toy regression with every method.")
+    one.add_argument("--methods", metavar="NAMES", help="separated by commas, by default all")
+    one.add_argument("--epochs", **whole, default=20_000, help="passes over the 200 training points, %(default)s")
+    one.add_argument("--seeds", **whole, default=5, help="data sets and networks for each method, %(default)s")
+    one.add_argument("--gap", action="store_true", help="train with a hole in the middle of the range")
+
+    one = command("figure2", "Accuracy after pruning, with every method.", device=True)
+    one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
+    one.add_argument("--methods", metavar="NAMES", help="separated by commas, by default all")
+    one.add_argument("--epochs", **whole, default=100, help="passes over the training images, %(default)s")
+    one.add_argument("--seeds", **whole, default=5, help="networks for each method, %(default)s")
+    one.add_argument("--activation", default="relu", help="of the hidden units, %(default)s")
+    one.add_argument("--sparse", action="store_true", help="networks trained to be pruned, in their own ways")
+
+    one = command("table1", "Thompson sampling on the bandit problems.", device=True)
+    one.add_argument("--problems", metavar="NAMES", help="wheel:0.95 has δ = 0.95; by default the paper's")
+    one.add_argument("--agents", metavar="NAMES", help="by default the paper's")
+    one.add_argument("--runs", **whole, default=10, help="runs of each cell, %(default)s")
+    one.add_argument("--rounds", **whole, help="rounds of each run; by default the problem's")
+    one.add_argument("--settings", default="tuned", metavar="tuned|paper", help="the agents': or what the paper states")
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="epsilon=0.02; repeatable")
+
+    one = command("cost", "What a step, a posterior and a prediction cost, next to Adam.")
+    one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
+    one.add_argument("--rounds", **whole, default=10, help="how often everything is timed, %(default)s")
+
+    words = "Everything on one HTML page: runs in DIR are taken as they are, missing ones are run."
+    one = command("report", words, device=True)
+    one.add_argument("out", type=Path, metavar="DIR", help="holds the runs, and the page; made if absent")
+    one.add_argument("--quick", action="store_true", help="few epochs, seeds and rounds, on this machine's data")
+    return parser
 
 
-@app.command()
-def cost(
-    data: Images = "mnist",
-    rounds: Annotated[int, Option(min=1, help="How often everything is timed.")] = 10,
-    seed: Seed = 0,
-    out: Out = Path("out/cost"),
-    quiet: Quiet = False,
-) -> None:
-    """What a step, a posterior and a prediction cost, next to Adam."""
-    from experiments import cost
-
-    cost.run(seed=seed, out=out, quiet=quiet, settings=cost.CostSettings(data, rounds))
-
-
-@app.command()
-def report(
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
-    quick: Annotated[bool, Option("--quick", help="Few epochs, seeds and rounds, on this machine's data.")] = False,
-    device: Device = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
-) -> None:
-    """Figure 1, Figure 2, Table 1 and the costs on one HTML page.
-
-    Runs in DIR are taken as they are, missing ones are run.
-    """
-    from experiments import report
-
-    report.run(seed=seed, out=out, quiet=quiet, quick=quick, device=_device(device))
+def _run(asked: Namespace) -> None:
+    module = import_module(f"experiments.{asked.command}")
+    common: Any = {"seed": asked.seed, "out": asked.out, "quiet": asked.quiet}
+    if hasattr(asked, "device"):
+        common["device"] = _device(asked.device)
+    match asked.command:
+        case "figure1":
+            names = _names(asked.methods, module.TITLES)
+            common["settings"] = module.RegressionSettings(names, asked.seeds, asked.epochs, gap=asked.gap)
+        case "figure2":
+            names, own = _names(asked.methods, module.TITLES), {"activation": asked.activation, "sparse": asked.sparse}
+            common["settings"] = module.PruningSettings(asked.data, names, asked.seeds, asked.epochs, **own)
+        case "table1":
+            chosen = {name: _split(getattr(asked, name)) for name in ("problems", "agents") if getattr(asked, name)}
+            own = {name: getattr(asked, name) for name in ("runs", "rounds", "settings")}
+            common["settings"] = module.BanditSettings(**chosen, **own, changes=dict(map(_change, asked.set)))
+        case "cost":
+            common["settings"] = module.CostSettings(asked.data, asked.rounds)
+        case "report":
+            common["quick"] = asked.quick
+    module.run(**common)
 
 
-def _split(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _names(option: str, text: str | None, known: Collection[str]) -> tuple[str, ...]:
+def _names(text: str | None, known: Collection[str]) -> tuple[str, ...]:
     names = tuple(known) if text is None else _split(text)
     if not names or any(name not in known for name in names):
-        raise SettingError(f"{option} must be some, separated by commas, of {', '.join(known)}, got {text!r}")
+        raise SettingError(f"--methods must be some, separated by commas, of {', '.join(known)}, got {text!r}")
     return names
 
 
@@ -167,13 +128,13 @@ def _device(asked: str | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the library's errors end in one line, without a traceback."""
     try:
-        app(arguments, prog_name="python -m experiments")
+        _run(_parser().parse_args(arguments))
     except SystemExit as end:
-        # Typer ends so where all went well, too.
         return int(end.code or 0)
     except BayesAdamError as error:
         print("experiments:", *str(error).split(), file=sys.stderr)
-    return 2
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

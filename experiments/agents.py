@@ -10,10 +10,23 @@ from bayesadam.bandits.linear import Linear
 from bayesadam.bandits.network import Hybrid
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
 from bayesadam.errors import SettingError
-from experiments import networks
-from experiments.networks import Buffer, GreedySettings, Learner, NetworkSettings, VariationalSettings
-from experiments.rules import IVON, BayesByBackprop, Vadam
-from experiments.showdown import SHOWDOWN, ShowdownBayesByBackprop, ShowdownDropout, ShowdownGreedy, ShowdownSettings
+from experiments.networks import (
+    BadamSettings,
+    Buffer,
+    EachRun,
+    GreedySettings,
+    Learner,
+    NetworkLearner,
+    NetworkSettings,
+    Uniform,
+    UniformSettings,
+    VariationalSettings,
+    adam,
+    badam,
+    variational,
+)
+from experiments.rules import BayesByBackprop, Vadam
+from experiments.showdown import SHOWDOWN, ShowdownSettings, local_bayes_by_backprop, rmsprop
 
 
 class Entry(NamedTuple):
@@ -25,7 +38,7 @@ class Entry(NamedTuple):
     paper: Mapping[str, Any] = MappingProxyType({})
 
 
-# Of badam, badam-map, bbb, vadam and ivon: found by a random search on problems that are not in the tables, with seeds
+# Of badam, badam-map, bbb and vadam: found by a random search on problems that are not in the tables, with seeds
 # 7001 and 7002; release 0.3 has it, `benchmarks/tune_bandits.py`.
 _BADAM = {"lr": 1.33e-4, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 20, "l2": 5.82e-4, "l2_by_noise": False}
 _BADAM |= {"dropout": 0.1, "prior_variance": 0.0836, "n_per_round": 1000.0}
@@ -33,30 +46,28 @@ _BBB = {"lr": 4.93e-4, "betas": (0.9, 0.9999), "train_steps": 100, "standardise"
 _BBB |= {"n_per_round": 10.0, "noise_variance": 0.5, "initial_std": 0.0349}
 _VADAM = {"lr": 4.9e-3, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 50, "prior_variance": 7.39e-3}
 _VADAM |= {"n_per_round": 10.0, "noise_variance": 0.003, "initial_std": 0.0732}
-_IVON = {"lr": 0.0183, "train_steps": 20, "standardise": False, "prior_variance": 0.994}
-_IVON |= {"n_per_round": 1000.0, "noise_variance": 0.1, "initial_std": 0.0458}
 # The released code's `sigma_prior=0.1` is a standard deviation.
 _RELEASED = {"prior_variance": 0.01}
 # With the paper's settings: searched on problems that are not in its table.
 _PAPER_VADAM = {"noise_variance": 0.01, "prior_variance": 1e-3, "initial_std": 0.03}
 _RARE, _DROPPED = {"epsilon": 0.05}, {"dropout": 0.2}
-_VARIATIONAL = {rule: partial(networks.Variational, rule) for rule in (BayesByBackprop, Vadam, IVON)}
+_BADAM_NETWORKS = partial(NetworkLearner, badam)
 AGENTS: Mapping[str, Entry] = {
-    "hybrid": Entry(partial(networks.EachRun, Hybrid), HybridSettings),
-    "linear": Entry(partial(networks.EachRun, Linear), LinearSettings, paper={"standardise": False}),
-    "neural-linear": Entry(networks.NeuralLinear, networks.NeuralLinearSettings, paper={"standardise": False}),
-    "greedy": Entry(networks.Greedy, GreedySettings),
-    "badam": Entry(networks.Badam, networks.BadamSettings, _BADAM, _RELEASED),
-    "badam-map": Entry(networks.Badam, networks.BadamSettings, {**_BADAM, "form": "map"}, {**_RELEASED, "form": "map"}),
-    "mc-dropout": Entry(networks.MCDropout, GreedySettings, _DROPPED, _DROPPED),
-    "bbb": Entry(_VARIATIONAL[BayesByBackprop], VariationalSettings, _BBB, {"noise_variance": 0.01}),
-    "vadam": Entry(_VARIATIONAL[Vadam], VariationalSettings, _VADAM, _PAPER_VADAM),
-    "uniform": Entry(networks.Uniform, networks.UniformSettings),
-    "epsilon-greedy": Entry(networks.Greedy, GreedySettings, _RARE, _RARE),
-    "ivon": Entry(_VARIATIONAL[IVON], VariationalSettings, _IVON),
-    "mc-dropout-showdown": Entry(ShowdownDropout, GreedySettings, _DROPPED, _DROPPED),
-    "bbb-showdown": Entry(ShowdownBayesByBackprop, ShowdownSettings, SHOWDOWN, SHOWDOWN),
-    "greedy-showdown": Entry(ShowdownGreedy, GreedySettings),
+    "hybrid": Entry(partial(EachRun, Hybrid), HybridSettings),
+    "linear": Entry(partial(EachRun, Linear), LinearSettings, paper={"standardise": False}),
+    "greedy": Entry(partial(NetworkLearner, adam), GreedySettings),
+    "badam": Entry(_BADAM_NETWORKS, BadamSettings, _BADAM, _RELEASED),
+    "badam-map": Entry(_BADAM_NETWORKS, BadamSettings, {**_BADAM, "form": "map"}, {**_RELEASED, "form": "map"}),
+    "mc-dropout": Entry(partial(NetworkLearner, adam, drops=True), GreedySettings, _DROPPED, _DROPPED),
+    "bbb": Entry(
+        partial(NetworkLearner, variational(BayesByBackprop)), VariationalSettings, _BBB, {"noise_variance": 0.01}
+    ),
+    "vadam": Entry(partial(NetworkLearner, variational(Vadam)), VariationalSettings, _VADAM, _PAPER_VADAM),
+    "uniform": Entry(Uniform, UniformSettings),
+    "epsilon-greedy": Entry(partial(NetworkLearner, adam), GreedySettings, _RARE, _RARE),
+    "mc-dropout-showdown": Entry(partial(NetworkLearner, rmsprop, drops=True), GreedySettings, _DROPPED, _DROPPED),
+    "bbb-showdown": Entry(partial(NetworkLearner, local_bayes_by_backprop), ShowdownSettings, SHOWDOWN, SHOWDOWN),
+    "greedy-showdown": Entry(partial(NetworkLearner, rmsprop), GreedySettings),
 }
 # The values that agents with a network per run share, each as far as it has the setting. "paper" is the paper's
 # appendix; what it leaves open (prior, noise, dropout rate) is the Showdown's, or the classes' defaults. "tuned" was

@@ -23,7 +23,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams, blocks
-from bayesadam.likelihoods import likelihood
+from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
 from experiments.rules import RULES, Adam, Dropout, Rule, functions
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
@@ -72,7 +72,6 @@ class Training:
     schedule: Literal["constant", "cosine"] = "constant"
 
     def steps(self, n: int) -> int:
-        """The number of steps for n examples."""
         return max(1, round(self.epochs * n / min(self.batch_size, n)))
 
 
@@ -92,53 +91,20 @@ class Problem:
         return trained(self, Dropout if self.network.dropout or self.network.input_dropout else Adam)
 
     def networks(self) -> list[nn.Sequential]:
-        """The networks at their optimum as modules."""
         return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]
 
 
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """y as an even mixture of Gaussians N(means, variances + noise): (k, b, outputs), and noise (outputs,).
-
-    `f_mean` and `f_variance` are those of the function, without noise.
-    """
-
-    means: Tensor
-    variances: Tensor
-    noise: Tensor | float
-
-    @property
-    def f_mean(self) -> Tensor:
-        """E[f], (b, outputs)."""
-        return self.means.mean(dim=0)
-
-    @property
-    def f_variance(self) -> Tensor:
-        """Var[f], (b, outputs)."""
-        return self.variances.mean(dim=0) + self.means.var(dim=0, correction=0)
-
-    @property
-    def stddev(self) -> Tensor:
-        """That of y, (b, outputs)."""
-        return (self.f_variance + self.noise).sqrt()
-
-    def nll(self, y: Tensor) -> float:
-        """Mean negative log-likelihood in nats per example."""
-        variance = self.variances + self.noise
-        scores = -0.5 * ((y - self.means).square() / variance + (2 * math.pi * variance).log()).sum(dim=-1)
-        scores = scores.logsumexp(dim=0) - math.log(len(self.means))
-        return -float(scores.mean(dtype=torch.float64))
-
-    def coverage(self, y: Tensor, level: float = 0.95) -> float:
-        """The share of targets in the central interval of the level: P(Y ≤ y) is at most so far from ½."""
-        scale = (self.variances.double() + self.noise).sqrt()
-        below = torch.special.ndtr((y - self.means) / scale).mean(dim=0)
-        return float(((below - 0.5).abs() <= level / 2).double().mean())
-
-
-Predictor = Callable[[Tensor], Prediction]
+# From inputs to f's mean and variance, and y's distribution: a `Prediction`, or a calibrated network's `Answer`.
+Predictor = Callable[[Tensor], Any]
 # One predictor for each seed.
 Method = Callable[[Problem], list[Predictor]]
+
+
+def gaussians(means: Tensor, variances: Tensor, noise: Tensor) -> Prediction:
+    """y as an even mixture of N(means, variances + noise): (k, b, outputs), and noise (outputs,)."""
+    pairs = zip(means, variances, strict=True)
+    parts = (Component(Moments(*pair), noise, weight=1 / len(means)) for pair in pairs)
+    return Prediction(likelihood("regression"), tuple(parts))
 
 
 def trained(
@@ -212,8 +178,8 @@ def _sampled(problem: Problem, draws: Sequence[Callable[[Tensor], Tensor]], *, m
         def predict(x: Tensor) -> Prediction:
             f = draw(x)
             if mixed or len(f) == 1:
-                return Prediction(f, torch.zeros_like(f), noise)
-            return Prediction(f.mean(dim=0, keepdim=True), f.var(dim=0, keepdim=True), noise)
+                return gaussians(f, torch.zeros_like(f), noise)
+            return gaussians(f.mean(dim=0, keepdim=True), f.var(dim=0, keepdim=True), noise)
 
         return predict
 
@@ -260,45 +226,35 @@ def fit_ensemble(problem: Problem) -> list[Predictor]:
 # --- networks linearised around their optimum -----------------------------------------------------------------------
 
 
-def linearised(posterior: Posterior, *, shift: bool = False) -> Predictor:
-    """N(f, J diag(σ²) Jᵀ) and the posterior's σ²; with `shift` the variance grows with the leverage of an input."""
-
-    def predict(x: Tensor) -> Prediction:
-        p: Any = posterior.predict(x, likelihood="regression", shift=shift)
-        return Prediction(p.mean[None], p.variance[None], p.noise_variance)
-
-    return predict
-
-
 def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predictor]:
     """Posteriors as they are: the network linearised, σ² its held-out squared error."""
-    predictors = []
+    predictors: list[Predictor] = []
     for index, posterior in enumerate(posteriors):
         noise = noise_variance(_once(posterior.model, problem.data.x_held_out[index]), problem.data.y_held_out[index])
-        predictors.append(linearised(posterior.replace(noise_variance=noise)))
+        predictors.append(posterior.replace(noise_variance=noise).predict)
     return predictors
 
 
 def read(problem: Problem, **settings: Any) -> list[Posterior]:
     """The posterior of every seed, read off Adam's state."""
-    states = map(problem.optimum.state_dict, range(len(problem.seeds)))
-    pairs = zip(problem.networks(), states, strict=True)
-    return [Posterior.from_state_dict(*pair, len(problem.data), **settings) for pair in pairs]
+    n, kind, numbers = len(problem.data), problem.data.likelihood, range(len(problem.seeds))
+    pairs = zip(problem.networks(), map(problem.optimum.state_dict, numbers), strict=True)
+    return [Posterior.from_state_dict(*pair, n, kind, **settings) for pair in pairs]
 
 
-def fit_badam(problem: Problem, *, shift: bool = False) -> list[Predictor]:
-    """The paper's method: the posterior is read off Adam's state, calibrated, and the network linearised.
+def fit_badam(problem: Problem, *, calibrated: bool = False) -> list[Predictor]:
+    """The paper's method: the posterior is read off Adam's state, tuned by evidence, and the network linearised.
 
-    With `shift` its variance grows with the leverage of an input, as it does where a user calls `predict`.
+    A `calibrated` network's variance grows with the leverage of an input instead.
     """
     held_out = zip(problem.data.x_held_out, problem.data.y_held_out, strict=True)
-    posteriors = zip(read(problem, prior_precision=1.0), held_out, strict=True)
-    return [linearised(calibrate(*each, likelihood="regression"), shift=shift) for each in posteriors]
+    pairs = zip(read(problem, prior_precision=1.0), held_out, strict=True)
+    return [calibrate(q, data) if calibrated else q.tune(data).predict for q, data in pairs]
 
 
 def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
     """Laplace with the diagonal of the GGN, H = Σ_n J_nᵀ J_n/σ² + δ, and δ by evidence; the network linearised."""
-    predictors = []
+    predictors: list[Predictor] = []
     for index, network in enumerate(problem.networks()):
         jacobian, noise = _scaled_jacobian(problem, network, index)
         params = dict(network.named_parameters())
@@ -306,8 +262,8 @@ def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
         variance = (curvature + _evidence(curvature, params)).reciprocal().float()
         pieces = zip(params.items(), torch.split(variance, [p.numel() for p in params.values()]), strict=True)
         named = {name: piece.view_as(p) for (name, p), piece in pieces}
-        posterior = Posterior.from_moments(network, params, named, len(problem.data))
-        predictors.append(linearised(posterior.replace(noise_variance=noise)))
+        posterior = Posterior.from_moments(network, params, named, len(problem.data), "regression")
+        predictors.append(posterior.replace(noise_variance=noise).predict)
     return predictors
 
 
@@ -327,7 +283,7 @@ def fit_laplace_full(problem: Problem) -> list[Predictor]:
             here = _jacobian(network, x)
             explained = torch.linalg.solve_triangular(factor, jacobian @ here.flatten(0, 1).T, upper=False)
             variance = here.square().sum(dim=2) - explained.square().sum(dim=0).view(here.shape[:2])
-            return Prediction(_once(network, x), (variance / delta).clamp(min=0).float()[None], noise)
+            return gaussians(_once(network, x), (variance / delta).clamp(min=0).float()[None], noise)
 
         return predict
 
@@ -430,7 +386,7 @@ def fit_gp(problem: Problem) -> list[Predictor]:
 
         def predict(at: Tensor) -> Prediction:
             mean, variance = (part.float()[None, :, None] for part in gaussian_process(fitted, x, y, at.double())[1:])
-            return Prediction(mean, variance, float(fitted[-2].exp()))
+            return gaussians(mean, variance, fitted[-2].exp().float())
 
         return predict
 

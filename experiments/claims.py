@@ -41,12 +41,10 @@ class Finished:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings of the run."""
         return dict(self.metrics["settings"])
 
     @property
     def results(self) -> Mapping[str, Any]:
-        """What it measured."""
         return dict(self.metrics["results"])
 
     def sample(self, *keys: str) -> Sample:
@@ -272,7 +270,6 @@ class Claim:
 
     @property
     def experiment(self) -> str:
-        """Which run answers it."""
         return self.key.partition("-")[0]
 
     def checks(self, run: Finished) -> list[Check]:
@@ -343,7 +340,6 @@ class Judged:
         return f"All {len(counted)} came out as claimed." if len(counted) > 1 else f"{right[0].numbers}."
 
     def plain(self) -> dict[str, Any]:
-        """For `report.json`."""
         words = {name: getattr(self.claim, name) for name in ("words", "place", "criterion")}
         verdict = {"verdict": self.verdict.value, "decided_by": self.decided_by, "reservation": self.reservation}
         return {"claim": self.claim.key, **words, **verdict, "checks": [asdict(check) for check in self.checks]}

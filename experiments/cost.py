@@ -94,7 +94,7 @@ def costs(problem: Problem, rounds: int) -> dict[str, dict[str, list[float]]]:
     (posterior,) = baselines.read(problem, prior_precision=1.0)
     predict: dict[str, Callable[[], object]] = {
         "adam": torch.no_grad()(partial(network, x)),
-        "badam": partial(posterior.predict, x, likelihood=data.likelihood),
+        "badam": partial(posterior.predict, x),
         **{name: partial(average, name) for name in ("mc-dropout", "bbb", "vadam")},
     }
     read: Calls = {

@@ -17,10 +17,10 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam.errors import DataError, FileError, MissingExtraError, MissingFileError, SettingError
+from bayesadam.errors import FileError, MissingExtraError, MissingFileError, SettingError
 
 TIMEOUT = 20.0
 Numbers = npt.NDArray[Any]
@@ -37,113 +37,77 @@ _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
-# --- what there is --------------------------------------------------------------------------------------------------
+class DataError(FileError, ValueError):
+    """A data set cannot be obtained, or a table does not hold what it should."""
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """A file that a loader reads, and its public sources; a folder may also hold it compressed, as .gz or .xz.
+# --- where it is ----------------------------------------------------------------------------------------------------
 
-    A source that ends in .gz or .zip, where the file's own name does not, delivers it packed. The checksum is a sha256;
-    or, for a file whose sha256 and size (0) are not known, `"git:"` and the name of its git blob.
-    """
 
-    name: str
+class DataFile(NamedTuple):
+    """A file below the folder of all sets, which may also hold it as .gz or .xz; a source of .zip holds it packed."""
+
+    folder: str
     n_bytes: int
-    checksum: str
-    urls: tuple[str, ...] = ()
+    sha256: str
+    url: str
 
 
-@dataclass(frozen=True)
-class DataSet:
-    """A data set: its folder below that of all sets, and its files; one that needs no file has none."""
-
-    name: str
-    folder: str = ""
-    files: tuple[DataFile, ...] = ()
-
-
-# A set and its folder; then each of its files with bytes and checksum.
-_FILES = """
-mnist mnist
+# A set, its folder and source; then each of its files with bytes and checksum. Below a source that ends in "/" a file
+# has its published name. Jester's authors have a spreadsheet, which is not this file; UCI has statlog as .Z, which
+# Python cannot unpack.
+_SETS = """
+mnist mnist https://ossci-datasets.s3.amazonaws.com/mnist/
 train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
 train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
 t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
 t10k-labels-idx1-ubyte.gz 4542 f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6
-fashion-mnist fashion-mnist
+fashion-mnist fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/
 train-images-idx3-ubyte.gz 26421880 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
 train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
 t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
 t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
-mushroom bandits/mushroom
+mushroom bandits/mushroom https://archive.ics.uci.edu/ml/machine-learning-databases/mushroom/
 agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
-financial bandits/financial
+financial bandits/financial https://storage.googleapis.com/bandits_datasets/
 raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
-jester bandits/jester
+jester bandits/jester https://raw.githubusercontent.com/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip
 jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
-statlog bandits/statlog
+statlog bandits/statlog https://storage.googleapis.com/bandits_datasets/
 shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
-adult bandits/adult
+adult bandits/adult https://archive.ics.uci.edu/ml/machine-learning-databases/adult/
 adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
 adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
-covertype bandits/covertype
+covertype bandits/covertype https://storage.googleapis.com/bandits_datasets/
 covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
-census bandits/census
+census bandits/census https://archive.ics.uci.edu/ml/machine-learning-databases/census1990-mld/
 USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
-census-part bandits/census
-partaa 0 git:8087060305be8570379c881c39ddcc34f8028b22
-census-1000 bandits/census
+census-1000 bandits/census https://raw.githubusercontent.com/AmyLinck/project4/f0b912615fab8a5f395d6a4fa245e6c4a9687c5f/Data/original/us_census_1990.csv
 us_census_1990_rows1000.csv 145002 4c5c60d66a06e57dc41e3e5f08d2427b3dabd393839b2d8592e7038f55a3ee99
 """
-# A source that ends in "/" has every file under its published name. Jester's authors have a spreadsheet, which is not
-# this file; UCI has statlog as .Z, which Python cannot unpack.
-_SOURCES = """
-mnist https://ossci-datasets.s3.amazonaws.com/mnist/
-mnist https://storage.googleapis.com/cvdf-datasets/mnist/
-fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/
-fashion-mnist http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/
-mushroom https://archive.ics.uci.edu/ml/machine-learning-databases/mushroom/
-mushroom https://storage.googleapis.com/bandits_datasets/mushroom.data
-financial https://storage.googleapis.com/bandits_datasets/
-financial https://raw.githubusercontent.com/andrewk1/pytorch-deep-bayesian-bandits/0d8ea13c232434736ecfdd4051f9685d9f734af7/bandits/data/selected_datasets/
-jester https://raw.githubusercontent.com/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip
-statlog https://storage.googleapis.com/bandits_datasets/
-adult https://archive.ics.uci.edu/ml/machine-learning-databases/adult/
-covertype https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz
-covertype https://storage.googleapis.com/bandits_datasets/
-census https://archive.ics.uci.edu/ml/machine-learning-databases/census1990-mld/
-census https://storage.googleapis.com/bandits_datasets/
-census-part https://raw.githubusercontent.com/matkosoric/US-Census-1990-Stream/a425413105ab7579a144e116e133da47cd344018/src/main/resources/census-data/
-census-1000 https://raw.githubusercontent.com/AmyLinck/project4/f0b912615fab8a5f395d6a4fa245e6c4a9687c5f/Data/original/us_census_1990.csv
-"""
 
 
-def _records() -> dict[str, DataSet]:
-    """The sets of `_FILES` and `_SOURCES`, and those that need no file."""
-    sources = [line.split() for line in _SOURCES.strip().splitlines()]
-    records = {name: DataSet(name) for name in ("digits", "wheel")}
-    for line in map(str.split, _FILES.strip().splitlines()):
-        if len(line) == 2:
-            record = DataSet(name=line[0], folder=line[1])
+def _sets() -> dict[str, dict[str, DataFile]]:
+    """The files of every set by name; two sets need none."""
+    sets: dict[str, dict[str, DataFile]] = {"digits": {}, "wheel": {}}
+    name = folder = source = ""
+    for first, second, third in map(str.split, _SETS.strip().splitlines()):
+        if third.startswith("http"):
+            name, folder, source = first, second, third
         else:
-            file, n_bytes, checksum = line
-            urls = tuple(url + file if url.endswith("/") else url for name, url in sources if name == record.name)
-            record = replace(record, files=(*record.files, DataFile(file, int(n_bytes), checksum, urls)))
-        records[record.name] = record
-    return records
+            url = source + first if source.endswith("/") else source
+            sets.setdefault(name, {})[first] = DataFile(folder, int(second), third, url)
+    return sets
 
 
-DATA_SETS = _records()
+DATA_SETS = _sets()
 
 
-def data_set(name: str) -> DataSet:
-    """The record of one data set."""
+def data_set(name: str) -> dict[str, DataFile]:
+    """The files of one data set."""
     if name not in DATA_SETS:
         raise SettingError(f"no data set is called {name!r}: choose from {', '.join(DATA_SETS)}")
     return DATA_SETS[name]
-
-
-# --- where it is ----------------------------------------------------------------------------------------------------
 
 
 def _data_folder() -> Path | None:
@@ -167,12 +131,12 @@ def _cache_folder() -> Path | None:
 
 def find(name: str) -> dict[str, Path]:
     """The files of a data set on this machine, by published name; nothing is downloaded."""
-    record, paths = data_set(name), dict[str, Path]()
+    paths: dict[str, Path] = {}
     for place in filter(None, (_data_folder(), _cache_folder())):
-        for file in record.files:
-            for form in (file.name, f"{file.name}.gz", f"{file.name}.xz"):
-                if (path := place / record.folder / form).is_file():
-                    paths.setdefault(file.name, path)
+        for file, about in data_set(name).items():
+            for form in (file, f"{file}.gz", f"{file}.xz"):
+                if (path := place / about.folder / form).is_file():
+                    paths.setdefault(file, path)
     return paths
 
 
@@ -182,71 +146,47 @@ def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
     Raises:
         DataError: a file has the wrong size, or is absent and cannot be downloaded.
     """
-    record, present, paths = data_set(name), find(name), {}
-    for file in record.files:
-        if files is not None and file.name not in files:
+    present, paths = find(name), {}
+    for file, about in data_set(name).items():
+        if files is not None and file not in files:
             continue
-        path = paths[file.name] = present.get(file.name) or _download(record, file)
+        path = paths[file] = present.get(file) or _download(name, file, about)
         # A truncated file is caught without reading it.
-        if file.n_bytes and path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
-            wrong = f"{path} has {size:,} bytes, expected {file.n_bytes:,}: it is truncated or another file"
+        if path.name == file and (size := path.stat().st_size) != about.n_bytes:
+            wrong = f"{path} has {size:,} bytes, expected {about.n_bytes:,}: it is truncated or another file"
             raise DataError(f"{wrong}; remove it to have it downloaded")
     return paths
 
 
-def _digest(path: Path, like: str) -> str:
-    """The checksum of a file, of the same kind as another."""
-    if like.startswith("git:"):
-        content = path.read_bytes()
-        return "git:" + hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _download(record: DataSet, file: DataFile) -> Path:
-    """Download one file to the cache from the first source that delivers it."""
+def _download(name: str, file: str, about: DataFile) -> Path:
+    """Download one file to the cache."""
     folder = _cache_folder()
     absent = (
-        f"{file.name} of the data set {record.name!r} is neither in BAYESADAM_DATA ({_data_folder() or 'not set'}) nor "
-        f"in {folder}, below {record.folder}: put it there by hand"
+        f"{file} of the data set {name!r} is neither in BAYESADAM_DATA ({_data_folder() or 'not set'}) nor in "
+        f"{folder}, below {about.folder}: put it there by hand"
     )
     try:
         # A server that packs what it sends would have it unpacked on arrival, .gz files included.
         download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
     except MissingExtraError as error:
         raise DataError(f"{absent}; to download it, {error}") from error
-    target, reasons = (folder or Path()) / record.folder / file.name, []
-    for url in file.urls:
-        print(f"{record.name}: {file.n_bytes:,} bytes from {url}", file=sys.stderr)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as temporary:
-                download(url, temporary, None)
-                if url.endswith((".gz", ".zip")) and not url.endswith(file.name):
-                    _unpack(temporary, url, file.n_bytes)
-                if (digest := _digest(temporary, file.checksum)) != file.checksum:
-                    raise DataError(f"wrong checksum: {digest}, expected {file.checksum}")
-            return target
-        except OSError as error:
-            reasons.append(f"{url}: {error}")
-    raise DataError(f"{absent}; no source delivered it ({'; '.join(reasons) or 'no public source is known'})")
-
-
-def _unpack(path: Path, url: str, n_bytes: int) -> None:
-    """Replace what a source delivers packed by the file in it, of an archive the largest."""
+    target = (folder or Path()) / about.folder / file
+    print(f"{name}: {about.n_bytes:,} bytes from {about.url}", file=sys.stderr)
     try:
-        opener: Any = gzip.open if url.endswith(".gz") else zipfile.ZipFile
-        with opener(path) as packed:
-            if isinstance(packed, zipfile.ZipFile):
-                packed = packed.open(max(packed.infolist(), key=lambda member: member.file_size))
-            # One byte more than expected shows a wrong file, whatever it would unpack to.
-            content = packed.read(n_bytes + 1)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as temporary:
+            download(about.url, temporary, None)
+            if about.url.endswith(".zip"):
+                with zipfile.ZipFile(temporary) as packed:
+                    largest = max(packed.infolist(), key=lambda member: member.file_size)
+                    # One byte more than expected shows a wrong file, whatever it would unpack to.
+                    content = packed.open(largest).read(about.n_bytes + 1)
+                temporary.write_bytes(content)
+            if (digest := hashlib.sha256(temporary.read_bytes()).hexdigest()) != about.sha256:
+                raise DataError(f"wrong checksum: {digest}, expected {about.sha256}")
     except _DAMAGE as error:
-        raise DataError(f"not a packed file: {error}") from error
-    path.write_bytes(content)
+        raise DataError(f"{absent}; {about.url} did not deliver it: {error}") from error
+    return target
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -331,7 +271,7 @@ class Table:
 
 
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32) -> Table:
-    """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype, census or parts of it.
+    """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype, census or census-1000.
 
     The contexts are neither scaled nor shuffled. A categorical column becomes one of zeros and ones for each value that
     occurs in it, in sorted order. The `dtype` is that of the contexts: with uint8 the one-hot census takes 1 GB, not 4.
@@ -403,7 +343,7 @@ _READERS: dict[str, Callable[..., Table]] = {
     "statlog": read_statlog,
     "adult": read_adult,
     "covertype": read_covertype,
-    **dict.fromkeys(("census", "census-part", "census-1000"), read_census),
+    **dict.fromkeys(("census", "census-1000"), read_census),
 }
 
 

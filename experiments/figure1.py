@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
+from torch.distributions import Distribution
 
 from experiments import plots
 from experiments.baselines import METHODS, Data, Method, Network, Predictor, Problem, Training, fit_badam, fit_rule
@@ -24,7 +26,7 @@ _PRECISIONS = (1e1, 1e2, 1e3, 1e5)
 VARIANTS: Mapping[str, Method] = {
     "badam-released": fit_script,
     "badam-letter": fit_letter,
-    "badam-leverage": partial(fit_badam, shift=True),
+    "badam-leverage": partial(fit_badam, calibrated=True),
     "bbb-learnt": partial(fit_rule, "bbb", learn_noise=True),
     "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
     **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
@@ -41,7 +43,7 @@ TITLES = {
     "ensemble": "Ensemble of 5",
     "badam-released": "Badam, as the released code",
     "badam-letter": "Badam, to the letter of the paper",
-    "badam-leverage": "Badam, widened by leverage",
+    "badam-leverage": "Badam, calibrated by leverage",
     "bbb-learnt": "Bayes by Backprop, noise learnt",
     "vadam-learnt": "Vadam, noise learnt",
     **{f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS},
@@ -109,6 +111,16 @@ def fit_methods(methods: Sequence[str], *, seed: int, settings: RegressionSettin
         yield method, _scored({**METHODS, **VARIANTS}[method](problem), sets)
 
 
+def nll(y: Distribution, targets: Tensor) -> float:
+    """Mean negative log-likelihood in nats per target."""
+    return -float(y.log_prob(targets).mean(dtype=torch.float64))
+
+
+def coverage(y: Distribution, targets: Tensor, level: float = 0.95) -> float:
+    """The share of targets in the central interval of the level: P(Y ≤ y) is at most so far from ½."""
+    return float(((y.cdf(targets) - 0.5).abs() <= level / 2).double().mean())
+
+
 def _scored(predictors: Sequence[Predictor], sets: Sequence[tuple[ToyData, ...]]) -> Row:
     rows = []
     for predictor, (_, _, inside, outside) in zip(predictors, sets, strict=True):
@@ -117,7 +129,8 @@ def _scored(predictors: Sequence[Predictor], sets: Sequence[tuple[ToyData, ...]]
         close = (outside.x - sum(TRAIN_INTERVAL) / 2).abs() <= _NEAR
         deviations = (float(part.mean()) for part in (std_in, std_out[close], std_out[~close], std_out))
         rmse = float((near.f_mean - inside.y).double().square().mean().sqrt())
-        rows.append((near.nll(inside.y), far.nll(outside.y), *deviations, near.coverage(inside.y), rmse))
+        scores = (nll(p.distribution, part.y) for p, part in ((near, inside), (far, outside)))
+        rows.append((*scores, *deviations, coverage(near.distribution, inside.y), rmse))
     grid = predictors[0](toy_grid().x)
     mean, std = (part.squeeze(1).tolist() for part in (grid.f_mean, grid.stddev))
     return {"scores": dict(zip(METRICS, zip(*rows, strict=True), strict=True)), "mean": mean, "std": std}

@@ -66,33 +66,13 @@ class PruningSettings:
     sparse: bool = False
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One way of training to be pruned: a Laplace prior with penalty λ|θ|₁, and a learning rate that falls to nothing.
-
-    It has its own widths, and `longer` times the usual epochs.
-    """
-
-    hidden: tuple[int, ...]
-    sparsity: float
-    input_dropout: float = 0.0
-    longer: int = 1
-
-    @property
-    def name(self) -> str:
-        """Such as `2×400, λ = 3e-05`."""
-        dropout = f", input dropout {self.input_dropout:g}" if self.input_dropout else ""
-        longer = f", {self.longer} × epochs" if self.longer != 1 else ""
-        return f"{len(self.hidden)}×{self.hidden[0]}, λ = {self.sparsity:g}{dropout}{longer}"
-
-
-RECIPES = (
-    Recipe((400, 400), 1e-5),
-    Recipe((400, 400), 3e-5),
-    Recipe((400, 400), 6e-5),
-    Recipe((1200, 1200), 2e-5),
-    Recipe((1200, 1200), 2e-5, input_dropout=0.1, longer=2),
-)
+# Ways of training to be pruned, with a Laplace prior's penalty λ|θ|₁ and a learning rate that falls to nothing: changes
+# to the network, λ, and how many times the usual epochs.
+RECIPES: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
+    **{f"2×400, λ = {penalty:g}": ({"hidden": (400, 400)}, penalty, 1) for penalty in (1e-5, 3e-5, 6e-5)},
+    "2×1200, λ = 2e-05": ({"hidden": (1200, 1200)}, 2e-5, 1),
+    "2×1200, λ = 2e-05, input dropout 0.1, 2 × epochs": ({"hidden": (1200, 1200), "input_dropout": 0.1}, 2e-5, 2),
+}
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
@@ -224,10 +204,10 @@ def fit_part(
         if name == RELEASED:
             network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
         if settings.sparse:
-            recipe = next(recipe for recipe in RECIPES if recipe.name == name)
-            network = replace(network, hidden=recipe.hidden, input_dropout=recipe.input_dropout)
-            epochs = recipe.longer * settings.epochs
-            training = replace(training, epochs=epochs, sparsity=recipe.sparsity, schedule="cosine")
+            changes, penalty, longer = RECIPES[name]
+            network = replace(network, **changes)
+            epochs = longer * settings.epochs
+            training = replace(training, epochs=epochs, sparsity=penalty, schedule="cosine")
         yield name, curves_of(name, problem_of(images, network, training, seeds, device))
 
 
@@ -287,7 +267,7 @@ def run(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device:
     """The command."""
     if settings.sparse:
         title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
-        names, file = tuple(recipe.name for recipe in RECIPES), "figure2-sparse.png"
+        names, file = tuple(RECIPES), "figure2-sparse.png"
     else:
         units = f"{settings.activation} units, {settings.epochs} epochs"
         title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,22 +18,18 @@ from bayesadam.bandits.settings import (
     Check,
     Count,
     Flag,
-    LinearSettings,
     NotNegative,
     Positive,
     PositiveOrNone,
     Share,
-    SomeWidths,
     Widths,
 )
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import Adam, Dropout, second_moment
-from bayesadam.engine.rules import Rule as EngineRule
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from experiments.rules import Gaussian, Rule, gaussian, sampled_outputs
+from experiments.rules import Adam, Badam, Dropout, DroppedBadam, Rule, gaussian, sampled_outputs
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
 _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
@@ -128,7 +123,6 @@ class Uniform(Learner):
     """Chooses every arm with the same probability."""
 
     def scores(self, contexts: Tensor) -> Tensor:
-        """Uniform numbers."""
         return self._explore.uniform(contexts.shape[1], self.n_arms)
 
 
@@ -144,12 +138,10 @@ class EachRun(Learner):
         self.observed = [Observations(n_features, settings.forget) for _ in seeds]
 
     def choose(self, contexts: Tensor) -> Tensor:
-        """As an agent acts."""
         pairs = zip(self.learners, contexts.cpu().numpy(), strict=True)
         return torch.tensor([learner.chosen(x, self._arms)[0] for learner, x in pairs], device=contexts.device)
 
     def observe(self, rows: slice) -> None:
-        """As an agent learns."""
         parts = (of.cpu().numpy() for of in self.buffer.seen(rows))
         for learner, seen, *new in zip(self.learners, self.observed, *parts, strict=True):
             learner.observe(seen, seen.add(*new))
@@ -188,73 +180,178 @@ class NetworkSettings(AgentSettings):
     train_steps: Count = 50
     standardise: Flag = False
 
+    def n_data(self, rounds: int) -> float:
+        """N after so many rounds, for rules that have one."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class GreedySettings(NetworkSettings):
+    """Adam, with a penalty and dropout as regularisers.
+
+    Attributes:
+        l2: λ of the penalty (λ/2)|θ|².
+        l2_by_noise: whether λ is multiplied by the estimated variance of the rewards' noise.
+        dropout: the rate at which hidden units are dropped in training.
+    """
+
+    l2: NotNegative = 0.0
+    l2_by_noise: Flag = False
+    dropout: Share = 0.0
+
+
+@dataclass(frozen=True)
+class GaussianSettings(NetworkSettings):
+    """A Gaussian over the weights.
+
+    Attributes:
+        n_per_round: N is the number of rounds times this; None for the batch size.
+        prior_variance: of the weights, 1/δ.
+    """
+
+    n_per_round: PositiveOrNone = None
+    prior_variance: Positive = 0.1
+
+    def n_data(self, rounds: int) -> float:
+        return float(max(rounds, 1) * (self.n_per_round or self.batch_size))
+
+
+@dataclass(frozen=True)
+class BadamSettings(GreedySettings, GaussianSettings):
+    """The Gaussian that Adam's state holds.
+
+    Attributes:
+        form: of the posterior, `"likelihood"` or `"map"`.
+        power: p of the curvature c = v̂ᵖ.
+    """
+
+    form: Form = "likelihood"
+    power: Positive = 0.5
+
+
+@dataclass(frozen=True)
+class VariationalSettings(GaussianSettings):
+    """A rule that learns a Gaussian by perturbing the weights: Bayes by Backprop, Vadam.
+
+    Attributes:
+        noise_variance: of a reward.
+        initial_std: the standard deviation that every weight starts from.
+    """
+
+    noise_variance: Positive = 0.5
+    initial_std: Positive = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        widest = math.sqrt(self.prior_variance)
+        if self.initial_std > widest:
+            raise SettingError(f"initial_std={self.initial_std!r} is wider than the prior: take at most {widest:g}")
+
+
+# How the networks of an agent learn, by its settings and their shape, on a device.
+MakeRule = Callable[[Any, Network, torch.device], Rule]
+
+
+def adam(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
+    """Adam, under dropout where there is some."""
+    return (Dropout if settings.dropout else Adam)(betas=settings.betas)
+
+
+def badam(settings: BadamSettings, network: Network, device: torch.device) -> Rule:
+    """The same, with the Gaussian that its state holds."""
+    return (DroppedBadam if settings.dropout else Badam).with_settings(**vars(settings))
+
+
+def variational(kind: type[Rule]) -> MakeRule:
+    """A rule that learns a Gaussian."""
+    return lambda settings, network, device: kind.with_settings(
+        **{**vars(settings), "prior_precision": 1 / settings.prior_variance}
+    )
+
 
 class NetworkLearner(Learner):
     """A network per run, trained by a rule on the squared error of the chosen arm.
 
-    Scores are outputs at draws from the Gaussian that the rule ends with.
+    Scores are outputs at draws from the Gaussian that the rule ends with, one for each row; where it ends with a point,
+    the outputs, under dropout with `drops`. For `l2_by_noise` the rewards' noise is the mean squared error, in units of
+    the targets, of predictions made before their rewards were learnt: unlike the training error it does not fall when
+    the network memorises.
     """
 
-    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rule: MakeRule,
+        settings: Any,
+        buffer: Buffer,
+        n_arms: int,
+        seeds: Sequence[int],
+        *,
+        drops: bool = False,
+    ) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        n_inputs, dropout = buffer.contexts.shape[2], getattr(settings, "dropout", 0.0)
+        n_inputs, dropout, l2 = buffer.contexts.shape[2], getattr(settings, "dropout", 0.0), getattr(settings, "l2", 0)
         self.network = Network(n_inputs, settings.hidden, n_arms, settings.activation, dropout)
         self.stack = Stack(
             self.network,
-            self._rule(),
+            rule(settings, self.network, self.device),
             self.seeds,
             self._batch,
-            n_data=self._n_data(),
+            n_data=settings.n_data(buffer.count),
             weights=initial_weights(self.network, self.seeds, settings.init_range, self.device),
             device=self.device,
             average=settings.average,
             clip=settings.clip,
             predraw=True,
         )
-        self.params = self.stack.params
+        self.params, self._drops = self.stack.params, drops
         self._batches = Streams(seeds, "batches", self.device)
         self._posterior = Streams(seeds, "posterior", self.device)
         # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._shift = torch.zeros(len(self.seeds), 1, device=self.device)
         self._scale = torch.ones_like(self._shift)
-
-    def _rule(self) -> EngineRule:
-        """How the networks learn."""
-        raise NotImplementedError
-
-    def _n_data(self) -> float:
-        return 1.0
-
-    def gaussian(self) -> Gaussian:
-        """Mean and variance of the weights, (runs, weights)."""
-        moments = gaussian(self.stack)
-        assert moments is not None
-        return moments
+        self._errors = torch.full((len(self.seeds), 2), _NOISE_START, device=self.device)
+        self._l2 = torch.full_like(self._shift, l2)
+        self.stack.penalty = self._l2 if l2 else None
+        self.stack.scale.fill_(0.5 / getattr(settings, "noise_variance", 0.5))
 
     def scores(self, contexts: Tensor) -> Tensor:
-        """Outputs, with weights of their own for every row."""
+        if self._moments is None and (found := gaussian(self.stack)) is not None:
+            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
         if self._moments is None:
-            mean, variance = self.gaussian()
-            self._moments = unflatten(self.network, mean), unflatten(self.network, variance)
-        return sampled_outputs(self.network, *self._moments, contexts, self._posterior)
+            rule, masks = self.stack.rule, None
+            if self._drops:
+                masks = rule.masks(rule.noise(self._posterior, self.network, contexts.shape[1]), self.network)
+            return forward(self.network, self.params, contexts, masks=masks)
+        widths = [*self.network.hidden, self.n_arms]
+        noise = torch.split(self._posterior.normal(contexts.shape[1], sum(widths)), widths, dim=2)
+        return sampled_outputs(self.network, *self._moments, contexts, noise)
+
+    def observe(self, rows: slice) -> None:
+        """Compare the new rewards with the predictions of the network, which has not seen them."""
+        if not (getattr(self.settings, "l2_by_noise", False) and self.stack.done):
+            return
+        contexts, arms, rewards = self.buffer.seen(rows)
+        predicted = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
+        errors = predicted.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
+        count = rows.stop - rows.start
+        new = torch.stack([errors, torch.full_like(errors, count)], dim=1)
+        self._errors.mul_(_NOISE_MEMORY**count).add_(new)
 
     def train(self) -> None:
         """t_s mini-batches, with the learning rate lr/(1 + κ t) over the mini-batches t of all trainings."""
-        self._prepare()
-        lr, decay, steps = self.settings.lr, self.settings.lr_decay, self.settings.train_steps
-        rows = self._batches.rows(self.buffer.count, steps, self.settings.batch_size)
-        self.stack.prepare(rows.transpose(0, 1), lambda done: lr / (1 + decay * done))
-        self.stack.run(steps)
+        settings = self.settings
+        # N, the rewards' scale and the penalty, which a training's steps read.
+        self.stack.n_data.fill_(settings.n_data(self.buffer.count))
+        if settings.standardise:
+            for own, now in zip((self._shift, self._scale), self.buffer.moments(), strict=True):
+                own.copy_(now)
+        if getattr(settings, "l2_by_noise", False):
+            torch.mul(self._errors[:, :1] / self._errors[:, 1:], settings.l2, out=self._l2)
+        rows = self._batches.rows(self.buffer.count, settings.train_steps, settings.batch_size)
+        self.stack.prepare(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
+        self.stack.run(settings.train_steps)
         self._moments = None
-
-    def _prepare(self) -> None:
-        """Write N and the rewards' scale, which a training's steps read."""
-        self.stack.n_data.fill_(self._n_data())
-        if self.settings.standardise:
-            shift, scale = self.buffer.moments()
-            self._shift.copy_(shift)
-            self._scale.copy_(scale)
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
         """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
@@ -277,210 +374,3 @@ def initial_weights(network: Network, seeds: Sequence[int], span: float | None, 
         for name, tensor in params.items():
             tensor.mul_(span * math.sqrt(tensor.shape[-1]) if name.endswith("weight") else 0.0)
     return flatten(params).to(device)
-
-
-@dataclass(frozen=True)
-class GreedySettings(NetworkSettings):
-    """Adam, with a penalty and dropout as regularisers.
-
-    Attributes:
-        l2: λ of the penalty (λ/2)|θ|².
-        l2_by_noise: whether λ is multiplied by the estimated variance of the rewards' noise.
-        dropout: the rate at which hidden units are dropped in training.
-    """
-
-    l2: NotNegative = 0.0
-    l2_by_noise: Flag = False
-    dropout: Share = 0.0
-
-
-class AdamLearner(NetworkLearner):
-    """Networks trained by Adam with an L2 penalty and dropout.
-
-    The rewards' noise is the mean squared error, in units of the targets, of predictions made before their rewards were
-    learnt: unlike the training error it does not fall when the network memorises.
-    """
-
-    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        super().__init__(settings, buffer, n_arms, seeds)
-        self._errors = torch.full((len(self.seeds), 2), _NOISE_START, device=self.device)
-        self._l2 = torch.full((len(self.seeds), 1), settings.l2, device=self.device)
-        self.stack.penalty = self._l2 if settings.l2 else None
-
-    def _rule(self) -> EngineRule:
-        return (Dropout if self.settings.dropout else Adam)(betas=self.settings.betas)
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        if self.settings.l2_by_noise:
-            torch.mul(self._errors[:, :1] / self._errors[:, 1:], self.settings.l2, out=self._l2)
-
-    def observe(self, rows: slice) -> None:
-        """Compare the new rewards with the predictions of the network, which has not seen them."""
-        if not (self.settings.l2_by_noise and self.stack.done):
-            return
-        contexts, arms, rewards = self.buffer.seen(rows)
-        predicted = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
-        errors = predicted.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
-        count = rows.stop - rows.start
-        new = torch.stack([errors, torch.full_like(errors, count)], dim=1)
-        self._errors.mul_(_NOISE_MEMORY**count).add_(new)
-
-
-class Greedy(AdamLearner):
-    """Scores are the outputs of the network."""
-
-    def scores(self, contexts: Tensor) -> Tensor:
-        """Outputs."""
-        return forward(self.network, self.params, contexts)
-
-
-class MCDropout(AdamLearner):
-    """Units are dropped in training and when choosing alike, with one mask per row."""
-
-    def scores(self, contexts: Tensor) -> Tensor:
-        """Outputs under dropout."""
-        rule = self.stack.rule
-        masks = rule.masks(rule.noise(self._posterior, self.network, contexts.shape[1]), self.network)
-        return forward(self.network, self.params, contexts, masks=masks)
-
-
-@dataclass(frozen=True)
-class GaussianSettings(NetworkSettings):
-    """A Gaussian over the weights.
-
-    Attributes:
-        n_per_round: N is the number of rounds times this; None for the batch size.
-        prior_variance: of the weights, 1/δ.
-    """
-
-    n_per_round: PositiveOrNone = None
-    prior_variance: Positive = 0.1
-
-    def n_data(self, rounds: int) -> float:
-        """N after so many rounds."""
-        return max(rounds, 1) * (self.n_per_round or self.batch_size)
-
-
-@dataclass(frozen=True)
-class BadamSettings(GreedySettings, GaussianSettings):
-    """The Gaussian that Adam's state holds.
-
-    Attributes:
-        form: of the posterior, `"likelihood"` or `"map"`.
-        power: p of the curvature c = v̂ᵖ.
-    """
-
-    form: Form = "likelihood"
-    power: Positive = 0.5
-
-
-class Badam(AdamLearner):
-    """The Gaussian that Adam's state already holds: precision N c + δ with c = v̂ᵖ, around θ or N c/(N c + δ) θ."""
-
-    def _n_data(self) -> float:
-        return float(self.settings.n_data(self.buffer.count))
-
-    def gaussian(self) -> Gaussian:
-        """Computed from Adam's second moment."""
-        own, mode = self.settings, self.stack.mean
-        data = second_moment(self.stack.state, own.betas[1]).pow(own.power) * float(self.stack.n_data)
-        precision = data + 1 / own.prior_variance
-        return Gaussian(data / precision * mode if own.form == "likelihood" else mode, precision.reciprocal())
-
-
-@dataclass(frozen=True)
-class VariationalSettings(GaussianSettings):
-    """A rule that learns a Gaussian by perturbing the weights: Bayes by Backprop, Vadam, IVON.
-
-    Attributes:
-        noise_variance: of a reward.
-        initial_std: the standard deviation that every weight starts from.
-    """
-
-    noise_variance: Positive = 0.5
-    initial_std: Positive = 0.02
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        widest = math.sqrt(self.prior_variance)
-        if self.initial_std > widest:
-            raise SettingError(f"initial_std={self.initial_std!r} is wider than the prior: take at most {widest:g}")
-
-
-class Variational(NetworkLearner):
-    """Any rule that learns a Gaussian over the weights."""
-
-    def __init__(
-        self, kind: type[Rule], settings: VariationalSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]
-    ) -> None:
-        self._kind = kind
-        super().__init__(settings, buffer, n_arms, seeds)
-        self.stack.scale.fill_(0.5 / settings.noise_variance)
-
-    def _n_data(self) -> float:
-        return float(self.settings.n_data(self.buffer.count))
-
-    def _rule(self) -> Rule:
-        own = self.settings
-        # IVON calls betas `averages`, and takes its initial Hessian from `initial_std` where it is None.
-        changes = {"averages": own.betas, "prior_precision": 1 / own.prior_variance, "initial_hessian": None}
-        return self._kind.with_settings(**{**vars(own), **changes})
-
-
-@dataclass(frozen=True)
-class NeuralLinearSettings(LinearSettings, GreedySettings):
-    """Linear regression on the last hidden layer; `window` observations per arm are refitted after every training."""
-
-    forget: Never = None
-    window: Count = 1000
-    hidden: SomeWidths = (100, 100)
-
-
-class NeuralLinear(AdamLearner):
-    """Linear Thompson sampling on the last hidden layer of a network that is trained as the greedy agent's.
-
-    Training changes the features of all observations, so the statistics are recomputed after each: from the newest
-    `window` observations of every arm, which bounds the cost, weighted so that they count as all of its observations.
-    """
-
-    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        super().__init__(settings, buffer, n_arms, seeds)
-        self._linear = [Linear(settings, settings.hidden[-1], n_arms, seed) for seed in seeds]
-
-    def _features(self, contexts: Tensor) -> Any:
-        return forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)).cpu().numpy()
-
-    def scores(self, contexts: Tensor) -> Tensor:
-        """Of one draw from the posterior for every row."""
-        pairs = zip(self._linear, self._features(contexts), strict=True)
-        drawn = [linear.sampler(x)(1, linear.streams[linear.choice])[:, 0] for linear, x in pairs]
-        return torch.from_numpy(np.stack(drawn)).to(self.device)
-
-    def observe(self, rows: slice) -> None:
-        """Add the new observations to the statistics."""
-        super().observe(rows)
-        contexts, arms, rewards = self.buffer.seen(rows)
-        self._add(self._features(contexts), arms, rewards, np.ones(arms.shape))
-
-    def _add(self, features: Any, arms: Tensor, rewards: Tensor, weights: Any) -> None:
-        moments = torch.cat(self.buffer.moments(), dim=1).tolist()
-        parts = features, arms.cpu().numpy(), rewards.double().cpu().numpy(), weights
-        for linear, x, chosen, paid, weight, units in zip(self._linear, *parts, moments, strict=True):
-            rows = weight > 0
-            linear.add(x[rows], chosen[rows], paid[rows], weight[rows], (units[0], units[1]))
-
-    def train(self) -> None:
-        """Train the network, then recompute the statistics at its new features."""
-        super().train()
-        counts, n = np.stack([linear.statistics.counts for linear in self._linear]), self.buffer.count
-        for linear in self._linear:
-            linear.statistics.fade(0.0)
-        numbers = torch.arange(n, device=self.device)
-        for arm in range(self.n_arms):
-            own = torch.where(self.buffer.arms[:, :n] == arm, numbers, -1)
-            newest = own.topk(min(self.settings.window, n), dim=1).values
-            contexts, _, rewards = self.buffer.at(newest.clamp(min=0))
-            held = (newest >= 0).cpu().numpy()
-            weights = held * (counts[:, arm] / held.sum(axis=1).clip(min=1))[:, None]
-            self._add(self._features(contexts), torch.full_like(newest, arm), rewards, weights)

@@ -19,10 +19,10 @@ COLOURS: Mapping[str, str] = {
     "bbb": "#D55E00",
     "vadam": "#CC79A7",
     **dict.fromkeys(("laplace-full", "laplace-diagonal", "linear"), "#56B4E9"),
-    **dict.fromkeys(("ensemble", "bootstrap"), "#9A7D0A"),
+    "ensemble": "#9A7D0A",
     "ivon": "#8C564B",
     "hybrid": "#1A1A1A",
-    **dict.fromkeys(("swag", "neural-linear"), "#6A5ACD"),
+    "swag": "#6A5ACD",
 }
 METHOD_TITLES = {
     "badam": "Badam",

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._checks import count
-from bayesadam.errors import DataError, MatchError, SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.weights.draws import stream_seed
-from experiments.data import find, load_table
+from experiments.data import DataError, load_table
 
 Numbers = npt.NDArray[Any]
 
@@ -69,7 +69,6 @@ class BanditProblem:
     make: Callable[[int, int], Rounds]
 
     def run(self, seed: int, rounds: int | None = None) -> Rounds:
-        """The rounds of the run with this seed."""
         return self.make(seed, self.checked_rounds(rounds))
 
     def checked_rounds(self, rounds: int | None = None) -> int:
@@ -118,11 +117,8 @@ def problem(name: str) -> BanditProblem:
 
 
 def table_name(name: str) -> str:
-    """The data set behind a problem; census is the public part of the table where that alone is on this machine."""
-    kind, _, option = name.partition(":")
-    if kind != "census":
-        return kind
-    return "census-1000" if option else "census-part" if find("census-part") and not find("census") else kind
+    """The data set behind a problem."""
+    return "census-1000" if name == "census:1000" else name.partition(":")[0]
 
 
 def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:
@@ -196,7 +192,6 @@ class _Table:
         return cls(rows, np.where(constant, rows[0], shift), np.where(constant, 1.0, np.sqrt(squares / len(rows))))
 
     def take(self, rows: Numbers) -> Numbers:
-        """The given rows, scaled, float32."""
         return np.asarray((self.rows[rows] - self.shift) / self.scale, np.float32)
 
 

@@ -113,7 +113,7 @@ def fit_script(problem: Problem) -> list[Predictor]:
     for index in range(len(problem.seeds)):
         mean, moment = member(weights, index), member(moments, index)
         variance = {name: 1 / (n**2 * v.sqrt()).clamp(min=1e-30) for name, v in moment.items()}
-        posteriors.append(Posterior.from_moments(network.build(mean), mean, variance, n**2))
+        posteriors.append(Posterior.from_moments(network.build(mean), mean, variance, n**2, "regression"))
     return with_noise(problem, posteriors)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from bayesadam import __version__
 from bayesadam._extras import require
-from bayesadam.errors import BayesAdamError, DataError, FileError
+from bayesadam.errors import BayesAdamError, FileError
 from experiments import cost, figure1, figure2, table1
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged
-from experiments.data import data_set, find, locate
+from experiments.data import DataError, data_set, find, locate
 from experiments.problems import table_name
 from experiments.running import Run, Table
 
@@ -72,11 +72,9 @@ class Report:
 
     @property
     def every_run(self) -> list[Finished]:
-        """In the page's order."""
         return [run for experiment in EXPERIMENTS for run in self.runs.get(experiment, ())]
 
     def plain(self) -> dict[str, Any]:
-        """Claims, checks and runs, for `report.json`."""
         runs = [
             {"file": f"{run.name}/metrics.json", "command": run.command, "departures": run.departures}
             for run in self.every_run
@@ -162,14 +160,14 @@ def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> 
     reasons = " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
     if not played:
         raise DataError(reasons)
-    table1.run_bandits(**common, device=device, settings=replace(settings, problems=played))
+    table1.run(**common, device=device, settings=replace(settings, problems=played))
     return reasons
 
 
 def _absence(table: str, quick: bool) -> str:
     """Why a table cannot be had; the quick version downloads nothing."""
     try:
-        if quick and len(find(table)) < len(data_set(table).files):
+        if quick and len(find(table)) < len(data_set(table)):
             return "It is not on this machine, and the quick version downloads nothing."
         locate(table)
     except DataError as error:

@@ -6,7 +6,7 @@ They train on the stacks of `bayesadam.engine`. A new rule is a class with `star
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,17 @@ from torch import Tensor
 
 from bayesadam.engine import rules
 from bayesadam.engine.network import ACTIVATIONS, Network, linear, unflatten
-from bayesadam.engine.rules import EPS, Dropped, Number, State, Step, adam_state, adam_update, dropout_mask
+from bayesadam.engine.rules import (
+    EPS,
+    Dropped,
+    Number,
+    State,
+    Step,
+    adam_state,
+    adam_update,
+    dropout_mask,
+    second_moment,
+)
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 
@@ -71,7 +81,6 @@ class Adam(rules.Adam, Rule):
     sparsity: float = 0.0
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """torch's Adam, then the proximal step."""
         super().update(weights, gradient, state, noise, step)
         if self.sparsity:
             metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
@@ -89,6 +98,25 @@ class Dropout(Dropped, Adam):
         return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
 
 
+@dataclass(frozen=True)
+class Badam(Adam):
+    """Adam, and the Gaussian that its state holds: precision N c + δ with c = v̂ᵖ, around θ or N c/(N c + δ) θ."""
+
+    prior_variance: float = 0.1
+    power: float = 0.5
+    form: str = "likelihood"
+
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
+        data = second_moment(state, self.betas[1]).pow(self.power) * n_data
+        precision = data + 1 / self.prior_variance
+        return Gaussian(data / precision * weights if self.form == "likelihood" else weights, precision.reciprocal())
+
+
+@dataclass(frozen=True)
+class DroppedBadam(Dropped, Badam):
+    """Badam, trained under dropout."""
+
+
 class Perturbed(Rule):
     """Rules whose gradient is that of the mean negative log-likelihood at a draw θ = μ + σ ε from their Gaussian."""
 
@@ -104,7 +132,6 @@ class Perturbed(Rule):
         torch.add(weights, noise, out=out)
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
-        """ε ~ N(0, 1) for every weight."""
         return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
 
 
@@ -121,13 +148,11 @@ class BayesByBackprop(Perturbed):
     initial_std: float = 0.02
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """ρ, and Adam's state for μ and for ρ."""
         rho = torch.full_like(weights, math.log(math.expm1(self.initial_std)))
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
         return {"rho": rho, **adam_state(weights), **own}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """Adam for μ and for ρ."""
         std = F.softplus(state["rho"])
         by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data)
         by_std.add_((gradient * noise).div_(std))
@@ -137,7 +162,6 @@ class BayesByBackprop(Perturbed):
         adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, rules.Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(μ, softplus(ρ)²)."""
         return Gaussian(weights, F.softplus(state["rho"]).square())
 
 
@@ -163,7 +187,6 @@ class Vadam(Perturbed):
         weights.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(μ, 1/(N v + δ))."""
         return Gaussian(weights, (state["second_moment"] * n_data).add_(self.prior_precision).reciprocal_())
 
 
@@ -171,33 +194,25 @@ class Vadam(Perturbed):
 class IVON(Perturbed):
     """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation.
 
-    `averages` are (β₁, β₂), which are not Adam's. δ = N d is `prior_precision`; None takes d = `weight_decay`, at least
-    1e-4, since a flat loss has no other curvature. h₀ is `initial_hessian`; None takes that of `initial_std`.
+    `averages` are (β₁, β₂), which are not Adam's. d is `weight_decay`, at least 1e-4, since a flat loss has no other
+    curvature, and h₀ `initial_hessian`.
     """
 
     lr = 0.02
     averages: tuple[float, float] = (0.9, 0.99999)
-    prior_precision: float | None = None
     weight_decay: float = 1e-4
-    initial_hessian: float | None = 1.0
-    initial_std: float = 0.02
+    initial_hessian: float = 1.0
 
     @property
     def betas(self) -> tuple[float, float]:  # type: ignore[override]
-        """(β₁, β₂)."""
         return self.averages
 
-    def decay(self, n_data: Number) -> Number:
-        """d."""
-        return max(self.weight_decay, 1e-4) if self.prior_precision is None else self.prior_precision / n_data
+    @property
+    def decay(self) -> float:
+        return max(self.weight_decay, 1e-4)
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """g = 0 and h = h₀, which is kept where it depends on N."""
-        state = {"momentum": torch.zeros_like(weights)}
-        if self.initial_hessian is not None:
-            return {**state, "hessian": torch.full_like(weights, self.initial_hessian)}
-        first = torch.as_tensor(self.initial_std**-2 / n_data - self.decay(n_data)).to(weights)
-        return {**state, "hessian": torch.zeros_like(weights).add_(first), "initial_hessian": first}
+        return {"momentum": torch.zeros_like(weights), "hessian": torch.full_like(weights, self.initial_hessian)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
@@ -205,19 +220,17 @@ class IVON(Perturbed):
         f = N (h + d) n ĝ, with n = σ ε the noise and ĝ the gradient at m + n.
         """
         momentum, hessian = state["momentum"], state["hessian"]
-        (beta1, beta2), decay = self.betas, self.decay(step.n_data)
-        first = state["initial_hessian"] if self.initial_hessian is None else self.initial_hessian
+        (beta1, beta2), decay = self.betas, self.decay
         momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
         # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's limit.
         damped = hessian + decay
         excess = hessian - (gradient * noise).mul_(damped).mul_(step.n_data)
         hessian.sub_(excess, alpha=1 - beta2).addcdiv_(excess.square_(), damped, value=0.5 * (1 - beta2) ** 2)
-        direction = momentum.div(step.first).add_(weights * decay).mul_(step.lr * (first + decay))
+        direction = momentum.div(step.first).add_(weights * decay).mul_(step.lr * (self.initial_hessian + decay))
         weights.sub_(direction.div_(hessian + decay))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(m, 1/(N (h + d)))."""
-        return Gaussian(weights, (state["hessian"] + self.decay(n_data)).mul_(n_data).reciprocal_())
+        return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
 @dataclass(frozen=True)
@@ -237,7 +250,6 @@ class SWAG(Rule):
     rank: int = 20
 
     def steps(self, given: int) -> int:
-        """As many as the iterates need."""
         return self.snapshots * self.every
 
     def start(self, weights: Tensor, n_data: Number) -> State:
@@ -260,7 +272,6 @@ class SWAG(Rule):
         state["deviations"].index_copy_(1, slot.reshape(1), deviation.unsqueeze(1))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """The mean and the variance of the iterates."""
         return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=1e-12))
 
     def deviations(self, state: State) -> Tensor:
@@ -301,21 +312,23 @@ def functions(stack: Stack, index: int, n: int, streams: Streams) -> Drawn:
 
 
 def sampled_outputs(
-    network: Network, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], x: Tensor, streams: Streams
+    network: Network,
+    mean: Mapping[str, Tensor],
+    variance: Mapping[str, Tensor],
+    x: Tensor,
+    noise: Sequence[Tensor],
 ) -> Tensor:
-    """f(x) at weights drawn from a diagonal Gaussian, one draw per row: (n, b, outputs).
+    """f(x) at weights drawn from a diagonal Gaussian, one draw per row: (n, b, outputs); ε is (n, b, units) by layer.
 
     The weights of one row only enter through its activations, so these are drawn instead (local reparameterisation):
     N(a Wᵀ + b, a² Sᵀ + s), unit by unit, exactly as if all weights had been drawn for each row.
     """
-    widths = [*network.hidden, network.n_outputs]
-    noise = torch.split(streams.normal(x.shape[1], sum(widths)), widths, dim=2)
     activation = ACTIVATIONS[network.activation]()
     h = x
-    for number in range(len(widths)):
+    for number, epsilon in enumerate(noise):
         weight, bias = f"layer{number}.weight", f"layer{number}.bias"
-        std = linear(h.square(), variance[weight], variance[bias]).clamp_(min=0).sqrt_()
-        h = linear(h, mean[weight], mean[bias]).addcmul_(std, noise[number])
+        std = linear(h.square(), variance[weight], variance[bias]).clamp(min=0).sqrt()
+        h = torch.addcmul(linear(h, mean[weight], mean[bias]), std, epsilon)
         if number < len(network.hidden):
             h = activation(h)
     return h

@@ -59,7 +59,6 @@ class Sample:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean: sd/√n."""
         return self.deviation / math.sqrt(max(len(self.values), 1))
 
 
@@ -103,7 +102,6 @@ class Table(NamedTuple):
     note: str = ""
 
     def markdown(self) -> str:
-        """Title, note and rows."""
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
         return "\n".join([f"{self.title}. {self.note}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
@@ -158,7 +156,6 @@ class Run:
         return self.out / f"unfinished-{digest}.json"
 
     def show(self, *tables: Table) -> None:
-        """Print tables, unless quiet."""
         if not self.quiet:
             print(*(table.markdown() for table in tables), sep="\n")
 
@@ -172,7 +169,6 @@ class Run:
         return paths
 
     def metrics(self, results: Mapping[str, Any]) -> str:
-        """The text of `metrics.json`."""
         about = {"command": self.command, "version": __version__, "seed": self.seed, "device": self.device}
         rest = {"seconds": round(self.seconds, 3), "settings": dict(self.settings), "results": dict(results)}
         return json.dumps(_plain({**about, **rest}), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""The agents of the Deep Bayesian Bandits Showdown among the paper's rows, as its code has them.
+"""How the Deep Bayesian Bandits Showdown trains the agents among the paper's rows, as its code has it.
 
 Greedy and MC dropout are trained by TensorFlow's RMSProp. Bayes by Backprop has a constant rate, no clipping, a
 divergence over the number of observations, a prior by fan-in, a narrow start, biases that are points, and in training
@@ -8,17 +8,18 @@ one draw of every unit for each example (local reparameterisation).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.bandits.settings import Positive
-from bayesadam.engine.gradients import Slope, StackedGradient
-from bayesadam.engine.network import Network, linear, unflatten
-from bayesadam.engine.rules import Adam, Dropped, Number, Rule, State, Step, adam_state, adam_update
+from bayesadam.engine.gradients import Slope
+from bayesadam.engine.network import Network, unflatten
+from bayesadam.engine.rules import Dropped, Number, State, Step, adam_state, adam_update
 from bayesadam.engine.streams import Streams
-from experiments.networks import Buffer, Greedy, MCDropout, NetworkLearner, NetworkSettings
-from experiments.rules import Gaussian, Perturbed
+from experiments.networks import GreedySettings, NetworkSettings
+from experiments.rules import Adam, Gaussian, Perturbed, Rule, sampled_outputs
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -35,11 +36,9 @@ class RMSprop(Rule):
     eps: float = 1e-10
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """v = 1."""
         return {"square_avg": torch.ones_like(weights)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step."""
         state["square_avg"].mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
         weights.sub_(gradient.mul_(step.lr).div_((state["square_avg"] + self.eps).sqrt_()))
 
@@ -49,52 +48,29 @@ class RMSpropDropout(Dropped, RMSprop):
     """RMSprop under dropout."""
 
 
-class ShowdownGreedy(Greedy):
-    """Greedy, trained by RMSProp."""
-
-    def _rule(self) -> Rule:
-        return RMSprop()
+def rmsprop(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
+    """RMSProp, under dropout where there is some."""
+    return RMSpropDropout() if settings.dropout else RMSprop()
 
 
-class ShowdownDropout(MCDropout):
-    """MC dropout, trained by RMSProp."""
+@dataclass(frozen=True, eq=False)
+class LocalGradient:
+    """By μ and by the variances of the weights, (n, 2 weights), at one draw of every unit for each example."""
 
-    def _rule(self) -> Rule:
-        return RMSpropDropout()
-
-
-class LocalGradient(StackedGradient):
-    """By μ and by the variances of the weights, (n, 2 weights), at one draw of every unit for each example.
-
-    z = h Wᵀ + b + s ε with s² = h² Vᵀ. With D = ∂loss/∂z: ∂W = Dᵀh, ∂b = Σ D, ∂V = (D ε/2s)ᵀ h², and
-    ∂h = D W + h (D ε/s) V.
-    """
-
-    def __init__(self, network: Network, weights: Tensor, log_std: Tensor) -> None:
-        super().__init__(network, weights)
-        self._network, self._log_std = network, log_std
+    network: Network
+    weights: Tensor
+    log_std: Tensor
 
     def __call__(self, x: Tensor, slope: Slope, *, masks: Sequence[Tensor] | None = None) -> Tensor:
         """`masks` are ε, (n, b, units) for every layer."""
         assert masks is not None
-        variances = unflatten(self._network, (2 * self._log_std).exp())
-        inputs, ratios, last = [x], list[Tensor](), len(self._layers) - 1
-        for number, (weight, bias) in enumerate(self._layers):
-            h, variance = inputs[-1], variances[f"layer{number}.weight"]
-            spread = linear(h.square(), variance, torch.full_like(bias, _LEAST)).sqrt_()
-            ratios.append(masks[number] / spread)
-            z = linear(h, weight, bias).addcmul_(spread, masks[number])
-            inputs.append(self._activation(z) if number < last else z)
-        delta, found = slope(inputs.pop()), list[Tensor]()
-        by_variance = list[Tensor]()
-        for number in range(last, -1, -1):
-            (weight, bias), h, ratio = self._layers[number], inputs[number], delta * ratios[number]
-            found[:0] = [torch.bmm(delta.mT, h).flatten(1), delta.sum(dim=1)]
-            by_variance[:0] = [torch.bmm(ratio.mT, h.square()).div_(2).flatten(1), torch.zeros_like(bias)]
-            if number:
-                delta = torch.bmm(delta, weight) + h * torch.bmm(ratio, variances[f"layer{number}.weight"])
-                delta = self._activation_backward(delta, h)
-        return torch.cat([*found, *by_variance], dim=1)
+        flat = self.weights.detach().clone(), (2 * self.log_std).exp().detach()
+        with torch.enable_grad():
+            mean, variance = (unflatten(self.network, leaf.requires_grad_()) for leaf in flat)
+            points = {name: torch.full_like(v, _LEAST) for name, v in variance.items() if name.endswith("bias")}
+            outputs = sampled_outputs(self.network, mean, variance | points, x, masks)
+        gradients = torch.autograd.grad(outputs, flat, slope(outputs.detach()))
+        return torch.cat(gradients, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +88,6 @@ class LocalBayesByBackprop(Perturbed):
     betas = (0.9, 0.999)
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        """ρ, and Adam's state for μ and for ρ."""
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
         return {"rho": torch.full_like(weights, math.log(self.initial_std)), **adam_state(weights), **own}
 
@@ -131,12 +106,10 @@ class LocalBayesByBackprop(Perturbed):
         """μ: the gradient's own draws are those of units."""
         out.copy_(weights)
 
-    def gradient(self, network: Network, weights: Tensor, state: State) -> StackedGradient:
-        """By local reparameterisation."""
+    def gradient(self, network: Network, weights: Tensor, state: State) -> Any:
         return LocalGradient(network, weights, state["rho"])
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """Adam for μ and for ρ."""
         by_mean, by_variance = torch.split(gradient, weights.shape[1], dim=1)
         variance, uncertain = (2 * state["rho"]).exp(), self.precision > 0
         by_rho = 2 * variance * by_variance + (self.precision * variance - 1) / step.n_data
@@ -146,7 +119,6 @@ class LocalBayesByBackprop(Perturbed):
         adam_update(state["rho"], by_rho * uncertain, own, step.lr, Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        """N(μ, exp(2ρ)), of the biases μ."""
         return Gaussian(weights, (2 * state["rho"]).exp() * (self.precision > 0))
 
 
@@ -162,23 +134,15 @@ class ShowdownSettings(NetworkSettings):
     noise_variance: Positive = 0.01
     initial_std: Positive = _START
 
+    def n_data(self, rounds: int) -> float:
+        return float(max(rounds, 1))
 
-class ShowdownBayesByBackprop(NetworkLearner):
-    """Scores are outputs at draws from the Gaussian; N is the number of observations, p = N(0, 2/fan-in)."""
 
-    def __init__(self, settings: ShowdownSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        super().__init__(settings, buffer, n_arms, seeds)
-        self.stack.scale.fill_(0.5 / settings.noise_variance)
-
-    def _n_data(self) -> float:
-        return max(self.buffer.count, 1.0)
-
-    def _rule(self) -> Rule:
-        parts = [
-            torch.full(shape, shape[1] / 2 if len(shape) == 2 else 0.0).flatten()
-            for shape in self.network.shapes().values()
-        ]
-        return LocalBayesByBackprop(torch.cat(parts).to(self.device), self.settings.initial_std)
+def local_bayes_by_backprop(settings: ShowdownSettings, network: Network, device: torch.device) -> Rule:
+    """p = N(0, 2/fan-in)."""
+    shapes = network.shapes().values()
+    parts = [torch.full(shape, shape[1] / 2 if len(shape) == 2 else 0.0).flatten() for shape in shapes]
+    return LocalBayesByBackprop(torch.cat(parts).to(device), settings.initial_std)
 
 
 # Means start with the standard deviation .05. Other settings than these are not the Showdown's, and so not "tuned".

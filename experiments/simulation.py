@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,96 +71,76 @@ def simulate(
         device: None for a GPU where there is one.
         settings: see `agent_settings`.
     """
-    own = agent_settings(agent, settings)
-    playing = Playing(problem, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings=own)
-    while playing.done < playing.rounds:
-        playing.advance()
-    return playing.result()
+    how: Any = {"runs": runs, "rounds": rounds, "seed": seed, "device": device, "settings": settings}
+    *_, outcome = playing(problem, agent, **how)
+    assert outcome is not None
+    return outcome
 
 
-class Playing:
-    """A simulation under way, for a caller who wants to advance several in turn; arguments are those of `simulate`.
+def playing(
+    problem: str | BanditProblem,
+    agent: str,
+    *,
+    runs: int,
+    rounds: int | None,
+    seed: int,
+    device: str | torch.device | None,
+    settings: str | AgentSettings,
+) -> Iterator[Simulation | None]:
+    """`simulate` step by step, for a caller who wants to advance several in turn: the last step has the outcome.
 
-    On a GPU each has a stream of its own, and `advance` returns before the GPU is done, so that several keep it busy.
+    On a GPU each has a stream of its own, and a step returns before the GPU is done, so that several keep it busy.
     """
-
-    def __init__(
-        self,
-        problem: str | BanditProblem,
-        agent: str,
-        *,
-        runs: int = 10,
-        rounds: int | None = None,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        settings: str | AgentSettings = "tuned",
-    ) -> None:
-        self._start, chosen = time.perf_counter(), named_problem(problem) if isinstance(problem, str) else problem
-        count("runs", runs, "with seeds of their own")
-        self.rounds, self.settings = chosen.checked_rounds(rounds), agent_settings(agent, settings)
-        on = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        self._stream = torch.cuda.Stream(on) if on.type == "cuda" else None  # type: ignore[no-untyped-call]
-        seeds = [stream_seed(seed, "run", number) for number in range(runs)]
-        self._played = [chosen.run(one, self.rounds) for one in seeds]
-        with torch.cuda.stream(self._stream):
-            self.buffer = Buffer(torch.from_numpy(np.stack([one.contexts for one in self._played])).to(on))
-            self._pays = torch.from_numpy(np.stack([one.rewards for one in self._played])).to(on)
-            self.learner = AGENTS[agent].learner(self.settings, self.buffer, chosen.n_arms, seeds)
-        # The rounds at first, in which arms are pulled in turn.
-        self._forced = min(self.settings.initial_pulls * chosen.n_arms, self.rounds)
-
-    @property
-    def done(self) -> int:
-        """The rounds played so far."""
-        return self.buffer.count
-
-    @torch.no_grad()
-    def advance(self) -> None:
-        """The rounds up to the next training, and the training."""
-        runs, _, n_arms = self._pays.shape
-        first = self.done
-        with torch.cuda.stream(self._stream):
-            if first < self._forced:
-                last = self._forced
-                arms = (torch.arange(first, last, device=self._pays.device) % n_arms).expand(runs, -1)
+    start, chosen = time.perf_counter(), named_problem(problem) if isinstance(problem, str) else problem
+    count("runs", runs, "with seeds of their own")
+    rounds, settings, n_arms = chosen.checked_rounds(rounds), agent_settings(agent, settings), chosen.n_arms
+    on = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    stream = torch.cuda.Stream(on) if on.type == "cuda" else None  # type: ignore[no-untyped-call]
+    seeds = [stream_seed(seed, "run", number) for number in range(runs)]
+    played = [chosen.run(one, rounds) for one in seeds]
+    with torch.cuda.stream(stream):
+        buffer = Buffer(torch.from_numpy(np.stack([one.contexts for one in played])).to(on))
+        pays = torch.from_numpy(np.stack([one.rewards for one in played])).to(on)
+        learner = AGENTS[agent].learner(settings, buffer, n_arms, seeds)
+    # The rounds at first, in which arms are pulled in turn.
+    forced = min(settings.initial_pulls * n_arms, rounds)
+    while (first := buffer.count) < rounds:
+        with torch.cuda.stream(stream), torch.no_grad():
+            last = forced if first < forced else min(first + settings.train_every, rounds)
+            if first < forced:
+                arms = (torch.arange(first, last, device=on) % n_arms).expand(runs, -1)
             else:
-                last = min(first + self.settings.train_every, self.rounds)
-                arms = self.learner.choose(self.buffer.contexts[:, first:last])
-            rewards = self._pays[:, first:last].gather(2, arms.unsqueeze(2)).squeeze(2)
-            self.learner.observe(self.buffer.add(arms, rewards))
-            if last < self.rounds:
-                self.learner.train()
-
-    def result(self) -> Simulation:
-        """The outcome, when it is finished."""
-        with torch.cuda.stream(self._stream):
-            rewards = self.buffer.rewards.cpu().numpy()
-        reward = rewards.astype(np.float64).cumsum(axis=1)
-        optimum = np.stack([one.optimum for one in self._played]).cumsum(axis=1)
-        uniform = np.array([one.uniform.sum() for one in self._played])
-        regret = optimum - reward
-        points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
-        return Simulation(
-            rounds=self.rounds,
-            reward_ratio=reward[:, -1] / optimum[:, -1],
-            regret_ratio=regret[:, -1] / (optimum[:, -1] - uniform),
-            points=points,
-            reward=reward[:, points - 1],
-            regret=regret[:, points - 1],
-            lost=reward[:, -1] <= [one.single.sum() for one in self._played],
-            seconds=time.perf_counter() - self._start,
-        )
+                arms = learner.choose(buffer.contexts[:, first:last])
+            rewards = pays[:, first:last].gather(2, arms.unsqueeze(2)).squeeze(2)
+            learner.observe(buffer.add(arms, rewards))
+            if last < rounds:
+                learner.train()
+        yield None
+    with torch.cuda.stream(stream):
+        reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)
+    optimum = np.stack([one.optimum for one in played]).cumsum(axis=1)
+    regret, points = optimum - reward, np.linspace(1, rounds, min(rounds, _CURVE_POINTS)).round()
+    points = np.unique(points.astype(np.int64))
+    yield Simulation(
+        rounds=rounds,
+        reward_ratio=reward[:, -1] / optimum[:, -1],
+        regret_ratio=regret[:, -1] / (optimum[:, -1] - [one.uniform.sum() for one in played]),
+        points=points,
+        reward=reward[:, points - 1],
+        regret=regret[:, points - 1],
+        lost=reward[:, -1] <= [one.single.sum() for one in played],
+        seconds=time.perf_counter() - start,
+    )
 
 
-def in_turn(simulations: Iterable[Callable[[], Playing]], at_once: int) -> Iterator[tuple[int, Simulation]]:
-    """The results of simulations, each begun by a call, and their numbers, as they come; `at_once` run at a time."""
-    waiting = iter(enumerate(simulations))
-    running = deque((number, start()) for number, start in islice(waiting, at_once))
+def in_turn(simulations: Iterable[Iterator[Simulation | None]], at_once: int) -> Iterator[tuple[int, Simulation]]:
+    """The outcomes of simulations and their numbers, as they come; `at_once` are under way at a time."""
+    waiting = enumerate(simulations)
+    running = deque(islice(waiting, at_once))
     while running:
-        number, playing = running.popleft()
-        if playing.done < playing.rounds:
-            playing.advance()
-            running.append((number, playing))
+        number, steps = running.popleft()
+        if (outcome := next(steps)) is None:
+            running.append((number, steps))
         else:
-            yield number, playing.result()
-            running.extend((number, start()) for number, start in islice(waiting, 1))
+            yield number, outcome
+            running.extend(islice(waiting, 1))

@@ -17,7 +17,7 @@ from bayesadam.errors import SettingError
 from experiments import plots
 from experiments.agents import agent_settings
 from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
-from experiments.simulation import Playing, in_turn
+from experiments.simulation import in_turn, playing
 
 TITLES = {
     **plots.METHOD_TITLES,
@@ -28,7 +28,6 @@ TITLES = {
     "greedy": "Greedy",
     "uniform": "Uniform",
     "epsilon-greedy": "ε-greedy",
-    "neural-linear": "Neural-linear",
     "linear": "Linear, full posterior",
 }
 # Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
@@ -91,7 +90,7 @@ def play(names: Sequence[str], *, seed: int, settings: BanditSettings, device: s
     """Finished cells as plain data, as they come."""
     given: Any = {"runs": settings.runs, "rounds": settings.rounds, "seed": seed, "device": device}
     pairs = [name.split("/") for name in names]
-    cells = [partial(Playing, problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs]
+    cells = (playing(problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs)
     for number, found in in_turn(cells, _AT_ONCE[device]):
         regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
         mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
@@ -192,36 +191,17 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings)
     return figure
 
 
-def command(
-    *,
-    problems: tuple[str, ...] | None,
-    agents: tuple[str, ...] | None,
-    runs: int,
-    rounds: int | None,
-    settings: str,
-    changes: Mapping[str, Any],
-    device: str,
-    seed: int,
-    out: Path,
-    quiet: bool,
-) -> tuple[Path, ...]:
-    """The `table1` command; None stands for what the paper has."""
-    chosen = {name: value for name, value in (("problems", problems), ("agents", agents)) if value is not None}
-    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
-    return run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=device)
-
-
-def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str) -> tuple[Path, ...]:
+def run(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str) -> tuple[Path, ...]:
     """Play the cells; results go to `metrics.json` as they arrive."""
-    this = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
+    task = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
     names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
 
     def so_far(done: Mapping[str, Cell]) -> None:
-        this.write({"metrics.json": this.metrics(by_problem(done))})
+        task.write({"metrics.json": task.metrics(by_problem(done))})
 
-    results = by_problem(run_parts(this, names, partial(play, seed=seed, settings=settings, device=device), so_far))
+    results = by_problem(run_parts(task, names, partial(play, seed=seed, settings=settings, device=device), so_far))
     view = table(results, asdict(settings))
-    this.show(view)
+    task.show(view)
     text = view.markdown() + (settings_table().markdown() if settings.settings == "paper" else "")
     files: Any = {"table1.md": text, "regret.png": plots.png(picture(results, settings))}
-    return this.finish(files, results)
+    return task.finish(files, results)

@@ -25,6 +25,26 @@ def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """∂f/∂θ, (b, c, P), of all parameters: one reverse pass for every single output of every example."""
+    outputs = model(x).reshape(len(x), -1)
+    rows = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in outputs.flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).view(*outputs.shape, -1)
+
+
+def dense_moment(structure: Any, power: float = 1.0) -> Tensor:
+    """Q vᵖ Qᵀ over all weights, row-major and in the order of the structure, each from its definition."""
+    blocks = []
+    for name, v in structure.second_moment.items():
+        bases, rows = structure.bases.get(name), v.shape[0] if v.dim() > 1 else 1
+        sides = (None, None) if bases is None else (bases.left, bases.right)
+        sizes = (rows, v.numel() // rows)
+        left, right = (torch.eye(n) if q is None else q for q, n in zip(sides, sizes, strict=True))
+        q = torch.kron(left.double(), right.double())
+        blocks.append(q @ torch.diag(v.flatten().double() ** power) @ q.T)
+    return torch.block_diag(*blocks)
+
+
 class Lion(Optimizer):
     """As many optimisers are written: an empty state is one to begin."""
 

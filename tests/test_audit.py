@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import bayesadam as ba
 from bayesadam.auditing import audit
 from bayesadam.errors import MatchError, SettingError
-from cases import mlp, trained
+from cases import jacobian, mlp, trained
 from floats import approx, assert_close
 
 BATCH, PRIOR = 8, 0.5
@@ -39,13 +39,6 @@ def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
     given = {"power": 1.0, "batch_size": BATCH, "prior_precision": PRIOR}
     posterior = ba.Posterior.from_optimizer(model, optimizer, n, **given)
     return replace(posterior, likelihood="classification"), x, y
-
-
-def jacobian(model: nn.Module, x: Tensor) -> Tensor:
-    """(n, outputs, weights)."""
-    outputs = model(x).reshape(len(x), -1)
-    rows = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in outputs.flatten()]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).view(*outputs.shape, -1)
 
 
 def flat_moment(posterior: ba.Posterior) -> Tensor:

@@ -65,7 +65,6 @@ def test_few_steps_are_those_below_the_memory(steps: int, found: bool) -> None:
         assert few.severity == "warning"
         assert f"{steps} steps against a memory of 1/(1−β₂) = 10" in few.message
         assert few.parameters == ("0.weight", "0.bias")
-        assert f"{steps} steps against a memory of" in few.message
 
 
 def test_dead_units_have_no_curvature() -> None:
@@ -82,7 +81,6 @@ def test_dead_units_have_no_curvature() -> None:
     # Three weights in, one bias, one weight out.
     assert "5 of 21 weights (23.8%)" in zero.message
     assert zero.parameters == ("0.weight", "0.bias", "2.weight")
-    assert "5 of 21 weights (23.8%)" in zero.message
     assert "the prior's alone, 1/δ" in zero.message
     assert diagnosis.healthy
 
@@ -191,7 +189,6 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     assert told.severity == "note"
     assert "1 parameters, frozen (requires_grad is False); 1 parameters, not in the optimiser" in told.message
     assert told.parameters == ("0.bias", "2.bias")
-    assert "1 parameters, frozen" in told.message
 
 
 @pytest.mark.parametrize(

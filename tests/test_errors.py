@@ -126,13 +126,13 @@ def test_a_warning_points_at_the_user_s_line():
 
 def test_a_warning_of_the_estimator_points_at_the_user_s_line(monkeypatch):
     pytest.importorskip("sklearn")
-    from bayesadam.sklearn import BadamRegressor, estimators
+    from bayesadam.sklearn import BadamRegressor
 
     def fail(*args: object, **kwargs: object) -> None:
         raise errors.CalibrationError("no finite score")
 
-    monkeypatch.setattr(estimators, "calibrate", fail)
+    monkeypatch.setattr(ba.Posterior, "tune", fail)
     X = torch.linspace(-1, 1, 40)[:, None].numpy()
-    with pytest.warns(errors.BayesAdamWarning, match="not calibrated: no finite score") as caught:
+    with pytest.warns(errors.BayesAdamWarning, match="not tuned: no finite score") as caught:
         BadamRegressor(hidden=(4,), max_epochs=2, random_state=0).fit(X, X[:, 0])
     assert {warning.filename for warning in caught} == {__file__}

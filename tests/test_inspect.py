@@ -169,20 +169,20 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         assert written["quantiles"][1] == approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
 
 
-@pytest.mark.parametrize("structure", ["kronecker"])
 @pytest.mark.parametrize("weights", [True, False])
-def test_of_richer_structures_the_marginals_are_told(structure: str, weights: bool, tmp_path: Path) -> None:
+def test_of_a_kronecker_structure_the_marginals_are_told(weights: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = mlp(3, 4, 1)
     optimizer = torch.optim.Adam(model.parameters())
-    recorder = ba.Recorder(optimizer, keep=30)
+    recorder = ba.Recorder(optimizer, keep=30, every=1)
     train(model, optimizer, steps=40)
-    given: Any = {"n_data": 200, "structure": structure, "prior_precision": 2.0, "recorder": recorder}
-    posterior = ba.Posterior.from_optimizer(model, optimizer, **given)
+    posterior = ba.Posterior.from_recorder(
+        model, recorder, 200, structure="kronecker", prior_precision=2.0, batch_size=8
+    )
     posterior.save(tmp_path / "p.safetensors", weights=weights)
     found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr() if weights else posterior.stddev)
-    assert structure in found.rule
+    assert "kronecker" in found.rule
 
 
 def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path) -> None:
@@ -231,25 +231,25 @@ def test_the_doctor_ends_with_code_1_where_no_posterior_can_be_read(
     assert capsys.readouterr().err.startswith("bayesadam: no file at")
 
 
-def test_json_is_one_object_and_nothing_else(path: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    assert run("inspect", path, "--n-data", 500, "--out", out, "--json") == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert found == json.loads((out / "metrics.json").read_text())["results"]
-    assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(path), "adamw", 500, 20)
-    assert list(found["parameters"]) == [row.name for row in inspect(path).parameters]
-    assert captured.err.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
+def test_json_is_one_object_and_nothing_else(path: Path, capsys: Any) -> None:
+    assert run("inspect", path, "--n-data", 500, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["source"], printed["optimizer"], printed["n_data"], printed["dead"]) == (
+        str(path),
+        "adamw",
+        500,
+        20,
+    )
+    assert list(printed["parameters"]) == [row.name for row in inspect(path).parameters]
 
 
-def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any) -> None:
+def test_why_says_how_the_file_was_read(path: Path, capsys: Any) -> None:
     why = inspect(path).why
     assert why == explain(read_checkpoint(path))
     assert why
-    assert run("inspect", path, "--out", tmp_path / "out", "--why") == 0
+    assert run("inspect", path, "--why") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(" ".join(" ".join(why).split()))
     assert "zero-curvature" in printed
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["why"] == list(why)
-    assert run("inspect", path, "--out", tmp_path / "out") == 0
+    assert run("inspect", path) == 0
     assert why[0] not in " ".join(capsys.readouterr().out.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,22 +25,26 @@ def normal(n: int, seed: int, shift: float = 0.0) -> Array:
     return np.random.default_rng(seed).normal(shift, size=n)
 
 
-def brute_force(reference: Array, scores: Array, seed: int) -> Array:
-    """p by counting, score by score, in gaps between single reference scores, with the uniform numbers of a monitor."""
+def brute_force(
+    reference: Array, scores: Array, seed: int, rows: Any = slice(None), *, of_slice: bool = False
+) -> Array:
+    """p by counting, score by score, in gaps between single reference scores, with the uniform numbers of a monitor;
+    of the rows of a slice the third of these, of all the second.
+    """
     draw = np.random.default_rng(seed)
     held_out = sorted(zip(np.sort(reference), draw.random(len(reference)), strict=True))
-    numbers = draw.random((len(scores), 3))
+    numbers, scores = draw.random((len(scores), 3))[rows], scores[rows]
 
     def gap(score: float, order: float) -> int:
         return sum(pair < (score, order) for pair in held_out)
 
     found: list[float] = []
     gaps: list[int] = []
-    for score, (order, u, _) in zip(scores, numbers, strict=True):
+    for score, (order, *uniform) in zip(scores, numbers, strict=True):
         own, n = gap(score, order), len(held_out)
         greater = (n - own) + sum(other > own for other in gaps)
         equal = 1 + sum(other == own for other in gaps)
-        found.append((greater + u * equal) / (n + 1 + len(gaps)))
+        found.append((greater + uniform[of_slice] * equal) / (n + 1 + len(gaps)))
         gaps.append(own)
     return np.array(found)
 
@@ -238,18 +243,9 @@ def test_a_slice_has_the_martingale_of_its_own_scores():
     names = np.arange(300) % 3
     together = ba.Monitor(reference=reference, slices=3, seed=7)
     together.update(scores, slices=torch.from_numpy(names))
-    draw = np.random.default_rng(7)
-    held_out = sorted(zip(np.sort(reference), draw.random(40), strict=True))
-    order, _, uniform = draw.random((300, 3)).T
     for name in range(3):
-        gaps: list[int] = []
-        p = []
-        for score, tie, u in zip(scores[names == name], order[names == name], uniform[names == name], strict=True):
-            own = sum(pair < (score, tie) for pair in held_out)
-            greater, equal = 40 - own + sum(g > own for g in gaps), 1 + sum(g == own for g in gaps)
-            p.append((greater + u * equal) / (41 + len(gaps)))
-            gaps.append(own)
-        assert_close(np.float64(together.slices[name].log_martingale), recursion(np.array(p))[-1])
+        p = brute_force(reference, scores, 7, names == name, of_slice=True)
+        assert_close(np.float64(together.slices[name].log_martingale), recursion(p)[-1])
 
 
 # --- layers, pictures, files ----------------------------------------------------------------------------------------
@@ -374,6 +370,8 @@ def test_errors_say_what_to_do():
         monitor.drivers()
     with pytest.raises(SettingError, match=r"strings or whole numbers, got 0\.5"):
         monitor.update([1.0], slices=[0.5])
+    with pytest.raises(MatchError, match="scores are None"):
+        monitor.update(None)
     assert (monitor.n, monitor.slices) == (0, {})
 
 
@@ -384,8 +382,3 @@ def test_monitors_of_one_model_know_each_other(tmp_path):
     one.save(tmp_path / "monitor.safetensors")
     assert ba.Monitor.load(tmp_path / "monitor.safetensors").same_reference(ba.Monitor(reference=scores))
     assert not one.same_reference(other)
-
-
-def test_no_scores_are_refused():
-    with pytest.raises(MatchError, match="scores are None"):
-        ba.Monitor(reference=torch.arange(30.0)).update(None)

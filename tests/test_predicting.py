@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, SettingError
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
 from calibrated.cases_calibrated import NAMES, blobs, data, seeded, trained, waves
+from cases import jacobian
 from floats import assert_close
 
 
 def dense(q: ba.Posterior, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """f and J Σ Jᵀ between all outputs of all examples."""
-    params = {n: p.detach() for n, p in q.model.named_parameters()}
-    rows = jacrev(lambda p: functional_call(q.model, p, (x,)))(params)
-    j = torch.cat([rows[n].flatten(2) for n in params], dim=2).flatten(0, 1)
-    variance = torch.cat([q.variance[n].flatten() for n in params])
+    j, variance = jacobian(q.model, x).flatten(0, 1), torch.cat([v.flatten() for v in q.variance.values()])
     return q.model(x).detach(), (j * variance) @ j.T
 
 

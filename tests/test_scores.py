@@ -10,8 +10,15 @@ import torch
 import bayesadam as ba
 from bayesadam import scores
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods import Component, likelihood
+from bayesadam.likelihoods import likelihood
+from bayesadam.likelihoods.base import Component
+from bayesadam.likelihoods.moments import Moments
+from bayesadam.likelihoods.prediction import Prediction
 from floats import approx
+
+
+def predicted(kind: str, mean: torch.Tensor, variance: torch.Tensor, **more: torch.Tensor) -> Prediction:
+    return Prediction(likelihood(kind), (Component(Moments(mean, variance), **more),))
 
 
 @pytest.fixture
@@ -59,13 +66,14 @@ def test_auroc_and_fpr95_equal_scikit_learn_ties_included(levels):
     assert scores.fpr95(inside, outside) == approx(expected)
 
 
-def test_coverage_and_nll_of_a_known_gaussian():
+def test_coverage_and_log_prob_of_a_known_gaussian():
     generator = torch.Generator().manual_seed(2)
     mean, variance = torch.zeros(20_000, 1), torch.full((20_000, 1), 0.75)
-    found = likelihood("regression").predictive([Component(mean, variance, noise_variance=torch.tensor([0.25]))])
+    p = predicted("regression", mean, variance, noise_variance=torch.tensor([0.25]))
     y = torch.randn(20_000, generator=generator)
-    assert scores.coverage(found, y, level=0.9) == approx(0.9, abs=0.01)
-    assert scores.nll(found, y) == approx(0.5 * (math.log(2 * math.pi) + 1), abs=0.03)
+    low, high = (p.distribution.icdf(torch.tensor(level)) for level in (0.05, 0.95))
+    assert scores.coverage(low, high, y) == approx(0.9, abs=0.01)
+    assert -float(p.log_prob(y).mean()) == approx(0.5 * (math.log(2 * math.pi) + 1), abs=0.03)
     assert scores.rmse(mean, y) == approx(1.0, abs=0.02)
 
 
@@ -77,8 +85,6 @@ def test_wrong_shapes_are_named(classified):
         scores.auroc(torch.zeros(0), torch.zeros(3))
     with pytest.raises(ba.BayesAdamError, match="bins"):
         scores.ece(probs, y, bins=0)
-    certain = likelihood("classification").predictive([Component(torch.zeros(2, 3), torch.zeros(2, 3))])
-    assert scores.nll(certain, torch.tensor([0, 2])) == approx(math.log(3))
 
 
 @pytest.mark.parametrize("score", [scores.accuracy, scores.brier, scores.ece])
@@ -94,7 +100,7 @@ def test_numbers_that_are_no_class_are_refused(classified, score, bad):
 
 @pytest.mark.parametrize("bad", [-100.0, 0.9, 2.0, math.nan])
 def test_binary_targets_are_zeros_and_ones(bad):
-    found = likelihood("binary").predictive([Component(torch.zeros(3, 2), torch.ones(3, 2))])
+    found = predicted("binary", torch.zeros(3, 2), torch.ones(3, 2))
     y = torch.tensor([[0.0, 1.0], [1.0, bad], [0.0, 0.0]])
     with pytest.raises(MatchError, match="binary targets must be 0 or 1"):
         found.log_prob(y)
@@ -104,7 +110,7 @@ def test_sequences_and_labels_that_are_padding():
     torch.manual_seed(0)
     logits, y = torch.randn(4, 5, 3), torch.randint(3, (4, 5))
     assert scores.ece(logits.softmax(-1), y) == scores.ece(logits.softmax(-1).flatten(0, 1), y.flatten())
-    found = likelihood("classification").predictive([Component(logits, torch.ones_like(logits))])
+    found = predicted("classification", logits, torch.ones_like(logits))
     assert found.log_prob(y).shape == (4, 5)
     y[1, 2] = -100
     with pytest.raises(MatchError, match="must be 0 to 2, got -100 to 2"):

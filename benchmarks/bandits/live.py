@@ -36,6 +36,7 @@ from bayesadam.bandits import Agent, make_agent, read_log
 from benchmarks.common.harness import arguments, at_least, at_most, one_core, resident, setting, write_results
 from experiments.problems import problem
 
+ROOT = Path(__file__).parents[2]
 BATCH = 1000
 Rounds = tuple[np.ndarray, np.ndarray]
 
@@ -158,8 +159,17 @@ def kills(agent: str, n: int, folder: Path) -> dict[str, int]:
     log, saved, choose = folder / "killed.jsonl", folder / "killed.safetensors", random.Random(0)
     reports: list[str] = []
     for attempt in range(n):
-        command = [sys.executable, __file__, "--child", str(log), str(saved), agent, str(attempt)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.bandits.live",
+            "--child",
+            str(log),
+            str(saved),
+            agent,
+            str(attempt),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None
             for _ in range(choose.randrange(20, 400)):
                 reports.append(process.stdout.readline().strip())

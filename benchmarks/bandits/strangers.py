@@ -1,7 +1,7 @@
 """Our default agent beside others on problems that chose no setting: ranks, shares near the best, worst cases.
 
     BAYESADAM_DATA=... python -m benchmarks.bandits.strangers [--quick] [--problems ...] [--agents default linear ...]
-        [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1] [--part 1/1] [--report FILE] [--out ...]
+        [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1] [--report FILE] [--out ...]
 
 A problem whose package or file is absent is left out, with the reason. An agent is "default", a name of ours with
 changed settings, as in "hybrid,exploration=0.1", or a rival with one of its settings, as in "Vowpal Wabbit: --squarecb
@@ -14,9 +14,8 @@ A score is what the chosen arms are expected to pay, less the worst arms', over 
 changes neither with the unit of rewards nor with their zero. One run of the longest horizon gives the scores at all of
 them, as no agent knows the horizon.
 
-Stopped, it resumes: each problem and agent is a file in out/bench/strangers. Several processes share the work by
-`--jobs`, or by `--part 1/2` and `--part 2/2`; who then asks for all of it prints the tables. `--report
-docs/results/strangers.json` plays nothing, and prints the tables of a file of results.
+Stopped, it resumes: each problem and agent is a file in out/bench/strangers. `--report docs/results/strangers.json`
+plays nothing, and prints the table of a file of results.
 """
 
 from __future__ import annotations
@@ -221,29 +220,6 @@ def figures(means: Means, agents: Sequence[str]) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(title: str, found: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures in Markdown, the best rank first."""
-    heads = [title, "mean rank", "within 2 % of the best", "mean of best's", "worst over linear's", "on", "problems"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for agent, row in sorted(found.items(), key=lambda item: item[1]["rank"]):
-        cells = [
-            f"{row['rank']:.2f}",
-            f"{100 * row['near']:.0f} %",
-            f"{row['of_best']:.3f}",
-            f"{row['worst_over_linear']:.3f}",
-        ]
-        lines.append(f"| {agent} | {' | '.join(cells)} | {row['worst_on']} | {row['problems']} |")
-    return "\n".join(lines)
-
-
-def problem_table(horizon: str, means: Means, agents: Sequence[str]) -> str:
-    """The mean scores in Markdown."""
-    lines = [f"| {int(horizon):,d} rounds | {' | '.join(agents)} |", "|---" * (len(agents) + 1) + "|"]
-    for name, row in means.items():
-        lines.append(f"| {name} | {' | '.join(f'{row[who]:.3f}' if who in row else '–' for who in agents)} |")
-    return "\n".join(lines)
-
-
 def rank_table(summary: Mapping[str, Mapping[str, Mapping[str, float]]], agents: Sequence[str]) -> str:
     """The mean rank and the share near the best at every horizon, as in docs/bandits.md; the best rank is bold."""
     best = {horizon: min((row["rank"] for row in found.values()), default=0.0) for horizon, found in summary.items()}
@@ -262,16 +238,12 @@ def rank_table(summary: Mapping[str, Mapping[str, Mapping[str, float]]], agents:
     return "\n".join(lines)
 
 
-def report(found: Scores, agents: Sequence[str]) -> tuple[list[str], dict[str, dict[str, dict[str, float]]]]:
-    """All tables, and the figures behind them."""
+def report(found: Scores, agents: Sequence[str]) -> tuple[str, dict[str, dict[str, dict[str, float]]]]:
+    """The table, and the figures behind it."""
     played = {agent for rows in found.values() for row in rows.values() for agent in row}
     agents = [agent for agent in agents if agent in played]
-    told, summary = [], {}
-    for horizon, rows in found.items():
-        means = means_of(rows)
-        summary[horizon] = figures(means, agents)
-        told += [problem_table(horizon, means, agents), table(f"{int(horizon):,d} rounds", summary[horizon])]
-    return [*told, rank_table(summary, agents)], summary
+    summary = {horizon: figures(means_of(rows), agents) for horizon, rows in found.items()}
+    return rank_table(summary, agents), summary
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -318,33 +290,26 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="the runs' seeds come from it")
     parser.add_argument("--device", default="cpu", help="that our agents play on; many runs cost little more on a GPU")
-    parser.add_argument("--part", default="1/1", help="i/n: every nth cell from the ith on")
-    parser.add_argument("--report", metavar="FILE", help="play nothing: the tables of a file of results")
+    parser.add_argument("--report", metavar="FILE", help="play nothing: the table of a file of results")
     options = parser.parse_args()
     if options.report:
         found = json.loads(Path(options.report).read_text(encoding="utf-8"))["scores"]
         others = sorted({agent for rows in found.values() for row in rows.values() for agent in row} - set(REPORTED))
-        print("\n\n".join(report(found, [*REPORTED, *others])[0]))
+        print(report(found, [*REPORTED, *others])[0])
         return
     agents, names, horizons, runs = options.agents, options.problems or PROBLEMS, sorted(options.horizons), options.runs
     if options.quick:
         agents, names, horizons, runs = [DEFAULT, LINEAR], ["iris", "clicks", "linear-26"], [50, 100], 2
     agents = [one for agent in agents for one in (REPORTED if agent == "reported" else [agent])]
     jobs = jobs_of(names, agents, horizons, runs=runs, seed=options.seed, device=options.device)
-    part, parts = map(int, options.part.split("/"))
-    mine = jobs[part - 1 :: parts]
-    calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in mine]
+    calls: list[Callable[[], Cell]] = [partial(finished, job, options.out) for job in jobs]
     made = list(parallel(calls, jobs=options.jobs)) if options.jobs > 1 else [call() for call in calls]
-    cells = dict(zip(mine, made, strict=True))
+    cells = dict(zip(jobs, made, strict=True))
     found = gathered(cells, horizons, names)
     told, summary = report(found, agents)
     minutes = sum(cell["seconds"] for cell in cells.values()) / 60
     fewer = ", fewer of slow rivals" if any(job.runs < runs for job in cells) else ""
-    told.append(f"Means of {runs} runs{fewer}, seed {options.seed}, {minutes:.1f} CPU minutes.")
-    print("\n\n".join(told))
-    if parts > 1:
-        print("the tables are of a part of the cells")
-        return
+    print(told, f"Means of {runs} runs{fewer}, seed {options.seed}, {minutes:.1f} CPU minutes.", sep="\n\n")
     write_results(
         options.out,
         "strangers",

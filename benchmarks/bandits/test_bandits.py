@@ -57,7 +57,7 @@ def test_slow_rivals_play_less():
 def test_the_table_of_the_documentation_is_of_the_results():
     results = json.loads((DOCS / "results" / "strangers.json").read_text(encoding="utf-8"))
     told, summary = report(results["scores"], list(REPORTED))
-    assert told[-1] in (DOCS / "bandits.md").read_text(encoding="utf-8")
+    assert told in (DOCS / "bandits.md").read_text(encoding="utf-8")
     for horizon, found in results["figures"].items():
         assert summary[horizon].keys() == found.keys()
         for agent, row in found.items():

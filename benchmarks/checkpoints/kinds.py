@@ -265,29 +265,51 @@ def tokens() -> Tensor:
 # --- one network, one optimiser -------------------------------------------------------------------------------------
 
 
+def kept(
+    folder: Path,
+    network: nn.Module,
+    optimizer: Optimizer,
+    file: str = "c.pt",
+    *,
+    model: str = "model",
+    state: str = "optimizer",
+    beside: dict[str, Any] | None = None,
+    **more: Any,
+) -> Written:
+    """A dictionary of the two state dicts and what else a script writes; `more` is of `told`."""
+    tree = {model: network.state_dict(), **(beside or {}), state: optimizer.state_dict()}
+    torch.save(tree, folder / file)
+    return told(folder / file, network, optimizer, **more)
+
+
+def grouped(network: nn.Module, groups: Any, *, inputs: Callable[[], Tensor] | None = None, **adam: Any) -> AdamW:
+    """AdamW over groups, trained."""
+    optimizer = AdamW(groups, lr=1e-2, **adam)
+    trained(network, optimizer, inputs=inputs)
+    return optimizer
+
+
+def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+IN_ORDER: tuple[dict[str, Any], ...] = ({"groups_in_order": True},)
+
+
 def tutorial(folder: Path) -> Written:
-    network, optimizer = net()
-    path = folder / "checkpoint.tar"
-    state = {"model_state_dict": network.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
-    torch.save({"epoch": 3, **state, "loss": torch.tensor(0.3)}, path)
-    return told(path, network, optimizer)
+    names = {"model": "model_state_dict", "state": "optimizer_state_dict"}
+    return kept(folder, *net(), "checkpoint.tar", **names, beside={"epoch": 3, "loss": torch.tensor(0.3)})
 
 
 def imagenet(folder: Path) -> Written:
     """pytorch/examples: DataParallel, and the best score as a tensor."""
     network, optimizer = net()
-    path = folder / "model_best.pth.tar"
-    wrapped = nn.DataParallel(network)
-    tree = {
-        "epoch": 4,
-        "arch": "resnet18",
-        "state_dict": wrapped.state_dict(),
-        "best_acc1": torch.tensor(71.2),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 30).state_dict(),
-    }
-    torch.save(tree, path)
-    return told(path, network, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30).state_dict()
+    tree = {"epoch": 4, "arch": "resnet18", "best_acc1": torch.tensor(71.2), "scheduler": schedule}
+    tree |= {"state_dict": nn.DataParallel(network).state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, folder / "model_best.pth.tar")
+    return told(folder / "model_best.pth.tar", network, optimizer)
 
 
 def frozen(folder: Path) -> Written:
@@ -297,8 +319,7 @@ def frozen(folder: Path) -> Written:
     network.body.requires_grad_(False)
     optimizer = Adam(network.head.parameters())
     trained(network, optimizer)
-    torch.save({"state_dict": network.state_dict(), "optimizer": optimizer.state_dict()}, folder / "c.pth")
-    return told(folder / "c.pth", network, optimizer)
+    return kept(folder, network, optimizer, "c.pth", model="state_dict")
 
 
 def by_decay(network: nn.Module, *, no_decay_first: bool, matrices: bool = False) -> list[dict[str, Any]]:
@@ -311,10 +332,9 @@ def by_decay(network: nn.Module, *, no_decay_first: bool, matrices: bool = False
 
 
 def nano_gpt(folder: Path, *, made: Callable[[], nn.Module] = GPT, compiled: bool = False) -> Written:
-    torch.manual_seed(0)
-    network = made()
-    optimizer = AdamW(by_decay(network, no_decay_first=False, matrices=True), lr=1e-2, betas=(0.9, 0.95))
-    trained(network, optimizer, inputs=tokens)
+    network = seeded(made)
+    groups = by_decay(network, no_decay_first=False, matrices=True)
+    optimizer = grouped(network, groups, inputs=tokens, betas=(0.9, 0.95))
     weights = network.state_dict()
     if compiled:
         weights = OrderedDict((f"_orig_mod.{name}", tensor) for name, tensor in weights.items())
@@ -327,75 +347,54 @@ def nano_gpt(folder: Path, *, made: Callable[[], nn.Module] = GPT, compiled: boo
         "config": {"out_dir": "out-shakespeare-char", "eval_interval": 250, "always_save_checkpoint": False},
     }
     torch.save(tree, folder / "ckpt.pt")
-    return told(folder / "ckpt.pt", network, optimizer, options=({"groups_in_order": True},))
+    return told(folder / "ckpt.pt", network, optimizer, options=IN_ORDER)
 
 
 def timm_style(folder: Path) -> Written:
     """CheckpointSaver's keys, and the groups of `param_groups_weight_decay`: what does not decay comes first."""
-    torch.manual_seed(0)
-    network = Net()
-    ema = copy.deepcopy(network)
-    optimizer = AdamW(by_decay(network, no_decay_first=True), lr=1e-2)
-    trained(network, optimizer)
-    path = folder / "last.pth.tar"
-    tree = {
-        "epoch": 3,
-        "arch": "resnet50",
-        "optimizer": optimizer.state_dict(),
-        "version": 2,
-        "args": argparse.Namespace(model="resnet50", lr=0.1, img_size=None, mean=[0.5, 0.5, 0.5]),
-        "state_dict": network.state_dict(),
-        "state_dict_ema": ema.state_dict(),
-        "metric": 71.4,
-    }
-    torch.save(tree, path)
-    return told(path, network, optimizer, options=({"groups_in_order": True},))
+    network = seeded()
+    ema = copy.deepcopy(network).state_dict()
+    optimizer = grouped(network, by_decay(network, no_decay_first=True))
+    args = argparse.Namespace(model="resnet50", lr=0.1, img_size=None, mean=[0.5, 0.5, 0.5])
+    more = {"epoch": 3, "arch": "resnet50", "version": 2, "args": args, "state_dict_ema": ema, "metric": 71.4}
+    return kept(folder, network, optimizer, "last.pth.tar", model="state_dict", beside=more, options=IN_ORDER)
 
 
 def trainer_like(folder: Path) -> Written:
     """The loop of run_glue_no_trainer: two groups by name, decay first."""
-    torch.manual_seed(0)
-    network = Net()
-    no_decay = ["bias", "LayerNorm.weight", "norm.weight"]
-    named = list(network.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if not any(part in n for part in no_decay)], "weight_decay": 0.01},
-        {"params": [p for n, p in named if any(part in n for part in no_decay)], "weight_decay": 0.0},
+    network = seeded()
+    plain = [
+        any(part in n for part in ("bias", "LayerNorm.weight", "norm.weight")) for n, _ in network.named_parameters()
     ]
-    optimizer = AdamW(groups, lr=1e-2)
-    trained(network, optimizer)
-    torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, folder / "c.pt")
-    return told(folder / "c.pt", network, optimizer, options=({"groups_in_order": True},))
+    groups = [
+        {
+            "params": [p for p, flag in zip(network.parameters(), plain, strict=True) if flag == own],
+            "weight_decay": decay,
+        }
+        for own, decay in ((False, 0.01), (True, 0.0))
+    ]
+    return kept(folder, network, grouped(network, groups), beside={"step": 3}, options=IN_ORDER)
 
 
 def detr(folder: Path) -> Written:
     """Two groups, the backbone's last, though it is the second of three parts."""
-    torch.manual_seed(0)
-    network = Detector()
+    network = seeded(Detector)
     named = list(network.named_parameters())
     groups = [
         {"params": [p for n, p in named if "backbone" not in n]},
         {"params": [p for n, p in named if "backbone" in n], "lr": 1e-3},
     ]
-    optimizer = AdamW(groups, lr=1e-2, weight_decay=1e-4)
-    trained(network, optimizer, inputs=images)
-    tree = {
-        "model": network.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 200).state_dict(),
-        "epoch": 299,
-        "args": argparse.Namespace(lr=1e-4, lr_backbone=1e-5, output_dir=Path("out"), masks=False, device="cuda"),
-    }
-    torch.save(tree, folder / "checkpoint.pth")
-    return told(folder / "checkpoint.pth", network, optimizer, options=({"groups_in_order": True},))
+    optimizer = grouped(network, groups, inputs=images, weight_decay=1e-4)
+    args = argparse.Namespace(lr=1e-4, lr_backbone=1e-5, output_dir=Path("out"), masks=False, device="cuda")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 200).state_dict()
+    more = {"lr_scheduler": schedule, "epoch": 299, "args": args}
+    return kept(folder, network, optimizer, "checkpoint.pth", beside=more, options=IN_ORDER)
 
 
 def mm_style(folder: Path) -> Written:
     """mmcv: strings and numbers in "meta"; with a paramwise_cfg, every parameter is a group of its own."""
-    torch.manual_seed(0)
-    network = Detector()
-    optimizer = AdamW([{"params": [p], "lr": 1e-2} for p in network.parameters()])
-    trained(network, optimizer, inputs=images)
+    network = seeded(Detector)
+    optimizer = grouped(network, [{"params": [p]} for p in network.parameters()], inputs=images)
     meta = {
         "epoch": 12,
         "iter": 87960,
@@ -403,26 +402,16 @@ def mm_style(folder: Path) -> Written:
         "time": "Mon Jan  2 03:04:05 2023",
         "CLASSES": ("cat",),
     }
-    torch.save(
-        {"meta": meta, "state_dict": network.state_dict(), "optimizer": optimizer.state_dict()}, folder / "e.pth"
-    )
-    return told(folder / "e.pth", network, optimizer)
+    return kept(folder, network, optimizer, "e.pth", model="state_dict", beside={"meta": meta})
 
 
 def fairseq(folder: Path) -> Written:
-    network, optimizer = net()
-    tree = {
-        "args": argparse.Namespace(arch="transformer", optimizer="adam", adam_betas="(0.9, 0.98)"),
-        "cfg": None,
-        "model": network.state_dict(),
-        "criterion": OrderedDict(),
-        "optimizer_history": [{"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam"}],
-        "task_state": {},
-        "extra_state": {"train_iterator": {"epoch": 2}, "val_loss": 3.1, "metrics": OrderedDict()},
-        "last_optimizer_state": optimizer.state_dict(),
-    }
-    torch.save(tree, folder / "checkpoint_best.pt")
-    return told(folder / "checkpoint_best.pt", network, optimizer)
+    args = argparse.Namespace(arch="transformer", optimizer="adam", adam_betas="(0.9, 0.98)")
+    history = [{"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam"}]
+    extra = {"train_iterator": {"epoch": 2}, "val_loss": 3.1, "metrics": OrderedDict()}
+    more = {"args": args, "cfg": None, "criterion": OrderedDict(), "optimizer_history": history, "task_state": {}}
+    more["extra_state"] = extra
+    return kept(folder, *net(), "checkpoint_best.pt", state="last_optimizer_state", beside=more)
 
 
 # --- several networks or optimisers ---------------------------------------------------------------------------------
@@ -447,18 +436,21 @@ def gan_files(folder: Path) -> Written:
     return Written(folder / "g.pth", unsaid="the optimiser is another network's")
 
 
+def both_trained(actor: nn.Module, critic: nn.Module, optimizer: Optimizer) -> None:
+    for _ in range(STEPS):
+        x = torch.randn(16, 4)
+        optimizer.zero_grad()
+        (actor(x).square().mean() + critic(x).square().mean()).backward()
+        optimizer.step()
+
+
 def actor_critic(folder: Path, *, critic_first: bool = False) -> Written:
     """One optimiser over two networks; the critic is as large as the actor where its parameters come first."""
     torch.manual_seed(0)
     actor, critic = Net(4, 2), Net(4, 2 if critic_first else 1)
     order = (critic, actor) if critic_first else (actor, critic)
     optimizer = Adam([parameter for network in order for parameter in network.parameters()], lr=1e-2)
-    trained(actor, optimizer)
-    for _ in range(STEPS):
-        x = torch.randn(16, 4)
-        optimizer.zero_grad()
-        (actor(x).square().mean() + critic(x).square().mean()).backward()
-        optimizer.step()
+    both_trained(actor, critic, optimizer)
     tree = {"actor": actor.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(tree, folder / "ac.pt")
     unsaid = "nothing says that the critic's parameters came first" if critic_first else ""
@@ -471,8 +463,7 @@ def shuffled(folder: Path) -> Written:
     network = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     optimizer = Adam([*network[2].parameters(), *network[0].parameters(), *network[1].parameters()], lr=1e-2)
     trained(network, optimizer)
-    torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict()}, folder / "c.pt")
-    return told(folder / "c.pt", network, optimizer, unsaid="nothing says that the order is not the model's")
+    return kept(folder, network, optimizer, unsaid="nothing says that the order is not the model's")
 
 
 def ml_agents(folder: Path) -> Written:
@@ -482,11 +473,7 @@ def ml_agents(folder: Path) -> Written:
     torch.manual_seed(0)
     actor, critic = Net(4, 2), Net(4, 1)
     optimizer = Adam([*actor.parameters(), *critic.parameters()], lr=1e-2)
-    for _ in range(STEPS):
-        x = torch.randn(16, 4)
-        optimizer.zero_grad()
-        (actor(x).square().mean() + critic(x).square().mean()).backward()
-        optimizer.step()
+    both_trained(actor, critic, optimizer)
     tree = {
         "Policy": actor.state_dict(),
         "global_step": OrderedDict({"_GlobalSteps__global_step": torch.tensor([500032])}),
@@ -512,9 +499,8 @@ def rsl_rl_before_4(folder: Path) -> Written:
         loss = -torch.distributions.Normal(mean, both.std).log_prob(torch.randn_like(mean)).mean()
         (loss + both.critic(x).square().mean()).backward()
         optimizer.step()
-    states = {"model_state_dict": both.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
-    torch.save({**states, "iter": 1500, "infos": None}, folder / "model_1500.pt")
-    return told(folder / "model_1500.pt", both, optimizer)
+    names = {"model": "model_state_dict", "state": "optimizer_state_dict"}
+    return kept(folder, both, optimizer, "model_1500.pt", **names, beside={"iter": 1500, "infos": None})
 
 
 def target_network(folder: Path) -> Written:
@@ -535,9 +521,8 @@ def ema_inside(folder: Path) -> Written:
     ema = OrderedDict({"initted": torch.tensor(True), "step": torch.tensor(1000)})
     ema.update({f"online_model.{name}": tensor for name, tensor in network.state_dict().items()})
     ema.update({f"ema_model.{name}": tensor for name, tensor in averages.state_dict().items()})
-    tree = {"step": 1000, "model": network.state_dict(), "opt": optimizer.state_dict(), "ema": ema, "scaler": None}
-    torch.save({**tree, "version": "2.2.5"}, folder / "model-1.pt")
-    return told(folder / "model-1.pt", network, optimizer)
+    more = {"step": 1000, "ema": ema, "scaler": None, "version": "2.2.5"}
+    return kept(folder, network, optimizer, "model-1.pt", state="opt", beside=more)
 
 
 def averaged(folder: Path) -> Written:
@@ -588,11 +573,9 @@ def whole_module(folder: Path) -> Written:
 
 def module_and_optimizer(folder: Path) -> Written:
     """Both objects: the optimiser's state is under the very parameters of the module."""
-    torch.manual_seed(0)
-    network = Net()
+    network = seeded()
     groups = by_decay(network, no_decay_first=True)
-    optimizer = AdamW([{**group, "params": group["params"][::-1]} for group in groups], lr=1e-2)
-    trained(network, optimizer)
+    optimizer = grouped(network, [{**group, "params": group["params"][::-1]} for group in groups])
     torch.save({"model": network, "optimizer": optimizer, "epoch": 3}, folder / "c.pt")
     return told(folder / "c.pt", network, optimizer)
 

@@ -111,34 +111,6 @@ def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
     return cell
 
 
-def shared_cells(
-    options: argparse.Namespace,
-    name: str,
-    settings: Mapping[str, Any],
-    make: Callable[[str, str, int], Cell],
-    told: Callable[[Cell], str],
-) -> dict[tuple[str, str], list[Cell]]:
-    """The cells of every problem, method and seed of `options`, out of files in out/name, or made by this process.
-
-    It makes its `--part` i/n of them: every n-th, from the i-th on. Those of others are there once they are finished.
-    """
-    part, parts = map(int, options.part.split("/"))
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    cells: dict[tuple[str, str], list[Cell]] = {}
-    every = [(p, m, s) for s in seeds for p in options.problems for m in options.methods]
-    for place, (problem, method, seed) in enumerate(every):
-        path = options.out / name / f"{problem}-{method}-{seed}.json".replace(" ", "_")
-        about = {"problem": problem, "method": method, "seed": seed, **settings}
-        cell = read_cell(path, about)
-        if cell is None and place % parts == part:
-            cell = {"settings": about, **make(problem, method, seed)}
-            write_cell(path, cell)
-            print(f"{problem}, {method}, seed {seed}: {told(cell)}", flush=True)
-        if cell is not None:
-            cells.setdefault((problem, method), []).append(cell)
-    return cells
-
-
 # --- targets --------------------------------------------------------------------------------------------------------
 
 
@@ -205,15 +177,6 @@ def _called(call: Callable[[], Result]) -> Result:
 # --- numbers over seeds, runs and splits ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """What it is called in tables, how it is made of a case, and whether of the networks of all seeds."""
-
-    title: str
-    fit: Callable[[Any], Any]
-    joint: bool = False
-
-
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
     """The mean, and its standard error (NaN for a single value)."""
     listed = list(values)
@@ -246,14 +209,6 @@ def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
         "ece": scores.ece(probs, y),
         "brier": scores.brier(probs, y),
     }
-
-
-def score_table(rows: Mapping[str, Mapping[str, float]], columns: Iterable[str]) -> str:
-    """One line per row, four digits after the point."""
-    columns = list(columns)
-    lines = [f"{'':22s}" + "".join(f"{column:>10s}" for column in columns)]
-    lines += [f"{name:22s}" + "".join(f"{row[column]:10.4f}" for column in columns) for name, row in rows.items()]
-    return "\n".join(lines)
 
 
 # --- fair timing and memory -----------------------------------------------------------------------------------------

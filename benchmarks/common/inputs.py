@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common.shifts import shifted
+from experiments.data import read_idx
 
 Pixels = tuple[Tensor, Tensor]
 
@@ -109,15 +109,8 @@ def load(name: str, split: str, *, made_up: bool = False) -> Pixels:
 def _idx(where: Path, split: str) -> Pixels:
     paths = [where / f"{IDX[split]}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
     _require(paths, FASHION_PACKAGE if where.name == "fashion-mnist" else "every mirror of MNIST")
-    x, y = (_read_idx(path) for path in paths)
+    x, y = (torch.tensor(read_idx(path)) for path in paths)
     return x[:, None].float() / 255, y.long()
-
-
-def _read_idx(path: Path) -> Tensor:
-    """The bytes of an IDX file: its fourth byte is the number of dimensions, their sizes follow."""
-    raw = gzip.decompress(path.read_bytes())
-    shape = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
-    return torch.frombuffer(bytearray(raw[4 + 4 * raw[3] :]), dtype=torch.uint8).view(shape)
 
 
 def _cifar(where: Path, split: str) -> Pixels:

@@ -76,10 +76,10 @@ def lenet(classes: int = 10) -> nn.Sequential:
     )
 
 
-def small_resnet(channels: int = 1, classes: int = 10) -> nn.Sequential:
+def small_resnet(classes: int = 10) -> nn.Sequential:
     """Three residual blocks with batch norm, of 16, 32 and 64 channels, and global pooling."""
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
         nn.ReLU(),
         Residual(16, 16, 1),

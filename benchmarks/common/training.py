@@ -50,7 +50,7 @@ class Recipe:
 NETWORKS: dict[str, Callable[[int], nn.Sequential]] = {
     "mlp": lambda classes: nn.Sequential(nn.Flatten(), *mlp((784, 400, 400, classes))),
     "lenet": lenet,
-    "resnet": lambda classes: small_resnet(classes=classes),
+    "resnet": small_resnet,
     "resnet18": ResNet18,
     "vit": vit,
     "bert": lambda classes: nn.Sequential(Bert(), nn.Linear(64, classes)),
@@ -112,10 +112,8 @@ def train(
     epochs: int,
     batch: int,
     dropout: float = 0.0,
-    optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    compiled: bool = False,
 ) -> Trained:
-    """A network trained by its recipe, or by the optimiser given; the last batch of an epoch, if smaller, is left out.
+    """A network trained by its recipe; the last batch of an epoch, if smaller, is left out.
 
     CIFAR-10 is augmented. On CUDA products are of TensorFloat-32 while it trains, images channels last where in
     bfloat16.
@@ -127,10 +125,9 @@ def train(
     model = network_of(network, suite.classes, dropout=dropout).to(x.device).train()
     if half:
         model = model.to(memory_format=torch.channels_last)
-    optimizer = (optimizer_of or (lambda parameters: optimizer_for(network, parameters)))(model.parameters())
+    optimizer = optimizer_for(network, model.parameters())
     steps, natural = len(x) // batch, suite.name == "cifar10"
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
-    call: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -141,7 +138,7 @@ def train(
                     inputs = inputs.contiguous(memory_format=torch.channels_last) if half else inputs.contiguous()
                     optimizer.zero_grad()
                     with torch.autocast(kind, torch.bfloat16, enabled=half):
-                        loss = F.cross_entropy(call(inputs), y[rows])
+                        loss = F.cross_entropy(model(inputs), y[rows])
                     loss.backward()
                     optimizer.step()
                     schedule.step()

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from benchmarks.common.harness import arguments, import_peer, interleaved, number, ratio, write_results
+from benchmarks.common.inputs import load
 from benchmarks.common.networks import lenet, mlp, train_classifier
-from experiments.data import load_images
 
 FRACTIONS, RANKINGS = (0.25, 0.5, 0.75, 0.8, 0.9, 0.95), ("snr", "saliency", "magnitude")
 CHANNELS = (0.25, 0.5, 0.75)
@@ -74,25 +74,23 @@ def channels_of(
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="one epoch of 2,000 images, one seed", peer="Torch-Pruning")
+    parser = arguments(__doc__, quick="one epoch of made-up images, one seed", peer="Torch-Pruning")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     peer = import_peer("torch_pruning", "Torch-Pruning", alone=options.alone)
-    images = load_images("mnist")
-    most = 2000 if options.quick else None
+    (x, y), test = (load("mnist", split, made_up=options.quick) for split in ("train", "test"))
     options.epochs, options.seeds = (1, 1) if options.quick else (options.epochs, options.seeds)
-    x, y = images.train_x[:most], images.train_y[:most]
     results: dict[str, dict[str, list[float]]] = {"weights": {}, "channels": {}}
     for seed in range(options.seeds):
         torch.manual_seed(seed)
-        model = mlp()
+        model = nn.Sequential(nn.Flatten(), *mlp())
         adam = train_classifier(model, x, y, options.epochs)
-        found = {"weights": weights_of(model, adam, (images.test_x, images.test_y))}
+        found = {"weights": weights_of(model, adam, test)}
         if peer is not None:
-            net, square = lenet(), (-1, 1, 28, 28)
-            adam = train_classifier(net, x.view(square), y, options.epochs)
-            found["channels"] = channels_of(peer, net, adam, len(x), (images.test_x.view(square), images.test_y))
+            net = lenet()
+            adam = train_classifier(net, x, y, options.epochs)
+            found["channels"] = channels_of(peer, net, adam, len(x), test)
         for kind, rows in found.items():
             for row, value in rows.items():
                 results[kind].setdefault(row, []).append(value)

@@ -1,18 +1,16 @@
 """Merging fine-tuned networks by their optimisers' states, beside averaging, task arithmetic, TIES, DARE and the exact
 Fisher.
 
-    BAYESADAM_DATA=... python -m benchmarks.merging.run [--quick] [--experiment images text] [--networks mlp lenet]
-        [--data mnist fashion-mnist] [--tasks rotated mixed noisy] [--seeds 1000 1001 …] [--device cuda]
+    BAYESADAM_DATA=... python -m benchmarks.merging.run [--quick] [--networks mlp lenet] [--data mnist fashion-mnist]
+        [--tasks rotated mixed noisy] [--seeds 1000 1001 …] [--device cuda]
 
 Finished cells are kept in `--out`/merging as JSON, so that a run that was stopped resumes, and several processes may
 share the cells by options that select them.
 
-- images: a base is trained on plain images, experts are fine-tuned from it, one a task, all by Adam with β₂ = .999. λ
-  of task arithmetic, the density and λ of TIES and DARE are chosen on validation images; ours has nothing to choose.
-  Accuracy in % on test images, the mean over tasks. "experts" is each on its own task, "joint" one network trained on
-  all tasks' images, for as many steps as the experts together. "exact Fisher" is from per-example gradients at the
-  experts' weights.
-- text: two language models fine-tuned from one base on two kinds of text; nats per byte on held-out parts of both.
+A base is trained on plain images, experts are fine-tuned from it, one a task, all by Adam with β₂ = .999. λ of task
+arithmetic, the density and λ of TIES and DARE are chosen on validation images; ours has nothing to choose. Accuracy in
+% on test images, the mean over tasks. "experts" is each on its own task, "joint" one network trained on all tasks'
+images, for as many steps as the experts together. "exact Fisher" is from per-example gradients at the experts' weights.
 
 Settings were chosen with seeds 0 to 99 on validation images; results are of seeds from 1000 on and of test images.
 """
@@ -47,8 +45,7 @@ from benchmarks.common.harness import (
     write_results,
 )
 from benchmarks.merging import rivals
-from benchmarks.merging.tasks import TASKS, accuracy, build, experts, load, train
-from benchmarks.merging.text import text_cell
+from benchmarks.merging.tasks import TASKS, accuracy, build, experts, images, train
 
 FACTORS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3)
 DENSITIES = (0.1, 0.2, 0.4)
@@ -88,7 +85,7 @@ def best(candidates: Mapping[Any, Callable[[], Weights]], scorer: Scorer) -> tup
 
 def images_cell(network: str, name: str, tasks: str, seed: int, options: argparse.Namespace) -> Cell:
     """Test accuracy of every method for one seed."""
-    data = load(name, options.device, options.most)
+    data = images(name, options.device, quick=options.quick)
     start_of = build(network, seed, options.hidden).to(options.device)
     base = train(start_of, *data.base, steps=options.steps, seed=seed)
     tuned = experts(base.model, data, TASKS[tasks], steps=options.steps, seed=seed)
@@ -112,8 +109,11 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
     for row, grid in grids.items():
         chosen[row], weights = best(grid, validation)
         rows[row] = test(weights)
-    images = data.tune[0][: options.fisher]
-    exact = [rivals.exact_fisher(each.model, task(images)) for each, task in zip(tuned, TASKS[tasks], strict=True)]
+    x, y = data.tune
+    exact = [
+        rivals.exact_fisher(each.model, task(x[: options.fisher]))
+        for each, task in zip(tuned, TASKS[tasks], strict=True)
+    ]
     rows["exact Fisher"] = test(rivals.fisher_merged(own, exact))
     diagonal, rich = [each.diagonal for each in tuned], [each.kronecker for each in tuned]
     seconds, merged = timed(lambda: merge(diagonal), options.device)
@@ -133,7 +133,6 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         rows["average (SOAP)"] = test(rivals.average([each.model.state_dict() for each in soap]))
         rows["fisher (SOAP)"] = test(merge(turned, method="fisher"))
         rows["kronecker (SOAP)"] = test(merge(turned, method="kronecker"))
-    x, y = data.tune
     all_x, all_y = torch.cat([task(x) for task in TASKS[tasks]]), y.repeat(len(tuned))
     joint = train(copy.deepcopy(base.model), all_x, all_y, steps=len(tuned) * options.steps, seed=seed, keep=0)
     rows["joint"] = test(joint.model.state_dict())
@@ -159,14 +158,10 @@ def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
 
 def cells_of(options: argparse.Namespace) -> dict[str, Callable[[], Cell]]:
     """Every cell that was asked for, by the name of its file."""
-    cells: dict[str, Callable[[], Cell]] = {}
-    if "images" in options.experiment:
-        for seed, network, name, tasks in product(options.seeds, options.networks, options.data, options.tasks):
-            make = partial(images_cell, network, name, tasks, seed, options)
-            cells[f"images-{network}-{name}-{tasks}-{seed}"] = make
-    if "text" in options.experiment:
-        cells |= {f"text-{seed}": partial(text_cell, seed, options) for seed in options.seeds}
-    return cells
+    return {
+        f"images-{network}-{name}-{tasks}-{seed}": partial(images_cell, network, name, tasks, seed, options)
+        for seed, network, name, tasks in product(options.seeds, options.networks, options.data, options.tasks)
+    }
 
 
 DIFFERENCES = (("fisher", "average"), ("fisher", "exact Fisher"), ("kronecker", "fisher"))
@@ -181,15 +176,13 @@ def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[floa
             column.setdefault(row, []).append(value)
         for value in cell.get("overlaps", ()):
             column.setdefault("overlap", []).append(value)
-    images = [cell["rows"] for key, cell in cells.items() if key.startswith("images")]
-    if images:
-        columns["images, all"] = {row: [rows[row] for rows in images] for row in images[0]}
-        for one, other in DIFFERENCES:
-            columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in images]
+    every = [cell["rows"] for cell in cells.values()]
+    columns["images, all"] = {row: [rows[row] for rows in every] for row in every[0]}
+    for one, other in DIFFERENCES:
+        columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in every]
     texts = []
     for column, rows in columns.items():
-        digits = 1 if column.startswith("images") else 3
-        lines = [f"| {row} | {number(values, 3 if row == 'overlap' else digits)} |" for row, values in rows.items()]
+        lines = [f"| {row} | {number(values, 3 if row == 'overlap' else 1)} |" for row, values in rows.items()]
         texts.append("\n".join([f"| {column} | |", "| --- | ---: |", *lines]))
     return "\n\n".join(texts), columns
 
@@ -214,8 +207,7 @@ def targets_of(columns: Mapping[str, Mapping[str, Sequence[float]]], cells: Mapp
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="tiny networks and few steps, every experiment", device=True)
-    parser.add_argument("--experiment", nargs="+", choices=("images", "text"), default=["images"])
+    parser = arguments(__doc__, quick="a tiny network and few steps", device=True)
     parser.add_argument("--networks", nargs="+", choices=("mlp", "lenet"), default=["mlp", "lenet"])
     parser.add_argument("--data", nargs="+", choices=("mnist", "fashion-mnist"), default=["mnist", "fashion-mnist"])
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
@@ -223,20 +215,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of the base and of each expert")
     parser.add_argument("--hidden", type=int, default=400, help="units of the MLP's two layers")
     parser.add_argument("--soap", action="store_true", help="experts trained by SOAP as well")
-    parser.add_argument("--layers", type=int, default=12, help="of `text`")
-    parser.add_argument("--width", type=int, default=768, help="of `text`")
-    parser.add_argument("--context", type=int, default=256, help="of `text`, in bytes")
-    parser.add_argument("--text-steps", type=int, default=1500, help="of the base; each of the two has half as many")
     options = parser.parse_args()
-    options.most, options.fisher = None, 1000
+    options.fisher = 1000
     if options.quick:
-        options.experiment = ["images"]
         options.networks, options.data, options.tasks, options.seeds = ["mlp"], ["mnist"], ["mixed"], [0]
-        options.steps, options.hidden, options.most, options.fisher, options.soap = 60, 16, 500, 50, True
-        options.layers, options.width, options.context, options.text_steps = 2, 32, 32, 40
+        options.steps, options.hidden, options.fisher, options.soap = 60, 16, 50, True
     # Short training is warned of, rightly, and here in every cell.
     warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
-    keys = ("steps", "hidden", "most", "fisher", "soap", "layers", "width", "context", "text_steps")
+    keys = ("quick", "steps", "hidden", "fisher", "soap")
     about = {key: getattr(options, key) for key in keys}
     folder: Path = options.out / "merging"
     cells: dict[str, Cell] = {}

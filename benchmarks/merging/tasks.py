@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import DataError
+from benchmarks.common.inputs import load
 from benchmarks.common.networks import lenet, mlp
-from experiments.data import load_split
 
 BATCH = 100
 KEEP = 100
@@ -36,22 +35,13 @@ class Images:
     test: tuple[Tensor, Tensor]
 
 
-def load(name: str, device: str, most: int | None = None) -> Images:
-    """A set in a fixed random order. Where the training images are missing the test images are cut in four."""
-    x, y = load_split(name, "test")
-    try:
-        train_x, train_y = load_split(name, "train")
-        sizes = [20_000, 30_000, 10_000]
-    except DataError:
-        train_x, train_y, x, y = x[:8000], y[:8000], x[8000:], y[8000:]
-        sizes = [3000, 4000, 1000]
-    order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(0))
-    used = order[: sum(sizes)].split(sizes)
-    cuts = [*((train_x[rows], train_y[rows]) for rows in used), (x, y)]
-    base, tune, validation, test = (
-        (images[:most].view(-1, 1, 28, 28).to(device), labels[:most].to(device)) for images, labels in cuts
-    )
-    return Images(base, tune, validation, test)
+def images(name: str, device: str, *, quick: bool) -> Images:
+    """A set in a fixed random order; 500 made-up images of each where quick."""
+    (x, y), test = (load(name, split, made_up=quick) for split in ("train", "test"))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    cuts = order.split([500, 500, 1000] if quick else [20_000, 30_000, 10_000])
+    parts = [*((x[rows], y[rows]) for rows in cuts), test]
+    return Images(*((x[: 500 if quick else None].to(device), y[: 500 if quick else None].to(device)) for x, y in parts))
 
 
 def rotated(x: Tensor, degrees: float) -> Tensor:

@@ -162,7 +162,7 @@ def classifier(make: Callable[[int], Any]) -> Contender:
 
 # --- the contest ----------------------------------------------------------------------------------------------------
 
-STRUCTURES = ("diagonal", "kronecker")
+STRUCTURES = ("diagonal", "inputs")
 OURS = ("Badam", "Badam ×5", *(f"Badam, {structure}" for structure in STRUCTURES))
 REGRESSORS: Mapping[str, Contender] = {
     "Badam": badam_regressor(n_ensemble=1),

@@ -12,7 +12,7 @@ _WIDTH = 40
 
 
 class Bar:
-    """Counts steps, and draws them from the first one that ends after two seconds, if standard error is a terminal."""
+    """Counts steps, and draws them on a terminal from the first one that ends after two seconds."""
 
     # Two bars on one terminal would write over each other: the second only counts.
     _drawing: ClassVar["Bar | None"] = None

@@ -127,21 +127,19 @@ def is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def on_first_rank(work: Callable[[], Any]) -> Any:
-    """`work` done by the first rank alone, its result or its failure given to all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return work()
-    box: list[Any] = [None, None]
+def on_first_rank(work: Callable[[], Any]) -> None:
+    """`work` done by the first rank alone, its failure raised on all."""
+    failure: list[Exception | None] = [None]
     if is_first_rank():
         try:
-            box[0] = work()
+            work()
         except Exception as error:
             # Raised below on every rank: the others would wait for ever.
-            box[1] = error
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
+            failure = [error]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 @contextmanager

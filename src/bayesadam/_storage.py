@@ -103,19 +103,16 @@ def check_version(path: AnyPath, version: object, kind: Kind = POSTERIOR) -> Non
     if version is None:
         raise FileError(f"{path} is not {kind.what}: it has no {kind.header!r} header{kind.remedy}")
     if not isinstance(version, int) or version > kind.newest:
-        readable = f"this version of bayesadam reads up to {kind.newest}"
-        raise FileError(f"{path} has format {version}, {readable}: upgrade it")
+        raise FileError(f"{path} has format {version}, this version of bayesadam reads up to {kind.newest}: upgrade it")
 
 
 def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Mapping[str, Tensor]) -> None:
     """Refuse the posterior of another model: every name must be a parameter of its shape."""
-    missing = [name for name in shapes if name not in parameters]
-    if missing:
+    if missing := [name for name in shapes if name not in parameters]:
         raise MatchError(f"{path} is another model's posterior: the model has no parameters {missing[:4]}")
     for name, shape in shapes.items():
         if shape != parameters[name].shape:
-            here, there = tuple(parameters[name].shape), tuple(shape)
-            differ = f"{name!r} has shape {there} in the file and {here} in the model"
+            differ = f"{name!r} has shape {tuple(shape)} in the file and {tuple(parameters[name].shape)} in the model"
             raise MatchError(f"{path} is another model's posterior: {differ}")
 
 
@@ -139,14 +136,13 @@ def write_tensors(
     # Wide types first, so that every tensor is aligned.
     names = sorted(like, key=lambda name: (-like[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    offset = 0
+    end = 0
     for name in names:
         tensor = like[name]
         if tensor.dtype not in _CODES:
             raise FileError(f"{name!r} is of type {tensor.dtype}, which a safetensors file cannot hold")
-        end = offset + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with target.open("wb") as file:

@@ -121,13 +121,6 @@ class Anchor(Hooked):
             self._pull_back(index)
         self._handles = []
 
-    @torch.no_grad()
-    def penalty(self) -> Tensor:
-        """(λ/2N) (θ − μ)ᵀ P (θ − μ) as it is now, for a logger."""
-        gaps = {name: self._gap(name) for name in self.anchored}
-        parts = [float((gap * self._scaled(name, gap, self._precision[name])).sum()) for name, gap in gaps.items()]
-        return torch.tensor(sum(parts) * (self.strength / (2 * self.n_data)))
-
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` resumes from; tensors and plain data."""
         return {
@@ -145,11 +138,8 @@ class Anchor(Hooked):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`, its posterior and settings, over parameters of the same names and shapes."""
         named = state.get("precision", {})
-        if (
-            not {*_SETTINGS, "steps", "pending", "mean"} <= state.keys()
-            or "precision" not in named
-            or named.get("rows")
-        ):
+        complete = {*_SETTINGS, "steps", "pending", "mean"} <= state.keys() and "precision" in named
+        if not complete or named.get("rows"):
             raise MatchError("not the state of an Anchor to a diagonal or Kronecker-factored posterior")
         mean = state["mean"]
         own, theirs = ({name: tuple(t.shape) for name, t in named.items()} for named in (self._mean, mean))
@@ -176,8 +166,7 @@ class Anchor(Hooked):
         return x * factors if basis is None else basis.out_of(basis.into(x, x.dim()) * factors, x.dim())
 
     def _old_rows(self, tensor: Tensor, name: str) -> Tensor:
-        shape = self._mean[name].shape
-        return tensor if tensor.shape == shape else tensor[: shape[0]]
+        return tensor[: len(self._mean[name])] if tensor.dim() else tensor
 
     def _trained(self, index: int) -> dict[str, Group]:
         """The held parameters of an optimiser, each with its group."""
@@ -205,11 +194,11 @@ class Anchor(Hooked):
             if name not in self._pending:
                 continue
             rate, parameter, mean = float(self._pending[name]), self._parameters[name], self._mean[name]
-            found = _metric(Entry(name, parameter, optimizer.state.get(parameter, {}), group, reader))
-            if rate <= 0 or found is None:
+            metric = _metric(Entry(name, parameter, optimizer.state.get(parameter, {}), group, reader))
+            if rate <= 0 or metric is None:
                 continue
             del self._pending[name]
-            full = found if isinstance(found, Tensor) else torch.full_like(mean, found)
+            full = metric if isinstance(metric, Tensor) else torch.full_like(mean, metric)
             resistance = self._old_rows(full, name).to(mean) * (self.n_data / (self.strength * rate))
             if name in self._bases:
                 resistance = resistance.clamp(min=_LEAST * resistance.mean()).log_().mean().exp_()
@@ -241,8 +230,7 @@ def _metric(entry: Entry) -> Tensor | float | None:
         value = entry.group.get(name, 0.0)
         return float(value) if isinstance(value, int | float) else 0.0
 
-    steps = entry.reader.steps(entry.state, entry.group)
-    if steps == 0:
+    if (steps := entry.reader.steps(entry.state, entry.group)) == 0:
         return None
     if entry.reader.name == "sgd":
         return (1 - number("momentum")) / (1 - number("dampening") if number("momentum") else 1.0)

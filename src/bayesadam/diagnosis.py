@@ -80,8 +80,8 @@ def doctor(
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
-    found = of_match(match, Reading(n_data or 1.0, 0.0))
-    return diagnose(found, list(examine(found, match)), match, n_data=n_data, model=unwrap(model))
+    gaussian = of_match(match, Reading(n_data or 1.0, 0.0))
+    return diagnose(gaussian, list(examine(gaussian, match)), match, n_data=n_data, model=unwrap(model))
 
 
 @dataclass(frozen=True)
@@ -152,19 +152,14 @@ def diagnose(
         findings += _few_steps(dict.fromkeys(gaussian.mode, (origin.fewest, origin.beta)))
     else:
         optimizers, summary = match.optimizers, f"{count} have a second moment"
-        steps = {e.name: (e.reader.steps(e.state, e.group), e.reader.beta(e.group)) for e in match.entries}
+        steps = {entry.name: (entry.steps, entry.reader.beta(entry.group)) for entry in match.entries}
         buffers = dict(model.named_buffers()) if model is not None else source.weights if source is not None else {}
         readable = [result.name for result in examined if not result.error and not result.bad]
         findings += _few_steps(steps)
         findings += [] if source is None or source.apart is None else [Finding("other-epoch", "warning", source.apart)]
-        findings += _coupled_decay(match)
-        findings += _prior(match, n_data)
-        findings += _low_precision(match)
+        findings += _of_match(match, n_data)
         findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
-        findings += _left_out(match)
-        readers = {entry.reader.name: entry.reader for entry in match.entries}.values()
-        findings += [Finding("optimizer", "note", f"{each.name}: {each.note}") for each in readers if each.note]
-    if (tracked := gaussian.origin.tracked) is not None:
+    if tracked := gaussian.origin.tracked:
         findings.append(Finding("tracked", "note", f"track kept the second moment of {tracked}"))
     findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
     subject = type(model).__name__ if source is None else source.path.name
@@ -205,23 +200,18 @@ def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Itera
         yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros))
 
 
-def _coupled_decay(match: Match) -> Iterator[Finding]:
+def _of_match(match: Match, n_data: float | None) -> Iterator[Finding]:
+    """Findings on the optimisers' settings and on how they keep their states."""
     coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
         text = f"weight decay up to {max(coupled.values()):g} is added to the gradient, and so is in v: take AdamW"
         yield Finding("coupled-decay", "warning", text, tuple(coupled))
-
-
-def _prior(match: Match, n_data: float | None) -> Iterator[Finding]:
     decays = sorted({entry.weight_decay for entry in match.entries})
     described = " and ".join(f"N × {decay:g}" + (f" = {n_data * decay:g}" if n_data else "") for decay in decays)
     text = f"the weight decay implies a prior precision δ of {described}"
     if decays[0] == 0.0:
         text += "; where that is 0 a posterior takes δ = 1 unless prior_precision is given"
     yield Finding("implied-prior", "note", text)
-
-
-def _low_precision(match: Match) -> Iterator[Finding]:
     coarse: dict[str, str] = {}
     for entry in match.entries:
         stored, beta = entry.state.get(entry.reader.key), entry.reader.beta(entry.group)
@@ -233,6 +223,12 @@ def _low_precision(match: Match) -> Iterator[Finding]:
     if coarse:
         text = f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse"
         yield Finding("low-precision-state", "warning", f"{text} for β₂: keep the state in float32", tuple(coarse))
+    if match.omitted:
+        reasons = "; ".join(f"{count} parameters, {why}" for why, count in Counter(match.omitted.values()).items())
+        yield Finding("left-out", "note", f"not in the posterior: {reasons}", tuple(match.omitted))
+    for reader in {entry.reader.name: entry.reader for entry in match.entries}.values():
+        if reader.note:
+            yield Finding("optimizer", "note", f"{reader.name}: {reader.note}")
 
 
 def _batch_norms(
@@ -244,9 +240,3 @@ def _batch_norms(
         if biases:
             text += f"; the second moment of a bias right before it ({', '.join(biases)}) is rounding noise"
         yield Finding("batch-norm", "note", text, biases)
-
-
-def _left_out(match: Match) -> Iterator[Finding]:
-    if match.omitted:
-        reasons = "; ".join(f"{count} parameters, {why}" for why, count in Counter(match.omitted.values()).items())
-        yield Finding("left-out", "note", f"not in the posterior: {reasons}", tuple(match.omitted))

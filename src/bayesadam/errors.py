@@ -45,10 +45,6 @@ class MissingFileError(FileError, FileNotFoundError):
     """There is no file or folder at a path."""
 
 
-class DataError(FileError, ValueError):
-    """A data set cannot be obtained, or a table does not hold what it should."""
-
-
 class MissingExtraError(BayesAdamError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 

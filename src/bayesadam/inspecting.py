@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from bayesadam._tables import aligned
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
-from bayesadam.readers import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
+from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint
 from bayesadam.weights.gaussian import GaussianWeights, is_saved
 
 if TYPE_CHECKING:
@@ -87,41 +86,35 @@ class Inspection:
         """Weights with |μ|/σ < 1; None where that or N is not known."""
         return sum(row.below or 0 for row in self.parameters) if self.has_weights and self.n_data else None
 
-    @property
-    def legend(self) -> str:
-        """What the columns of the table are, and what the numbers mean as N is known or not."""
-        lines = [
-            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
-            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights.",
-        ]
-        if self.below is not None:
-            lines.append("< 1: the share of weights with |μ|/σ below that.")
-        return "\n".join([*lines, self.rule])
-
     def rows(self) -> list[tuple[str, ...]]:
         """The table as text, its heading first and its total last."""
         table: list[tuple[str, ...]] = [("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", "< 1")]
         for row in self.parameters:
-            quantiles = [f"{value:.2g}" for value in row.quantiles]
-            cells = [row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", _share(row.dead, row.weights)]
-            table.append((*cells, *quantiles, _share(row.below or 0, row.weights)))
-        dead, below = _share(self.dead, self.weights), _share(self.below or 0, self.weights)
+            spread = (f"{value:.2g}" for value in row.quantiles)
+            dead, below = (_share(count or 0, row.weights) for count in (row.dead, row.below))
+            table.append((row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", dead, *spread, below))
+        dead, below = (_share(count or 0, self.weights) for count in (self.dead, self.below))
         table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
         return [row if self.below is not None else row[:-1] for row in table]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        own = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
-        shown = ("shape", "weights", "dead", "below", "quantiles")
+        shown = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
+        columns = ("shape", "weights", "dead", "below", "quantiles")
         return {
-            **{key: getattr(self, key) for key in own},
-            "parameters": {row.name: {key: getattr(row, key) for key in shown} for row in self.parameters},
+            **{key: getattr(self, key) for key in shown},
+            "parameters": {row.name: {key: getattr(row, key) for key in columns} for row in self.parameters},
             "omitted": dict(self.omitted),
             "doctor": self.diagnosis.to_dict(),
         }
 
     def __str__(self) -> str:
-        return "\n".join([str(self.diagnosis), "", *aligned(self.rows()), "", self.legend])
+        legend = [
+            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
+            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights.",
+            *(["< 1: the share of weights with |μ|/σ below that."] if self.below is not None else []),
+        ]
+        return "\n".join([str(self.diagnosis), "", *aligned(self.rows()), "", *legend, self.rule])
 
 
 def inspect(
@@ -140,14 +133,14 @@ def inspect(
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         **options: how the file is read, see `CheckpointOptions`.
     """
-    gaussian, known = _opened(source, n_data, options)
+    gaussian, n = _opened(source, n_data, options)
     opened = gaussian.source
     match = None if opened is None else opened.match
     examined, reports = [], []
     for result in examine(gaussian, match):
         if result.part is None:
             raise StateError(result.error)
-        reports.append(_report(result.part, result, known))
+        reports.append(_report(result.part, result, n))
         # Without the tensors, which the next step replaces.
         examined.append(replace(result, part=None))
         del result
@@ -156,12 +149,12 @@ def inspect(
         source=type(getattr(gaussian, "model", gaussian)).__name__ if opened is None else str(opened.path),
         format="posterior" if opened is None else opened.format,
         optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
-        n_data=known,
+        n_data=n,
         parameters=tuple(reports),
         omitted=gaussian.omitted,
-        diagnosis=diagnose(gaussian, examined, match, n_data=known),
+        diagnosis=diagnose(gaussian, examined, match, n_data=n),
         why=() if opened is None else opened.why,
-        rule=_rule(gaussian, known if match else None, match is not None),
+        rule=_rule(gaussian, n if match else None, match is not None),
         has_weights=gaussian.has_weights,
     )
 
@@ -171,9 +164,10 @@ def diagnose_checkpoint(
 ) -> Diagnosis:
     """What `doctor` says of a checkpoint or of a saved posterior; raises only where there is no file."""
     try:
-        gaussian, known = _opened(path, n_data, options)
+        gaussian, n = _opened(path, n_data, options)
         match = None if gaussian.source is None else gaussian.source.match
-        return diagnose(gaussian, [replace(each, part=None) for each in examine(gaussian, match)], match, n_data=known)
+        examined = [replace(result, part=None) for result in examine(gaussian, match)]
+        return diagnose(gaussian, examined, match, n_data=n)
     except (MissingFileError, SettingError):
         raise
     except BayesAdamError as error:
@@ -185,23 +179,21 @@ def _opened(
     source: str | os.PathLike[str] | Checkpoint | GaussianWeights, n_data: float | None, options: CheckpointKeywords
 ) -> tuple[GaussianWeights, float | None]:
     """The Gaussian, a checkpoint's without a prior, and N where it is known."""
-    reading = CheckpointOptions(**options)
     if isinstance(source, GaussianWeights):
-        found = source if n_data is None else source.replace(n_data=n_data)
-        return found, found.n_data
-    if is_saved(source, reading.optimizer_path):
-        found = GaussianWeights.open(source, n_data, **options)
-        return found, found.n_data
-    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, reading)
-    known = checkpoint.recorded.n_data if n_data is None else n_data
-    given = 1.0 if known is None else known
-    return GaussianWeights.open(checkpoint, given, prior_precision=0.0, **options), known
+        gaussian = source if n_data is None else source.replace(n_data=n_data)
+        return gaussian, gaussian.n_data
+    if is_saved(source, options.get("optimizer_path")):
+        gaussian = GaussianWeights.open(source, n_data, **options)
+        return gaussian, gaussian.n_data
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, **options)
+    n = checkpoint.recorded.n_data if n_data is None else n_data
+    return GaussianWeights.open(checkpoint, 1.0 if n is None else n, prior_precision=0.0, **options), n
 
 
-def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -> str:
+def _rule(gaussian: GaussianWeights, n_data: float | None, is_checkpoint: bool) -> str:
     """What |μ|/σ is in a checkpoint, or σ in a posterior, in a sentence or two."""
-    if is_checkpoint and known is not None:
-        return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {known:g}."
+    if is_checkpoint and n_data is not None:
+        return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {n_data:g}."
     if is_checkpoint:
         return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
     of = gaussian.settings
@@ -213,20 +205,13 @@ def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -
 
 
 @torch.no_grad()
-def _report(part: GaussianWeights, result: Examined, known: float | None) -> ParameterReport:
+def _report(part: GaussianWeights, result: Examined, n_data: float | None) -> ParameterReport:
     name = result.name
     values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
-    below = int((values < 1).sum()) if part.has_weights and known else None
-    spread = quantiles(values[:: 1 + len(values) // _SAMPLE])
-    return ParameterReport(name, tuple(part.shapes[name]), result.numel, result.zeros, below, spread)
-
-
-def quantiles(values: Tensor) -> tuple[float, float, float]:
-    """5, 50 and 95 % of a vector; NaN of an empty one."""
-    if not values.numel():
-        return (math.nan,) * 3
-    low, median, high = torch.quantile(values, values.new_tensor((0.05, 0.5, 0.95))).tolist()
-    return low, median, high
+    below = int((values < 1).sum()) if part.has_weights and n_data else None
+    sample, levels = values[:: 1 + len(values) // _SAMPLE], values.new_tensor((0.05, 0.5, 0.95))
+    low, median, high = torch.quantile(sample, levels).tolist() if len(sample) else (math.nan,) * 3
+    return ParameterReport(name, tuple(part.shapes[name]), result.numel, result.zeros, below, (low, median, high))
 
 
 def _share(count: int, total: int) -> str:

@@ -39,7 +39,8 @@ from bayesadam import _storage
 from bayesadam._checks import count, require_kind
 from bayesadam._extras import require
 from bayesadam._tables import aligned
-from bayesadam.calibrated.module import Answer, Calibrated
+from bayesadam.calibrated.answer import Answer
+from bayesadam.calibrated.module import Calibrated
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
 
 Array = NDArray[np.float64]

@@ -142,8 +142,10 @@ def test_files_of_others_are_refused(tmp_path):
         ba.load(tmp_path / "posterior.safetensors", trained("classification").model)
     with pytest.raises(SettingError, match="must end in"):
         net.save(tmp_path / "net.bin")
-    with pytest.raises(SettingError, match="at least two"):
-        net.save(tmp_path / "net.pt2", torch.zeros(1, 2))
+    with pytest.raises(SettingError, match="holds none"):
+        net.save(tmp_path / "net.pt2", [1.0])
+    net.save(tmp_path / "net.pt2", torch.zeros(1, 2))
+    assert torch.export.load(tmp_path / "net.pt2").module()(torch.zeros(5, 2))["probs"].shape == (5, 3)
 
 
 def test_the_users_model_is_left_alone():

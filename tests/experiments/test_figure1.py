@@ -122,25 +122,3 @@ def test_other_settings_do_not_take_what_is_kept_and_other_methods_do(tmp_path, 
     figure1.run(seed=0, out=tmp_path, quiet=True, settings=replace(SMALL, methods=("map", "badam")))
     assert calls == ["map"]
     assert set(results_of(tmp_path)) == {"map", "badam"}
-
-
-def test_numbers_that_are_not_finite_are_null_also_from_the_ledger(tmp_path, monkeypatch):
-    row = {
-        "scores": {**dict.fromkeys(METRICS, (0.1,)), "nll_out": (math.inf,)},
-        "mean": [0.0] * 341,
-        "std": [1.0] * 341,
-    }
-
-    def fitted(names, **_):
-        for name in names:
-            if name == "mc-dropout" and not stopped:
-                stopped.append(name)
-                raise KeyboardInterrupt
-            yield name, row
-
-    stopped: list[str] = []
-    monkeypatch.setattr(figure1, "fit_methods", fitted)
-    with pytest.raises(KeyboardInterrupt):
-        figure1.run(seed=0, out=tmp_path, quiet=True, settings=SMALL)
-    figure1.run(seed=0, out=tmp_path, quiet=True, settings=SMALL)
-    assert all(scores["nll_out"] == [None] for scores in results_of(tmp_path).values())

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-import pytest
 import torch
 
 from bayesadam.engine.network import Network, forward
 from bayesadam.engine.streams import Streams
 from experiments import released
 from experiments.baselines import Data, Problem, Training
-from experiments.figure2 import PruningSettings, fit_part
-from experiments.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot, narrow
+from experiments.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot
 from experiments.running import generator
-from floats import approx, assert_close
+from floats import assert_close
 
 N = 200
 
@@ -64,13 +61,6 @@ def test_the_script_divides_by_n_twice_and_the_text_once(monkeypatch):
     assert_close(letter.variance["layer0.weight"][live], 1 / (N * corrected[live].sqrt()), rtol=1e-3)
 
 
-def test_the_first_weights_have_their_deviations():
-    source = torch.Generator().manual_seed(0)
-    assert float(glorot((400, 600), source).std()) == approx(math.sqrt(2 / 1000), rel=0.01)
-    assert float(glorot((3000,), source).abs().max()) == approx(math.sqrt(6 / 6000), rel=0.01)
-    assert float(narrow((300, 300), source).std()) == approx(0.1, rel=0.01)
-
-
 def test_the_notebook_drops_pre_activations_in_one_order():
     first, second = (list(released._batches(300, (1,), 2, one_order=True))[k::3] for k in (0, 1))
     assert torch.equal(first[0], first[1])
@@ -82,13 +72,3 @@ def test_the_notebook_drops_pre_activations_in_one_order():
     # What is dropped is sigmoid's ½, not 0.
     assert set(out.flatten().tolist()) <= {0.5, float(torch.tensor(3.75).sigmoid())}
     assert 0.15 < float((out == 0.5).float().mean()) < 0.25
-
-
-@pytest.mark.slow
-def test_the_notebooks_row_has_sigmoid_units():
-    settings = PruningSettings(data="digits", methods=("badam-released",), n_seeds=2, epochs=80, hidden=(30, 20))
-    ((name, found),) = fit_part(settings.methods, seed=0, settings=settings, device="cpu")
-    assert name == "badam-released"
-    assert list(found) == ["snr", "magnitude"]
-    # The pruned networks are forwarded with the units that they were trained with.
-    assert min(row[0] for row in found["snr"]["accuracy"]) > 0.8

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from bayesadam.errors import BayesAdamError, DataError, FileError
+from bayesadam.errors import FileError
 from experiments import report
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, judged
 from experiments.cost import CostSettings
+from experiments.data import DataError
 from experiments.figure1 import METRICS, RegressionSettings
-from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
-from experiments.report import Report, read, table_of
+from experiments.figure2 import FRACTIONS, PruningSettings
+from experiments.report import read
 from experiments.running import Sample
 from experiments.table1 import OWN_AGENTS, PAPER, BanditSettings
 
@@ -131,7 +132,7 @@ def whole(tmp_path):
 RUNS = {
     "figure1": "figure1.run",
     "figure2": "figure2.run",
-    "table1": "table1.run_bandits",
+    "table1": "table1.run",
     "cost": "cost.run",
 }
 
@@ -209,47 +210,6 @@ def test_finished_runs_are_taken_as_they_are(whole, capsys):
     )
     assert "--settings paper --device cpu</code>" in text
     assert not list(whole.glob(".report*"))
-
-
-def test_tables_have_the_numbers_of_the_run(whole):
-    def cell(table, row, column):
-        return next(found for found in table.rows if found[0] == row)[table.columns.index(column)]
-
-    scores = table_of(read(whole, "figure1", "figure1"))
-    assert cell(scores, "Badam", "NLL in") == "1"
-    assert cell(scores, "Badam", "out / in") == "10"
-    accuracy = table_of(read(whole, "figure2", "figure2"))
-    assert cell(accuracy, "Badam, snr", "90 %") == "94.99"
-    assert cell(accuracy, "Bayes by Backprop, snr", "90 %") == "**97.79**"
-    rewards = table_of(read(whole, "table1", "table1"))
-    assert cell(rewards, "Vadam", "financial") == ".811 ± .001 (.001; .810)"
-    assert (
-        rewards.rows[list(rewards.rows).index(next(r for r in rewards.rows if r[0] == "Vadam")) + 1][2] == ".81 ± .00"
-    )
-    assert cell(rewards, "Uniform", "mushroom") == "−.929 ± .001 (.001; −.930)"
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_further_runs_are_shown(whole):
-    put(whole, "table1-other", bandits_run({"mushroom": {"badam": 0.9, "greedy": 0.5}}, settings="tuned"))
-    put(whole, "table1-begun", bandits_run({"mushroom": {"badam": 0.9}}, agents=["badam", "greedy"]))
-    text, found = reported(whole)
-    assert "Also run: table1-other" in text
-    assert "table1-begun" not in text
-    assert "table1-other/metrics.json" in [run["file"] for run in found["results"]["runs"]]
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_runs_of_earlier_releases_are_taken_by_their_names(whole):
-    for new, old in (("figure1", "regression"), ("figure2", "pruning"), ("table1", "bandits")):
-        content = json.loads((whole / new / "metrics.json").read_text())
-        put(whole, old, content | {"command": old})
-        (whole / new / "metrics.json").unlink()
-    put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9}}, settings="tuned") | {"command": "bandits"})
-    text, found = reported(whole)
-    files = [run["file"].partition("/")[0] for run in found["results"]["runs"]]
-    assert files == ["regression", "pruning", "bandits", "bandits-other", "cost"]
-    assert "python -m experiments figure1 --seed 0" in text
 
 
 @pytest.mark.parametrize(
@@ -349,32 +309,6 @@ def test_absent_data_are_named_and_never_swapped(tmp_path, stubs, monkeypatch):
     assert all(c["verdict"] == "not measured" for c in found["results"]["claims"] if c["claim"].startswith("table1"))
 
 
-def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, stubs, monkeypatch, capsys):
-    def fails(**_):
-        raise BayesAdamError("the variance <must> be finite")
-
-    monkeypatch.setattr(report.figure1, "run", fails)
-    text, found = reported(tmp_path)
-    assert "the variance &lt;must&gt; be finite" in text
-    assert "experiments: figure1: Could not be run: the variance <must> be finite" in capsys.readouterr().err
-    assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"figure2", "table1", "cost"}
-    replace_runs(monkeypatch, fails)
-    with pytest.raises(BayesAdamError, match="nothing to report"):
-        reported(tmp_path / "empty")
-
-
-def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, monkeypatch):
-    def interrupted(**_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report.table1, "run_bandits", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        reported(tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    assert "Badam, magnitude" in text
-    assert not (tmp_path / "report.json").exists()
-
-
 @pytest.mark.slow
 def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     small = {
@@ -416,17 +350,6 @@ def test_the_page_needs_nothing_else(whole):
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_failed_claims_come_first(whole):
-    text, found = reported(whole)
-    verdicts = [claim["verdict"] for claim in found["results"]["claims"]]
-    assert {"did not hold", "held"} <= set(verdicts)
-    order = [verdict.value for verdict in Verdict]
-    assert [order.index(verdict) for verdict in verdicts] == sorted(order.index(verdict) for verdict in verdicts)
-    keys = [claim["claim"] for claim in found["results"]["claims"]]
-    assert re.findall(r'<li id="([^"]*)"', text) == keys
-
-
-@pytest.mark.usefixtures("nothing_runs")
 def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     agents = {"badam": 0.5, NASTY: 0.6}
     nasty = bandits_run({"mushroom": agents, NASTY: agents}, settings=NASTY)
@@ -456,13 +379,6 @@ def test_numbers_that_are_not_finite_are_dashes(whole):
     Outline(text)
     assert "nan" not in re.sub(r"[a-z-]*nan[a-z]+|financial", "", text.lower())
     assert "<td>–</td>" in text
-
-
-def test_an_empty_report_is_still_a_page():
-    text = Report({}, {"table1": "no <data>"}).page()
-    Outline(text)
-    assert text.count("There is no finished run of this experiment") == len(EXPERIMENTS)
-    assert "no &lt;data&gt;" in text
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -549,40 +465,6 @@ def test_claims_about_the_toy_regression():
     assert verdicts(regression_run(std | {"laplace-full": (0.01, 0.3)}))["figure1-like-laplace"] is Verdict.PARTLY
 
 
-def test_what_stands_beside_is_shown_and_decides_nothing():
-    claim = next(claim for claim in CLAIMS if claim.key == "figure1-widens")
-    content = regression_run()
-    content["results"]["badam-released"] = content["results"]["badam"] | {"std_near": [0.0, 0.0, 0.0]}
-    found = judged(claim, finished(content))
-    assert found.verdict is Verdict.HELD
-    assert [(check.counts, check.passed) for check in found.checks[:3]] == [(True, True), (True, True), (False, False)]
-    assert found.decided_by == "All 2 came out as claimed."
-
-
-@pytest.mark.parametrize(("worst", "verdict"), [(-0.5, Verdict.HELD), (-1.05, Verdict.FAILED), (-1.2, Verdict.FAILED)])
-def test_vadam_is_sensitive_where_its_worst_precision_is_clearly_worse(worst, verdict):
-    content = regression_run()
-    assert verdicts(content)["figure1-vadam-sensitive"] is Verdict.UNMEASURED
-    for name, nll in (("vadam", -1.1), ("vadam-precision-10", worst), ("vadam-precision-100", -1.1)):
-        content["results"][name] = content["results"]["vadam"] | {"nll_in": [nll, nll + 0.01, nll - 0.01]}
-    assert verdicts(content)["figure1-vadam-sensitive"] is verdict
-
-
-def test_the_settings_are_best_where_no_other_keeps_more():
-    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
-    assert verdicts(pruning_run(PRUNED))["figure2-settings"] is Verdict.UNMEASURED
-    assert verdicts(pruning_run(PRUNED | worse))["figure2-settings"] is Verdict.HELD
-    claim = next(claim for claim in CLAIMS if claim.key == "figure2-settings")
-    assert {check[2].partition("/")[0] for check in claim.comparisons} == set(VARIANTS)
-    better = worse | {("badam-l2-1e-05", "snr"): {0.75: 0.9, 0.9: 0.96, 0.95: 0.7}}
-    assert verdicts(pruning_run(PRUNED | better))["figure2-settings"] is Verdict.PARTLY
-    every = {(name, "snr"): {0.75: 0.975, 0.9: 0.96, 0.95: 0.9} for name in VARIANTS}
-    assert verdicts(pruning_run(PRUNED | every))["figure2-settings"] is Verdict.FAILED
-    # Badam with other settings is not another method.
-    found = verdicts(pruning_run(PRUNED | {("badam-l2-1e-05", "snr"): {0.0: 0.999}}))
-    assert found["figure2-accurate"] is Verdict.HELD
-
-
 def test_claims_about_costs():
     def found(**changes: float) -> tuple[Verdict, Verdict]:
         every = verdicts(cost_run(**changes))
@@ -594,15 +476,6 @@ def test_claims_about_costs():
     assert found(pruning_badam_posterior=0.011) == (Verdict.HELD, Verdict.PARTLY)
     rules = {f"{p}_{m}_step": 1.1 for p in ("regression", "pruning") for m in ("bbb", "vadam")}
     assert found(**rules) == (Verdict.FAILED, Verdict.HELD)
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_a_claim_is_judged_by_the_first_run_that_measured_it(whole):
-    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
-    put(whole, "figure2-settings", pruning_run({("badam", "snr"): PRUNED["badam", "snr"]} | worse))
-    found = {claim["claim"]: claim for claim in reported(whole)[1]["results"]["claims"]}
-    assert found["figure2-settings"]["verdict"] == "held"
-    assert len(found["figure2-most-robust"]["checks"]) == 9
 
 
 def test_a_verdict_says_what_decides_it():
@@ -628,37 +501,6 @@ def test_a_claim_about_the_table_holds_only_with_the_papers_own_settings():
     assert len(judged(reaches, paper).checks) == len(AS_IN_THE_PAPER)
 
 
-@pytest.mark.usefixtures("nothing_runs")
-def test_the_run_with_the_papers_settings_judges_the_table(whole):
-    put(whole, "table1", bandits_run(AS_IN_THE_PAPER, settings="tuned"))
-    lost = {p: {**agents, "badam": agents["badam"] - 0.5} for p, agents in AS_IN_THE_PAPER.items()}
-    put(whole, "table1-paper", bandits_run(lost, settings="paper"))
-    text, found = reported(whole)
-    assert "This differs from the paper: with our own settings, tuned" in text
-    assert "settings <code>tuned</code>" in text
-    reaches = next(claim for claim in found["results"]["claims"] if claim["claim"] == "table1-reaches")
-    assert reaches["verdict"] == "did not hold"
-    assert {check["passed"] for check in reaches["checks"]} == {False}
-
-
-def test_comparable_rewards_are_known_to_be_so():
-    """A wide standard error leaves it open, where it once counted as comparable."""
-    key, agents = "table1-mc-dropout", {"badam": 0.5, "mc-dropout": 0.51}
-    assert verdicts(bandits_run({"mushroom": agents}))[key] is Verdict.HELD
-    wide = bandits_run({"mushroom": agents})
-    wide["results"]["mushroom"]["badam"]["reward_ratio"] = [0.2, 0.4, 0.6, 0.8]
-    assert verdicts(wide)[key] is Verdict.OPEN
-    # As far below as the paper's own census column, and further.
-    assert verdicts(bandits_run({"mushroom": {**agents, "mc-dropout": 0.57}}))[key] is Verdict.HELD
-    assert verdicts(bandits_run({"mushroom": {**agents, "mc-dropout": 0.6}}))[key] is Verdict.FAILED
-
-
-def test_vadam_leads_only_beyond_two_standard_errors():
-    close = bandits_run({"mushroom": {"vadam": 0.50001, "badam": 0.5}})
-    assert verdicts(close)["table1-vadam"] is Verdict.OPEN
-    assert verdicts(bandits_run({"mushroom": {"vadam": 0.6, "badam": 0.5}}))["table1-vadam"] is Verdict.HELD
-
-
 def test_a_shorter_run_shows_its_checks_and_judges_nothing():
     claim = next(claim for claim in CLAIMS if claim.key == "figure1-widens")
     assert judged(claim, finished(regression_run(seeds=5))).reservation == ""
@@ -671,9 +513,3 @@ def test_a_shorter_run_shows_its_checks_and_judges_nothing():
     short = judged(claim, finished(bandits_run(AS_IN_THE_PAPER, rounds=400, settings="tuned")))
     assert short.reservation == "with our own settings, tuned, 400 rounds, 4 runs instead of 10"
     assert short.verdict is Verdict.SHORT
-
-
-def test_claims_that_no_run_touches_are_listed_as_such():
-    found = verdicts()
-    assert set(found.values()) == {Verdict.UNMEASURED}
-    assert len(found) == len(CLAIMS)

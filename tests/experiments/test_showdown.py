@@ -7,14 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import Network, flatten, initial, unflatten
+from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Step
 from bayesadam.engine.stack import Stack, constant, train
 from bayesadam.engine.streams import Streams
-from experiments.agents import AGENTS, agent_settings
-from experiments.networks import Buffer
 from experiments.rules import gaussian
-from experiments.showdown import LocalBayesByBackprop, LocalGradient, RMSprop, RMSpropDropout
+from experiments.showdown import LocalBayesByBackprop, RMSprop, RMSpropDropout
 from floats import assert_close
 
 NETWORK, SIZE, STEPS, N = Network(3, (5, 4), 2), 7, 12, 40
@@ -49,19 +47,6 @@ def test_rmsprop_is_tensorflows():
     assert isinstance(RMSpropDropout(), RMSprop)
 
 
-def test_the_local_gradient_is_autograds():
-    flat, rho = (
-        flatten(initial(NETWORK, [0, 1])),
-        torch.randn(2, 54, generator=torch.Generator().manual_seed(2)) / 3 - 1,
-    )
-    x, noise = torch.randn(2, SIZE, 3), [torch.randn(2, SIZE, units) for units in (5, 4, 2)]
-    found = LocalGradient(NETWORK, flat, rho)(x, lambda f: f.cos(), masks=noise)
-    means, variances = flat.clone().requires_grad_(), (2 * rho).exp().requires_grad_()
-    out = drawn_outputs(unflatten(NETWORK, means), unflatten(NETWORK, variances), x, noise)
-    out.sin().sum().backward()
-    assert_close(found, torch.cat([means.grad, variances.grad], dim=1), rtol=1e-4, atol=1e-5)
-
-
 def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
     """Against autograd on mean NLL + KL(weights)/N with torch's Adam; the biases are points."""
     names, shapes = list(NETWORK.shapes()), NETWORK.shapes()
@@ -89,12 +74,3 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
         [(2 * rhos[n]).exp().detach().flatten() if n in rhos else torch.zeros(shapes[n]) for n in names]
     )
     assert_close(found.variance[0], variances, rtol=1e-3, atol=1e-8)
-
-
-def test_its_n_is_the_number_of_observations():
-    buffer = Buffer(torch.randn(2, 30, 4))
-    learner = AGENTS["bbb-showdown"].learner(agent_settings("bbb-showdown", "paper"), buffer, 3, (0, 1))
-    buffer.add(torch.zeros(2, 25, dtype=torch.int64), torch.zeros(2, 25))
-    learner.train()
-    assert float(learner.stack.n_data) == 25
-    assert torch.isfinite(learner.scores(buffer.contexts)).all()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
-from bayesadam.errors import SettingError
 from experiments import classification_problem, reward_problem, simulate
 from experiments.agents import AGENTS, agent_settings
-from experiments.simulation import Playing, in_turn
+from experiments.simulation import in_turn, playing
 from floats import approx, assert_close
 
 SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
@@ -55,24 +52,11 @@ def test_a_run_is_lost_where_the_best_single_arm_would_have_earned_as_much():
         np.testing.assert_array_equal(found.reward[:, -1] <= largest, found.lost)
 
 
-def test_curves_have_at_most_500_points_and_end_with_the_totals():
-    found = simulate("wheel:0.5", "uniform", runs=3, rounds=1700)
-    assert found.reward.shape == found.regret.shape == (3, 500)
-    assert (found.points[0], found.points[-1]) == (1, 1700)
-    optimum = (found.reward + found.regret)[:, -1]
-    assert_close(found.reward_ratio, found.reward[:, -1] / optimum)
-
-
 def test_uniform_is_near_its_expectation():
     found = simulate("wheel:0.5", "uniform", runs=10, rounds=3000)
     error = found.regret_ratio.std() / np.sqrt(10)
     assert found.regret_ratio.mean() == approx(1, abs=4 * error)
     assert simulate(blobs(), "uniform").reward_ratio.mean() == approx(1 / 3, abs=0.03)
-
-
-def test_epsilon_one_is_uniform():
-    found = simulate(blobs(), "epsilon-greedy", runs=4, settings=small("epsilon-greedy", epsilon=1.0))
-    assert found.reward_ratio.mean() == approx(1 / 3, abs=0.05)
 
 
 # With the tuned settings every agent plays below.
@@ -83,7 +67,7 @@ def test_every_agent_plays_with_the_papers_settings(agent):
     assert np.isfinite(found.regret).all()
 
 
-@pytest.mark.parametrize("agent", ["hybrid", "linear", "badam", "mc-dropout", "vadam", "neural-linear"])
+@pytest.mark.parametrize("agent", ["hybrid", "linear", "badam", "mc-dropout", "vadam"])
 def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
     many, one = (simulate(blobs(), agent, runs=runs, rounds=80, settings=small(agent)).reward for runs in (3, 1))
     # Rounding differs between batch shapes, and may change a choice late in a run.
@@ -107,10 +91,9 @@ def test_the_global_random_state_and_the_threads_are_left_alone():
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("runs", [0, -1, 1.0, True])
-def test_runs_must_be_a_positive_number(runs):
-    with pytest.raises(SettingError, match="runs"):
-        simulate(blobs(), "uniform", runs=runs)
+def under_way(agent: str, rounds: int):
+    how = {"runs": 2, "rounds": rounds, "seed": 0, "device": None, "settings": small(agent)}
+    return playing(blobs(), agent, **how)
 
 
 # --- in turn --------------------------------------------------------------------------------------------------------
@@ -119,10 +102,7 @@ def test_runs_must_be_a_positive_number(runs):
 def test_simulations_in_turn_end_as_they_do_alone():
     agents = ("badam", "linear", "uniform", "greedy", "bbb")
     lengths = (120, 60, 200, 90, 100)
-    starts = [
-        partial(Playing, blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
-        for agent, rounds in zip(agents, lengths, strict=True)
-    ]
+    starts = [under_way(agent, rounds) for agent, rounds in zip(agents, lengths, strict=True)]
     threads = torch.get_num_threads()
     found = dict(in_turn(starts, 2))
     assert torch.get_num_threads() == threads
@@ -130,15 +110,3 @@ def test_simulations_in_turn_end_as_they_do_alone():
     for number, (agent, rounds) in enumerate(zip(agents, lengths, strict=True)):
         alone = simulate(blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
         np.testing.assert_array_equal(found[number].reward, alone.reward)
-
-
-def test_a_simulation_that_cannot_start_does_not_cost_the_others_their_results():
-    def broken() -> Playing:
-        raise KeyboardInterrupt
-
-    good = partial(Playing, blobs(), "uniform", runs=2, rounds=60)
-    threads, came = torch.get_num_threads(), []
-    with pytest.raises(KeyboardInterrupt):
-        came.extend(number for number, _ in in_turn([good, good, broken, good], 2))
-    assert came == [0]
-    assert torch.get_num_threads() == threads

@@ -43,7 +43,7 @@ def check(path: Path, pair: Any, kind: str) -> None:
 
 def pruned(path: Path, out: Path) -> dict[str, Any]:
     """Half of the weights at zero, as torch itself then reads the file."""
-    ba.pruning.prune_checkpoint(path, out, 0.5)
+    ba.compress.prune_checkpoint(path, out, 0.5)
     found: dict[str, Any] = torch.load(out, weights_only=False)
     weights = torch.cat([w.flatten() for w in found["model"].values() if w.dim() > 1])
     assert 0.3 < (weights == 0).double().mean() < 0.7
@@ -60,7 +60,7 @@ def test_every_protocol_of_torch_save(protocol: int, zipped: bool, pair: Any, tm
         check_rest(pruned(path, tmp_path / "out.pt"), saved)
     else:
         with pytest.raises(FileError, match=r"choose a path that ends in \.safetensors"):
-            ba.pruning.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+            ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
 
 
 def check_rest(found: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -76,9 +76,9 @@ def test_tensors_in_a_plain_pickle(protocol: int, pair: Any, tmp_path: Path) -> 
     path.write_bytes(pickle.dumps(tree(pair), protocol))
     check(path, pair, "pickle")
     with pytest.raises(FileError, match=r"choose a path that ends in \.safetensors"):
-        ba.pruning.prune_checkpoint(path, tmp_path / "out.pkl", 0.5)
+        ba.compress.prune_checkpoint(path, tmp_path / "out.pkl", 0.5)
     assert not (tmp_path / "out.pkl").exists()
-    ba.pruning.prune_checkpoint(path, tmp_path / "out.safetensors", 0.5)
+    ba.compress.prune_checkpoint(path, tmp_path / "out.safetensors", 0.5)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -238,7 +238,7 @@ def test_the_report_has_mean_shares_and_the_least_overlap(tuned, tmp_path):
     distances = [0.5 * float((roots[i] - roots[j]).square().sum()) for i, j in ((0, 1), (0, 2), (1, 2))]
     assert report.overlap == approx(1 - max(distances), abs=1e-5)
     assert "model 3" in str(report)
-    assert report.to_dict()["method"] == "fisher"
+    assert report.method == "fisher"
     torch.save(merged, tmp_path / "m.pt")
     read = torch.load(tmp_path / "m.pt", weights_only=True)
     assert all(torch.equal(read[name], tensor) for name, tensor in merged.items())

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import bayesadam as ba
+from bayesadam.predict import linearised, linearised_draws, sampled
 from cases import mlp
+
+# Ways to predict, four draws from one seed.
+METHODS: dict[str, Callable[..., Any]] = {
+    "linearised": linearised,
+    "sampled": lambda q, x, **how: sampled(q, x, 4, generator=torch.Generator().manual_seed(3), **how),
+    "linearised_draws": lambda q, x, **how: linearised_draws(
+        q, x, 4, generator=torch.Generator().manual_seed(3), **how
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,10 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
-from bayesadam.predict import linearised, linearised_draws, sampled
 from cases import mlp
 from floats import assert_close
-from predict.cases_networks import Lambda, Then, normal, posterior_over
+from predict.cases_networks import METHODS, Lambda, Then, normal, posterior_over
 
-METHODS: dict[str, Any] = {
-    "linearised": linearised,
-    "sampled": lambda q, x, **how: sampled(q, x, 4, generator=torch.Generator().manual_seed(0), **how),
-    "linearised_draws": lambda q, x, **how: linearised_draws(
-        q, x, 4, generator=torch.Generator().manual_seed(0), **how
-    ),
-}
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -94,20 +86,6 @@ def test_a_forward_of_the_users_own(posterior, left, right, method: str):
     scaled = outcome(posterior, (left, right), method, forward=lambda model, batch: 2 * model(*batch))
     assert_close(scaled[:, :2], 2 * expected[:, :2])
     assert_close(scaled[:, 2:], 4 * expected[:, 2:])
-
-
-@every_method
-def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, method: str):
-    """The way out for inputs as long as the batch that are not one row an example."""
-    mixing = torch.linspace(0, 1, 16, dtype=torch.float64).view(4, 4)
-    found = outcome(
-        posterior,
-        left[:4],
-        method,
-        forward=lambda model, x: model(x, torch.ones(len(x), 4, dtype=x.dtype) @ mixing),
-    )
-    expected = outcome(posterior, (left[:4], torch.ones(4, 4, dtype=torch.float64) @ mixing), method)
-    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

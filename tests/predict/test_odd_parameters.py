@@ -14,6 +14,7 @@ from torch.func import functional_call
 import bayesadam as ba
 from bayesadam.errors import ImproperError
 from bayesadam.predict import linearised, linearised_draws, sampled
+from cases import dense_moment
 from floats import assert_close
 
 N, BATCH, WORDS = 200, 16, 7
@@ -87,22 +88,11 @@ def learned(posterior: ba.Posterior) -> Tensor:
 
 def covariance(posterior: ba.Posterior) -> Tensor:
     """(w V + δ)⁻¹ of the weights that are not padding, dense and in float64."""
-    structure, settings = posterior.structure, posterior.settings
-    blocks = []
-    for name, moment in structure.second_moment.items():
-        sides = structure.bases.get(name)
-        left, right = (sides.left, sides.right) if sides is not None else (None, None)
-        rows = moment.shape[0] if moment.dim() > 1 else 1
-        left = torch.eye(rows) if left is None else left
-        right = torch.eye(moment.numel() // rows) if right is None else right
-        q = torch.kron(left.double(), right.double())
-        blocks.append(q @ torch.diag(moment.reshape(-1).double()) @ q.T)
-    v = torch.block_diag(*blocks)
-    keep = learned(posterior)
+    moment, keep = dense_moment(posterior.structure), learned(posterior)
     delta = torch.cat(
         [torch.full((t.numel(),), float(posterior.prior_precision[n])) for n, t in posterior.mode.items()]
     )
-    return torch.linalg.inv((settings.weight * v + torch.diag(delta.double()))[keep][:, keep])
+    return torch.linalg.inv((posterior.settings.weight * moment + torch.diag(delta.double()))[keep][:, keep])
 
 
 def at(posterior: ba.Posterior, theta: dict[str, Tensor], ids: Tensor) -> Tensor:

@@ -12,17 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.predict import linearised, linearised_draws, sampled
+from bayesadam.predict import linearised
 from cases import trained
 from floats import assert_close
-from predict.cases_networks import encoder, posterior_over
+from predict.cases_networks import METHODS, encoder, posterior_over
 from processes import PATIENCE
-
-METHODS: dict[str, Callable[..., Any]] = {
-    "linearised": linearised,
-    "sampled": lambda q, x: sampled(q, x, 4, generator=torch.Generator().manual_seed(3)),
-    "linearised_draws": lambda q, x: linearised_draws(q, x, 4, generator=torch.Generator().manual_seed(3)),
-}
 
 
 @pytest.fixture

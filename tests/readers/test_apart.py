@@ -35,7 +35,7 @@ def saved(folder: Path, steps: int = 30) -> tuple[nn.Module, torch.optim.Optimiz
 
 NAMES = {
     "epochs in names": ("model_epoch_12.pt", "optimizer_epoch_11.pt", "epoch 12, .* epoch 11"),
-    "numbers alone": ("model_12.pt", "optimizer_11.pt", "model_12.pt and optimizer_11.pt are not of one save"),
+    "numbers alone": ("model_12.pt", "optimizer_11.pt", "save 12, .* save 11"),
     "folders": ("checkpoint-20/model.pt", "checkpoint-10/optimizer.pt", "checkpoint 20, .* checkpoint 10"),
 }
 TOGETHER = {

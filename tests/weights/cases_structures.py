@@ -112,7 +112,7 @@ def curvature(q: ba.GaussianWeights, power: float) -> Tensor:
 
 def dense(q: ba.GaussianWeights, prior: Tensor | float = DELTA) -> MultivariateNormal:
     """All weights in one Gaussian; `prior` is δ, one for all or one a weight."""
-    c, s = curvature(q, q.power), q.settings
+    c, s = curvature(q, q.settings.power), q.settings
     pull = torch.as_tensor(prior, dtype=torch.float64).expand(len(c)).diag()
     data = s.scale * s.n_data * (s.batch_size or 1) ** (2 * s.power - 1) * c
     sigma = torch.linalg.inv(data + pull)

@@ -86,7 +86,7 @@ def statistics(posterior: ba.Posterior) -> dict[str, Any]:
         "draw": posterior.sample(generator=seeded()),
     }
     found: dict[str, Any] = {key: {n: whole(t).detach() for n, t in value.items()} for key, value in named.items()}
-    return found | {"log_prob": posterior.log_prob(draws), "entropy": posterior.entropy()}
+    return found | {"log_prob": posterior.log_prob(draws)}
 
 
 def read(model: nn.Module, state: dict[str, Any]) -> ba.Posterior:
@@ -170,7 +170,7 @@ class Checks:
         with torch.no_grad():
             model(inputs())
         posterior = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **SETTINGS).replace(form="likelihood")
-        return {key: value for key, value in statistics(posterior).items() if key in ("mean", "variance", "entropy")}
+        return {key: value for key, value in statistics(posterior).items() if key in ("mean", "variance")}
 
     def check_bad_moments_are_refused_everywhere(self) -> None:
         model = split(fresh("linear"))

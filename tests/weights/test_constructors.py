@@ -92,7 +92,7 @@ def test_known_means_and_variances_are_kept():
     q = ba.Posterior.from_moments(model, mean, variance, N, "regression")
     assert_close(q.mean, mean)
     assert_close(q.variance, variance)
-    assert (q.power, q.likelihood, q.replace(scale=2.0).effective_dimension) == (1.0, "regression", 32.0)
+    assert (q.settings.power, q.likelihood, q.replace(scale=2.0).effective_dimension) == (1.0, "regression", 32.0)
     wrong: list[tuple[Any, Any]] = [
         (MatchError, lambda: ba.Posterior.from_moments(model, mean, {"1.weight": torch.ones(2)}, N)),
         (MatchError, lambda: ba.Posterior.from_moments(model, {}, variance, N)),
@@ -113,7 +113,7 @@ def test_recorded_gradients_stand_for_the_state():
     q = ba.Posterior.from_recorder(model, recorder, N, prior_precision=None, structure="diagonal", batch_size=8)
     for name, gradients in recorder.gradients(model).items():
         assert_close(1 / q.variance[name], N * 8 * gradients.square().mean(dim=0) + N * 0.3, rtol=1e-5)
-    assert (q.origin.recorded, q.power) == (True, 1.0)
+    assert (q.origin.recorded, q.settings.power) == (True, 1.0)
     with pytest.raises(MatchError, match="recorder must be a Recorder"):
         ba.Posterior.from_recorder(model, optimizer, N)
 

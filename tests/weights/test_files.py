@@ -281,7 +281,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     out = published(folder, model, compress, batch_size=16)
     loaded, opened = ba.Posterior.load(out, model), ba.GaussianWeights.open(out)
     same_moments(loaded.structure.second_moment, live.structure.second_moment, compress)
-    assert (loaded.n_data, loaded.batch_size, loaded.power) == (N, 16, 0.5)
+    assert (loaded.n_data, loaded.settings.batch_size, loaded.settings.power) == (N, 16, 0.5)
     assert (loaded.origin.steps, loaded.origin.beta, loaded.origin.recorded) == ((40, 40), 0.97, False)
     assert all(torch.equal(loaded.mode[name], theta) for name, theta in live.mode.items())
     assert (opened.has_weights, opened.shapes) == (False, live.shapes)

@@ -75,7 +75,6 @@ def test_moments_and_densities_are_those_of_the_dense_mixture(weights):
     close = {"rtol": 1e-9, "atol": 1e-12}
     assert_close(flat(mixed.mean), expected.mean, **close)
     assert_close(flat(mixed.variance), expected.variance, **close)
-    assert_close(flat(mixed.snr()), expected.mean.abs() / expected.stddev, **close)
     # Near each of the members, between them, and with any leading dimensions.
     values = {name: torch.stack([m.mean[name] for m in mixed] + [mixed.mean[name]]) + 0.1 for name in mixed.mean}
     assert_close(mixed.log_prob(values), expected.log_prob(flat(values)), rtol=1e-9, atol=1e-9)
@@ -114,7 +113,7 @@ def test_a_variance_without_bound_is_infinite_and_cannot_be_drawn():
     improper.structure.second_moment["odd"][0, 0] = 0.0
     mixed = Mixture([members()[0], improper])
     before = snapshot(improper.model)
-    assert (float(mixed.variance["odd"][0, 0]), float(mixed.snr()["odd"][0, 0])) == (math.inf, 0.0)
+    assert float(mixed.variance["odd"][0, 0]) == math.inf
     for attempt in (mixed.sample, lambda: mixed.log_prob(mixed.mean)):
         with pytest.raises(ImproperError, match="'odd'"):
             attempt()
@@ -188,7 +187,7 @@ def test_weights_are_normalised(weights, expected):
     assert Mixture(members(), normalised).weights == normalised
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (), (1, 0, 1), (1, -1, 1), (1, math.nan, 1), (1, math.inf, 1), 3, "abc"])
+@pytest.mark.parametrize("weights", [(1, 1), (), (1, 0, 1), (1, -1, 1), (1, math.nan, 1), (1, math.inf, 1)])
 def test_weights_that_are_none(weights):
     with pytest.raises(SettingError, match="weights"):
         Mixture(members(), weights)
@@ -228,14 +227,10 @@ def test_it_is_frozen_and_counts_and_shows_its_members():
     with pytest.raises(AttributeError):
         mixed.weights = (1.0, 1.0, 1.0)
     assert (len(mixed), tuple(mixed)) == (3, mixed.members)
-    assert repr(mixed) == "Mixture(3 x Net, diagonal/kronecker, 38 weights in 7 parameters, weights=(0.5, 0.2, 0.3))"
-    shown = str(Mixture([mixed.members[0], mixed.members[1].replace(scale=4.0, n_data=9)])).splitlines()
-    assert shown[0] == "Mixture over Net"
-    assert [" ".join(line.split()) for line in shown[1:4]] == [
-        *("members 2, weights 0.5, 0.5", "structure diagonal / kronecker, 38 weights in 7 parameters"),
-        "data N = 50 / 9, B = 8",
-    ]
-    assert any(line.endswith("s = 1 to 4") for line in shown)
+    assert repr(mixed) == "Mixture(3 x Net, weights=(0.5, 0.2, 0.3))"
+    title, *shown = str(mixed).splitlines()
+    assert title == "Mixture over Net"
+    assert [line.split(" of ") for line in shown] == [[f"  {w}", repr(q)] for w, q in zip(WEIGHTS, mixed, strict=True)]
 
 
 def test_replace_and_to_reach_every_member():
@@ -316,16 +311,16 @@ def test_what_the_networks_have_besides_is_kept(tmp_path):
     with pytest.raises(MatchError, match=r"another model's.*no parameters \['frozen.bias', 'frozen.weight', 'norm.run"):
         Mixture.load(tmp_path / "m", nn.ModuleDict({"head": nn.Linear(4, 2)}))
     parts = mixed.members
-    with pytest.warns(BayesAdamWarning, match=r"running statistics of 'norm'.*a model of its own"):
+    with pytest.warns(BayesAdamWarning, match=r"'norm.running_mean'.*a model of its own"):
         Mixture([parts[0], parts[1].gathered(parts[0].model)])
     Mixture([parts[0], parts[0].replace(scale=2.0)])
 
 
 DAMAGE = {
     "a later format": (lambda h, t: h.update(format=99), "format 99.*upgrade"),
-    "fewer weights": (lambda h, t: h.update(weights=[1.0]), "damaged.*a weight for every member"),
+    "fewer weights": (lambda h, t: h.update(weights=[1.0]), "damaged.*one positive number"),
     "weights of no sense": (lambda h, t: h.update(weights=[1, -1, 1]), "damaged.*positive"),
-    "a member of no type": (lambda h, t: h["members"].__setitem__(1, 5), "damaged: member 1"),
+    "a member of no type": (lambda h, t: h["members"].__setitem__(1, 5), "damaged.*a header"),
     "a member without settings": (lambda h, t: h["members"][1].pop("settings"), "damaged"),
     "a tensor missing": (lambda h, t: t.pop("2.mode.odd"), r"damaged.*mode\.odd"),
     "a member of fewer parameters": (lambda h, t: h["members"][2]["parameters"].pop(), "damaged.*none in member 2"),

@@ -16,8 +16,9 @@ from bayesadam._alone import unwrap
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibrated import fits
+from bayesadam.calibrated.answer import Fit, Predicted, Report, doubt, predicted
 from bayesadam.calibrated.leaked import UNLIKELY, balance
-from bayesadam.calibrated.module import Calibrated, Fit, Predicted, Report, Tapped, doubt, predicted
+from bayesadam.calibrated.module import Calibrated, Tapped
 from bayesadam.calibrated.ranges import fingerprints, ranges_of
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, NumericLikelihood, agreed

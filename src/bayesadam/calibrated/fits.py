@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from bayesadam.calibrated.module import by_leverage
+from bayesadam.calibrated.answer import by_leverage
 from bayesadam.errors import CalibrationError
 from bayesadam.likelihoods import Component, Likelihood, Moments
 from bayesadam.likelihoods.classes import of_examples

@@ -66,7 +66,8 @@ def prune(
     with alone_with(posterior.model):
         model = copy.deepcopy(posterior.model)
     settings = replace(posterior.settings, prior_precision=prior)
-    small = replace(posterior, mode=mode, settings=settings, model=model, running=None)
+    # The statistics of the copy's batch norms are looked at anew.
+    small = replace(posterior, mode=mode, settings=settings, model=model, running=None)  # type: ignore[arg-type]
     copy_into(model, small.mean)
     apply_masks(model, kept)
     return small

@@ -112,8 +112,7 @@ class _Merging:
     """Networks that fit together, merged tensor by tensor.
 
     `scales` are the factors on v̂ of each model, α among them, and of the base; `tied` the first name of every tied
-    tensor by its other names; `adapters` the merged factors of LoRA; `sums`, over the curvature of each parameter, grow
-    as tensors are merged.
+    tensor by its other names; `adapters` the merged factors of LoRA; `sums` grow as tensors are merged.
     """
 
     networks: Sequence[Network]
@@ -140,7 +139,7 @@ class _Merging:
         """Read the models, check that they fit together, and warn of what makes a merge bad."""
         method = method or ("fisher" if base is None else "gradient-matching")
         if method not in METHODS:
-            raise SettingError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+            raise SettingError(f"method must be one of {METHODS}, got {method!r}")
         if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None and not trim):
             raise SettingError(
                 "method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none, but to trim"
@@ -153,7 +152,9 @@ class _Merging:
             positive("each of weights", number, "how much a model is to count")
         networks = networks_of(models, options, bases=method == "kronecker")
         start = None if base is None else network_of(base, "the base", options, trained=False)
-        outline, tied = networks[0].outline, _tied_names(networks)
+        outline, firsts = networks[0].outline, dict[tuple[object, ...], str]()
+        keys = {name: tuple(network.identity[name] for network in networks) for name in outline}
+        tied = {name: firsts[key] for name, key in keys.items() if firsts.setdefault(key, name) != name}
         pairs = pairs_in(outline)
         if pairs and (method != "fisher" or trim):
             raise SettingError(f"LoRA adapters are merged by method='fisher' untrimmed, not {method!r}")
@@ -172,11 +173,10 @@ class _Merging:
         merging = cls(networks, method, start, trim, scales, tied, trained, notes)
         merging._merge_adapters(pairs)
         others = [name for name in plain if name not in trained]
+        numbers = [name for name in others if outline[name].is_floating_point()]
         kinds = {
-            "that no model trained were averaged": [name for name in others if outline[name].is_floating_point()],
-            f"of integers are those of {networks[0].label}": [
-                name for name in others if not outline[name].is_floating_point()
-            ],
+            "that no model trained were averaged": numbers,
+            f"of integers are those of {networks[0].label}": [name for name in others if name not in numbers],
             "that not every model trained come from those that did": [
                 name for name in trained if not all(name in network.owners for network in networks)
             ],
@@ -253,8 +253,8 @@ class _Merging:
                 raise MatchError(f"put adapter_config.json beside all weights: a scaling of {pair.prefix!r} is unknown")
             ranks = [len(adapter.down) for adapter in adapters]
             largest = ranks.index(max(ranks))
-            parts = zip(counts.tolist(), adapters, strict=True)
-            curvature = torch.stack([alpha * adapter.curvature() for alpha, adapter in parts])
+            parts = torch.stack([adapter.curvature() for adapter in adapters])
+            curvature = counts.to(parts)[:, None, None] * parts
             change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
             for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
                 like = networks[largest].outline[name]
@@ -292,13 +292,6 @@ def _scales(
         else:
             scales[: len(concerned)] *= torch.tensor([float(getattr(network, key)) for network in concerned])
     return scales, notes
-
-
-def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
-    """The first name of every tensor that all the networks have tied, by its other names."""
-    first: dict[tuple[object, ...], str] = {}
-    keys = {name: tuple(network.identity[name] for network in networks) for name in networks[0].outline}
-    return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
 
 
 def _stacked(networks: Sequence[Network], name: str, scales: Tensor) -> tuple[Tensor, Tensor]:

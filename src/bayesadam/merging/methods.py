@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
-from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,11 +106,9 @@ class Sums:
     def overlap(self) -> float:
         """The least Σ√(F_a F_b)/√(Σ F_a Σ F_b) of two models; 0 where either is 0 throughout."""
 
-        def of(i: int, j: int) -> float:
-            size = math.sqrt(float(self.products[i, i] * self.products[j, j]))
-            return min(float(self.products[i, j]) / size, 1.0) if size else 0.0
-
-        return min(of(i, j) for i, j in combinations(range(len(self.shares)), 2))
+        roots = self.products.diagonal().sqrt()
+        relative = (self.products / torch.outer(roots, roots)).nan_to_num(nan=0.0).clamp(max=1.0)
+        return float(relative[tuple(torch.triu_indices(len(relative), len(relative), offset=1))].min())
 
 
 @dataclass(frozen=True)
@@ -140,10 +135,6 @@ class MergeReport:
             modules[module] = modules[module] + part if module in modules else part
         layers = {name: tuple((part.shares / part.weights).tolist()) for name, part in modules.items()}
         return cls(method, tuple(labels), layers, reduce(Sums.__add__, modules.values()).overlap(), tuple(notes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         numbers = [f"model {number}" for number in range(1, len(self.labels) + 1)]

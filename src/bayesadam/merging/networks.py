@@ -52,7 +52,7 @@ class Network:
 
     def has_bases(self, name: str) -> bool:
         """Whether a parameter has eigenbases."""
-        return name in self.owners and self.owners[name] in self.gaussian.structure.bases  # type: ignore[union-attr]
+        return self.gaussian is not None and self.owners.get(name) in self.gaussian.structure.bases
 
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
@@ -97,7 +97,7 @@ def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
         first = {identity[name]: theta for name, theta in gaussian.mode.items()}
         weights = {name: first.get(identity[name], t).to(t.dtype) for name, t in weights.items()}
         scaling = scaling_of_model(gaussian.model)
-    return Network(label, weights, identity, gaussian, gaussian.n_data, gaussian.batch_size, scaling)
+    return Network(label, weights, identity, gaussian, gaussian.n_data, gaussian.settings.batch_size, scaling)
 
 
 def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKeywords, bases: bool) -> Network:

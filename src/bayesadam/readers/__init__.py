@@ -21,7 +21,6 @@ from bayesadam.readers.curvature import (
     UNKNOWN,
     Curvature,
     Origin,
-    Tracked,
     batch_size_or_tracked,
     origin_of,
     read_entry,
@@ -49,4 +48,4 @@ from bayesadam.readers.registry import (
     working_dtype,
 )
 from bayesadam.readers.rotated import Rotation, is_orthonormal
-from bayesadam.readers.tracking import Tracker, track
+from bayesadam.readers.tracking import track

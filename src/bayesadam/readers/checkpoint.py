@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, placed_like
+from bayesadam._shards import placed_like
 from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.choose import choose, dotted
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
-from bayesadam.readers.curvature import Curvature, read_match
+from bayesadam.readers.curvature import Curvature, origin_of, read_match
 from bayesadam.readers.formats.contents import Keys, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
 from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of
-from bayesadam.readers.formats.registry import format_of, without_role
+from bayesadam.readers.formats.registry import format_of
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
     NAMES,
@@ -39,9 +39,8 @@ from bayesadam.readers.match import (
     pair_by_names,
     shapes_listed,
     slots_of,
-    usable_reader,
 )
-from bayesadam.readers.registry import StateReader
+from bayesadam.readers.registry import StateReader, reader_named
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -121,10 +120,10 @@ class Checkpoint:
 
     def n_data_or(self, given: float | None) -> float:
         """N as given or, for None, as the trainer recorded it."""
-        known = self.recorded.n_data if given is None else given
-        if known is None:
+        n_data = self.recorded.n_data if given is None else given
+        if n_data is None:
             raise SettingError(f"{self.path} does not say how many training examples there were: pass n_data=")
-        return known
+        return n_data
 
     def batch_size_or(self, given: int | None) -> int | None:
         """B as given or, for None, as recorded, if it was."""
@@ -137,8 +136,8 @@ def read_checkpoint(
     """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
     options = replace(options, **changes)
     path, weights_key = Path(path), options.weights_key
-    known = format_of(path)
-    contents = state = known.read(path)
+    kind = format_of(path)
+    contents = state = kind.read(path)
     second = options.optimizer_path
     if second is None and not contents.states and len(contents.beside) == 1:
         second = contents.beside[0]
@@ -148,15 +147,13 @@ def read_checkpoint(
     if not contents.networks:
         raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if not state.states:
-        beside = f"; there are {' and '.join(each.name for each in contents.beside)}" if second is None else ""
+        beside = f"; there are {' and '.join(file.name for file in contents.beside)}" if contents.beside else ""
         raise FileError(
             f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            f"optimizer_path={beside if contents.beside else ''}"
+            f"optimizer_path={beside}"
         )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.optimizer_key)
-    if choice.state is None or not choice.networks:
-        raise FileError(f"{second or path} holds several states or sets of weights: pass weights_key=, optimizer_key=")
     behind = choice.named()
     stored = clean_names(behind)
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
@@ -167,7 +164,7 @@ def read_checkpoint(
         weights,
         optimizer,
         path,
-        known.name,
+        kind.name,
         stored_names=stored,
         places={name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()},
         ordered=all(network.ordered for network in choice.networks),
@@ -182,11 +179,16 @@ def read_checkpoint(
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
-    states = outline_of(optimizer["state"])
-    known = {name: state[PROBE_KEY] for name, state in states.items() if name in weights and PROBE_KEY in state}
-    found = {name: probe(weights[name]) for name in known}
+    probes = {
+        name: (state[PROBE_KEY], probe(weights[name]))
+        for name, state in outline_of(optimizer["state"]).items()
+        if name in weights and PROBE_KEY in state
+    }
     # Other shapes are refused by name once states are matched.
-    if all(known[name].shape == found[name].shape for name in known) and known and not same_weights(known, found):
+    if not probes or any(saved.shape != read.shape for saved, read in probes.values()):
+        return
+    saved, read = ({name: pair[i] for name, pair in probes.items()} for i in (0, 1))
+    if not same_weights(saved, read):
         raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
@@ -203,7 +205,7 @@ def match_checkpoint(
     """
     options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer), state)
+    reader = reader_named(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
     slots = slots_of(state, reader)
     if model is None:
         pairing = _pair_file(checkpoint, slots, options)
@@ -246,7 +248,6 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
 
 
 def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions) -> Pairing:
-    """The keys with the file's names."""
     pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.param_names)
     if pairing is not None:
         return pairing
@@ -316,22 +317,25 @@ def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) ->
 
 def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
     """The checkpoint's name by the model's name, and whether the model is a part of what was trained."""
-    held = model.state_dict(keep_vars=True)
-    shapes = {name: value.shape for name, value in held.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     weights, rules = checkpoint.weights, checkpoint.rules
     stored = {checkpoint.stored_names[name]: name for name in weights}
     if rules.names is not None:
-        own = rules.names(model)
-        names = {own.get(key, key): name for key, name in stored.items()}
+        renamed = rules.names(model)
+        names = {renamed.get(key, key): name for key, name in stored.items()}
     else:
-        by_file = len(held.keys() & stored.keys()) > len(held.keys() & weights.keys())
+        by_file = len(tensors.keys() & stored.keys()) > len(tensors.keys() & weights.keys())
         names = {key if by_file else name: name for key, name in stored.items()}
-    if rules.partial or not shapes or not names.keys().isdisjoint(shapes):
+    if rules.partial or not tensors or not names.keys().isdisjoint(tensors):
         return names, False
-    first = next(iter(shapes))
-    found = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
-    held_shapes = {name: tensor.shape for name, tensor in outline_of(weights).items()}
-    fitting = [p for p in found if all(held_shapes.get(p + name) == shape for name, shape in shapes.items())]
+    # The model may be a part of what was trained, under a prefix.
+    first, outline = next(iter(tensors)), outline_of(weights)
+    prefixes = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
+    fitting = [
+        prefix
+        for prefix in prefixes
+        if all(prefix + n in outline and outline[prefix + n].shape == t.shape for n, t in tensors.items())
+    ]
     if len(fitting) > 1:
         raise MatchError(
             f"{checkpoint.path} holds the model's weights more than once, under {' and '.join(map(repr, fitting))}: "
@@ -342,14 +346,13 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[s
     return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
 
 
-def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
-    """Raise where a tensor of the model, by the checkpoint's name of it, has another shape there."""
+def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     outline = outline_of(checkpoint.weights)
     for name, stored in names.items():
-        if name in own and outline[stored].shape != own[name].shape:
+        if name in tensors and outline[stored].shape != tensors[name].shape:
             raise MatchError(
                 f"build the model as it was trained: {name!r} has shape {tuple(outline[stored].shape)} in "
-                f"{checkpoint.path} and {tuple(own[name].shape)} in the model"
+                f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
             )
 
 
@@ -357,27 +360,22 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
     names, _ = _stored_by_name(checkpoint, inner)
-    own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    tensors = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
-    saved = {memory_of(own[name]) for name in names if name in own}
-    missing = [
-        name
-        for name, tensor in own.items()
-        if name not in names and not name.endswith("num_batches_tracked") and memory_of(tensor) not in saved
-    ]
-    unknown = [name for name in names if name not in own]
+    saved = {memory_of(tensors[name]) for name in names if name in tensors}
+    absent = [name for name in tensors if name not in names and memory_of(tensors[name]) not in saved]
+    missing = [name for name in absent if not name.endswith("num_batches_tracked")]
+    unknown = [name for name in names if name not in tensors]
     if (missing and not checkpoint.rules.partial) or unknown:
         raise MatchError(
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
-    _check_shapes(checkpoint, names, own)
-    weights = {name: checkpoint.weights[stored] for name, stored in names.items()}
-    sharded = [name for name in weights if is_sharded(own[name])]
+    _check_shapes(checkpoint, names, tensors)
     with torch.no_grad():
-        for name in sharded:
-            own[name].copy_(placed_like(weights[name], own[name]))
-    inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
+        for name, stored in names.items():
+            weight = checkpoint.weights[stored]
+            tensors[name].copy_(placed_like(weight, tensors[name]))
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
@@ -402,23 +400,25 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
             weight = weight.masked_fill(~mask.cpu(), 0)
         return weight
 
-    known = format_of(checkpoint.path)
-    if out.suffix == ".safetensors" and known.name != "safetensors":
+    kind = format_of(checkpoint.path)
+    if out.suffix == ".safetensors" and kind.name != "safetensors":
         with replacing(out) as temporary:
             write_tensors(temporary, weights, pruned)
         return
-    if known.name == "safetensors" and out.suffix != ".safetensors":
+    if kind.name == "safetensors" and out.suffix != ".safetensors":
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
-    if known.rewrite is None:
-        raise FileError(f"format {known.name!r} cannot be written; choose a path that ends in .safetensors")
+    if kind.rewrite is None:
+        raise FileError(f"format {kind.name!r} cannot be written; choose a path that ends in .safetensors")
     stored = {checkpoint.places[name]: name for name in weights if memory[name] in masked}
     with replacing(out) as temporary:
-        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
+        kind.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
 # --- weights and state of one moment --------------------------------------------------------------------------------
 
-_MOMENT = re.compile(r"(?<![a-z])(epoch|step|iteration|iter|checkpoint|ckpt)s?[-_=.]*(\d+)", re.IGNORECASE)
+# Numbers after the same word in the names of files and of their folders; a role's word counts saves.
+_COUNTS, _ROLES = "epoch|step|iteration|iter|checkpoint|ckpt", "params|weights|model|net|optimizer|optim|opt"
+_MOMENT = re.compile(rf"(?<![a-z])({_COUNTS}|{_ROLES})s?[-_=.]*(\d+)")
 # Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
 _SKIPPED, _SHARE = 20, 0.05
 
@@ -429,35 +429,31 @@ def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
     Two files are compared by their names (`model_epoch_12.pt`, `optimizer_epoch_11.pt`) and by the epochs and steps
     inside; the folder of a Hugging Face Trainer by its own count of steps and the optimiser's.
     """
-    found = next(_differences(checkpoint, match), None)
-    if found is None:
+    path, second = checkpoint.path, checkpoint.optimizer_path
+    apart = []
+    if second is not None and second != path:
+        one, other = (_numbers(file) for file in (path, second))
+        words = [word for word in one if word in other and one[word] != other[word]]
+        apart += [f"by their names {path} is of {word} {one[word]}, {second} of {word} {other[word]}" for word in words]
+    for word in ("epoch", "step"):
+        said = [getattr(record, word) for record in (checkpoint.weights_recorded, checkpoint.state_recorded)]
+        if None not in said and said[0] != said[1]:
+            apart.append(f"{path} says {word} {said[0]}, {second} {word} {said[1]}")
+    # The Trainer's count of optimiser steps against the optimiser's own.
+    counted, steps = checkpoint.recorded.step, origin_of(match).steps
+    if counted is not None and steps is not None and (path / STATE).is_file():
+        skipped = counted - steps[1]
+        if not -1 < skipped <= max(_SKIPPED, _SHARE * counted):
+            apart.append(f"{path / STATE} counts {counted} steps, the optimiser {steps[1]:g}")
+    if not apart:
         return None
     return (
-        f"the weights are of another moment of training than the optimiser's state: {found}. The second moment "
+        f"the weights are of another moment of training than the optimiser's state: {apart[0]}. The second moment "
         "describes the network at its own step alone: pass the state that was saved with these weights"
     )
 
 
-def _differences(checkpoint: Checkpoint, match: Match) -> Iterator[str]:
-    path, second = checkpoint.path, checkpoint.optimizer_path
-    if second is not None and second != path:
-        # Numbers after the same word in the names of files and of their folders, or in otherwise equal names.
-        named = [dict(_MOMENT.findall(f"{each.parent.name}/{each.name}".lower())) for each in (path, second)]
-        for word in named[0].keys() & named[1].keys():
-            one, two = (int(each[word]) for each in named)
-            if one != two:
-                yield f"by their names {path} is of {word} {one}, {second} of {word} {two}"
-        stems = [without_role(each.stem) for each in (path, second)]
-        numbers = [[int(number) for number in re.findall(r"\d+", stem)] for stem in stems]
-        if len({re.sub(r"\d+", "#", stem) for stem in stems}) == 1 and numbers[0] != numbers[1]:
-            yield f"by their names {path.name} and {second.name} are not of one save"
-    for word in ("epoch", "step"):
-        one, two = (getattr(each, word) for each in (checkpoint.weights_recorded, checkpoint.state_recorded))
-        if None not in (one, two) and one != two:
-            yield f"{path} says {word} {one}, {second} {word} {two}"
-    # The Trainer's count of optimiser steps against the optimiser's own.
-    said, counts = checkpoint.recorded.step, [count for entry in match.entries if (count := entry.steps) is not None]
-    if said is not None and counts and (path / STATE).is_file():
-        taken = max(counts)
-        if not -1 < said - taken <= max(_SKIPPED, _SHARE * said):
-            yield f"{path / STATE} counts {said} steps, the optimiser {taken:g}"
+def _numbers(file: Path) -> dict[str, int]:
+    """The numbers in a file's name by the word before them."""
+    numbers = _MOMENT.findall(f"{file.parent.name}/{file.name}".lower())
+    return {word if word in _COUNTS.split("|") else "save": int(number) for word, number in numbers}

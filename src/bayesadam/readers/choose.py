@@ -34,7 +34,7 @@ class Choice:
     """The networks, in the optimiser's order, the keys of its state, and why they were taken."""
 
     networks: tuple[Network, ...]
-    state: Keys | None
+    state: Keys
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -71,18 +71,10 @@ def choose(
     notes = tuple(f"{dotted(copy.path)!r} was left out, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
     originals = {path: network for path, network in by_path.items() if network not in copies}
     usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
-    for what, option, paths in (
-        ("states", "optimizer_key", list(usual_states) if not networks else []),
-        ("sets of weights", "weights_key", [network.path for network in usual] if not states and not asked else []),
-    ):
-        if len(paths) > 1:
-            raise FileError(f"{source} holds several {what}, {_listed(paths)}: say which with {option}=")
-    first = next(iter(usual_states), None)
-    if not states or not networks:
-        return Choice(usual, first, notes)
+    first = next(iter(usual_states))
     is_clear = len(usual_states) == 1 and (asked or len(usual) == 1)
     is_named = len(asked) == 1 and optimizer_key is not None
-    if first is not None and is_clear and (is_named or fit(Choice(usual, first), states[first])):
+    if is_clear and (is_named or fit(Choice(usual, first), states[first])):
         return Choice(usual, first, notes)
     pairs = _pairs(asked, tuple(originals.values()), usual_states if len(usual_states) == 1 else states)
     if len(pairs) == 1:
@@ -115,9 +107,9 @@ def _under(choices: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]
     return {by_name[name]: choices[by_name[name]] for name in names}
 
 
-def _usual(choices: Mapping[Keys, T], known: Sequence[str]) -> dict[Keys, T]:
+def _usual(choices: Mapping[Keys, T], keys: Sequence[str]) -> dict[Keys, T]:
     """The shallowest under a usual key, else all."""
-    usual = [path for path in choices if any(part.lower() in known for part in path[-2:])]
+    usual = [path for path in choices if any(part.lower() in keys for part in path[-2:])]
     depth = min(map(len, usual), default=0)
     return {path: value for path, value in choices.items() if not usual or (path in usual and len(path) == depth)}
 
@@ -127,7 +119,6 @@ def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
     shapes, memory, words = {}, {}, {}
     for network in networks:
         tensors = {name: t for name, t in outline_of(network.tensors).items() if isinstance(t, Tensor)}
-        sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
         sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
         shapes[network] = {name: tensors[key].shape for name, key in sized.items()}
         memory[network] = [memory_of(tensor) for tensor in tensors.values()]
@@ -161,8 +152,8 @@ def fit(choice: Choice, state: State) -> str:
     """How an optimiser's state fits networks in this order; empty where something contradicts that."""
     behind, names = choice.named(), names_in(state)
     if names is not None:
-        known = set(clean_names(behind))
-        return "every name is there" if all(name in known for name in clean_names(names)) else ""
+        there = set(clean_names(behind))
+        return "every name is there" if all(name in there for name in clean_names(names)) else ""
     slots = slots_of(state)
     tensors = {name: outline_of(network.tensors)[inner] for name, (network, inner) in behind.items()}
     shapes = candidates(tensors, len(slots))

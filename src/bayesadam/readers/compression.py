@@ -81,7 +81,7 @@ def decode(parts: Named, source: str) -> Tensor:
 def moment(tensors: Named, key: str, source: str) -> Tensor:
     """The second moment under `role.parameter`, decoded."""
     role, _, name = key.partition(".")
-    parts = {end: tensors[held] for end in _SUFFIXES if (held := f"{role}{end}.{name}") in tensors}
+    parts = {end: tensors[part] for end in _SUFFIXES if (part := f"{role}{end}.{name}") in tensors}
     return decode(parts, f"{name!r} of {source}")
 
 
@@ -112,7 +112,7 @@ def probe(theta: Tensor) -> Tensor:
     return flat[:: max(len(flat) // _PROBES, 1)][:_PROBES].to(working_dtype(theta.dtype), copy=True)
 
 
-def same_weights(known: Named, found: Named) -> bool:
+def same_weights(saved: Named, present: Named) -> bool:
     """Whether probes by name differ by at most a tenth in the mean square; rounding to 8 bits is a hundredth."""
-    theirs, ours = (torch.cat([named[name].double().cpu() for name in known]) for named in (known, found))
+    theirs, ours = (torch.cat([named[name].double().cpu() for name in saved]) for named in (saved, present))
     return bool((ours - theirs).norm() <= 0.1 * theirs.norm())

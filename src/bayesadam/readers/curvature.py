@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -205,38 +205,24 @@ def _corrected(stored: Tensor, entry: Entry) -> Tensor:
     return stored
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """What stands behind second moments that `track` kept.
+def _tracked_in_words(
+    parameters: int,
+    gradients: Sequence[float],
+    every: int,
+    since: int | None = None,
+    batch_size: int | None = None,
+) -> str:
+    """What stands behind the second moments that `track` kept of so many parameters: gradients, fewest to most.
 
-    Attributes:
-        parameters: how many have one.
-        gradients: the fewest and the most behind a parameter.
-        every: k: they are of each k-th step, and may be of more at the beginning.
-        since: steps that the optimiser had taken when tracking began; None where it does not count them.
-        batch_size: examples behind one gradient, where `track` was told.
+    >>> print(_tracked_in_words(3, (20, 20), 10, 0, 128))
+    3 parameters, by 20 gradients, at least one in 10 steps since step 0: 2,560 examples
     """
-
-    parameters: int
-    gradients: tuple[float, float]
-    every: int
-    since: int | None = None
-    batch_size: int | None = None
-
-    def __str__(self) -> str:
-        """In words.
-
-        >>> print(Tracked(3, (20, 20), 10, 0, 128))
-        3 parameters, by 20 gradients, at least one in 10 steps since step 0: 2,560 examples
-        >>> print(Tracked(1, (5, 8), 1))
-        1 parameter, by 5 to 8 gradients, one a step
-        """
-        few, many = self.gradients
-        text = f"{self.parameters} parameter{'s' * (self.parameters != 1)}, by "
-        text += f"{few:,g} gradient{'s' * (few != 1)}" if few == many else f"{few:,g} to {many:,g} gradients"
-        text += ", one a step" if self.every == 1 else f", at least one in {self.every:,} steps"
-        text += "" if self.since is None else f" since step {self.since:,}"
-        return text if self.batch_size is None else f"{text}: {many * self.batch_size:,g} examples"
+    few, many = gradients
+    text = f"{parameters} parameter{'s' * (parameters != 1)}, by "
+    text += f"{few:,g} gradient{'s' * (few != 1)}" if few == many else f"{few:,g} to {many:,g} gradients"
+    text += ", one a step" if every == 1 else f", at least one in {every:,} steps"
+    text += "" if since is None else f" since step {since:,}"
+    return text if batch_size is None else f"{text}: {many * batch_size:,g} examples"
 
 
 @dataclass(frozen=True)
@@ -244,14 +230,14 @@ class Origin:
     """The optimisers behind second moments.
 
     `steps` are the fewest and the most gradients behind a parameter, `beta` the smallest β₂; None where unknown.
-    `recorded` says that the gradients are a `Recorder`'s, `tracked` what `track` kept, if it did.
+    `recorded` says that the gradients are a `Recorder`'s, `tracked` in words what `track` kept, if it did.
     """
 
     optimizers: tuple[str, ...] = ()
     steps: tuple[float, float] | None = None
     beta: float | None = None
     recorded: bool = False
-    tracked: Tracked | None = None
+    tracked: str = ""
 
     @property
     def fewest(self) -> float | None:
@@ -261,19 +247,19 @@ class Origin:
     def header(self) -> dict[str, Any]:
         """Plain data, for the header of a file."""
         steps = None if self.steps is None else list(self.steps)
-        known = {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
-        return known if self.tracked is None else {**known, "tracked": asdict(self.tracked)}
+        header = {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
+        return {**header, "tracked": self.tracked} if self.tracked else header
 
     @classmethod
     def of_header(cls, header: Mapping[str, Any]) -> Origin:
         """The origin in a file's header; older files have a part of it."""
-        steps, tracked = header.get("steps"), header.get("tracked")
+        steps, tracked = header.get("steps"), header.get("tracked") or ""
         return cls(
             tuple(header.get("optimizer") or ()),
             None if steps is None else (float(steps[0]), float(steps[-1])),
             header.get("beta2"),
             bool(header.get("recorded")),
-            None if tracked is None else Tracked(**{**tracked, "gradients": tuple(tracked["gradients"])}),
+            tracked if isinstance(tracked, str) else _tracked_in_words(**tracked),
         )
 
 
@@ -286,27 +272,25 @@ def origin_of(match: Match) -> Origin:
     betas = [beta for entry in match.entries if 0 < (beta := entry.reader.beta(entry.group) or 0.0) < 1]
     recorded = any(RECORDED_MARK in entry.group for entry in match.entries)
     ends = (min(steps), max(steps)) if steps else None
-    return Origin(match.optimizers, ends, min(betas, default=None), recorded, tracked_in(match))
+    return Origin(match.optimizers, ends, min(betas, default=None), recorded, _tracked_in(match))
 
 
-def tracked_in(match: Match) -> Tracked | None:
-    """What was tracked of matched states; None where nothing was."""
+def _tracked_in(match: Match) -> str:
     entries = [entry for entry in match.entries if entry.reader is TRACKED]
     if not entries:
-        return None
+        return ""
     counts = [entry.steps or 0.0 for entry in entries]
-    groups = [entry.group for entry in entries]
-    sizes = {int(group[tracking.EXAMPLES]) for group in groups if tracking.EXAMPLES in group}
-    known = [group.get(tracking.SINCE) for group in groups]
-    since = None if None in known else max(int(each) for each in known if each is not None)
-    every = max(int(group.get(tracking.EVERY, 1)) for group in groups)
-    return Tracked(len(entries), (min(counts), max(counts)), every, since, sizes.pop() if len(sizes) == 1 else None)
+    starts = [entry.group.get(tracking.SINCE) for entry in entries]
+    since = None if None in starts else max(int(start) for start in starts if start is not None)
+    every = max(int(entry.group.get(tracking.EVERY, 1)) for entry in entries)
+    return _tracked_in_words(len(entries), (min(counts), max(counts)), every, since, batch_size_or_tracked(match, None))
 
 
 def batch_size_or_tracked(match: Match, given: int | None) -> int | None:
     """B as given or, for None, as `track` was told, if it was."""
-    tracked = tracked_in(match) if given is None else None
-    return given if tracked is None else tracked.batch_size
+    groups = [entry.group for entry in match.entries if entry.reader is TRACKED]
+    sizes = {int(group[tracking.EXAMPLES]) for group in groups if tracking.EXAMPLES in group}
+    return sizes.pop() if given is None and len(sizes) == 1 else given
 
 
 def warn_of_memory(origin: Origin, label: str) -> None:

@@ -43,22 +43,24 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
         return TRACKED
     # Of what Muon or a projection trains there is nothing to read.
     states = {k: state for k, state in states.items() if k not in tracked and not keeps_none(outline(state), groups[k])}
-    held = [(outline(state), groups[key]) for key, state in states.items()]
+    outlines = [(outline(state), groups[key]) for key, state in states.items()]
     short = (recorded or "").rpartition(".")[2].lower()
     said = [r for r in registered() if short in (r.name, *(n.rpartition(".")[2].lower() for n in r.class_names()))]
-    fitting = [r for r in registered() if held and all(_fits(r, *each, named=r in said) for each in held)]
+    fitting = [r for r in registered() if outlines and all(_fits(r, *pair, named=r in said) for pair in outlines)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
     named = [r for r in fitting if r in said]
     # Readers whose own flag is in the group, where there are such; else those that expect none.
-    flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in held[0][1]]
+    flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in outlines[0][1]]
     chosen = named or flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
     if len({_reading(r) for r in chosen}) == 1:
         alike = [r for r in fitting if _reading(r) == _reading(chosen[0])]
-        found = named[0] if named else _writer(alike, [group for _, group in held])
-        if all(found.steps(state, groups[key]) == 0 for key, state in states.items()):
-            raise StateError(f"the optimiser, {found.name}, has not taken a step yet: train first, then save its state")
-        return found
-    keys = sorted({key for state, _ in held for key in state if isinstance(key, str)})
+        reader = named[0] if named else _writer(alike, [group for _, group in outlines])
+        if all(reader.steps(state, groups[key]) == 0 for key, state in states.items()):
+            raise StateError(
+                f"the optimiser, {reader.name}, has not taken a step yet: train first, then save its state"
+            )
+        return reader
+    keys = sorted({key for state, _ in outlines for key in state if isinstance(key, str)})
     if chosen:
         raise StateError(
             f"the optimiser's state, with keys {keys}, may be that of {' or '.join(r.name for r in chosen)}, which are "
@@ -66,11 +68,11 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
         )
     # The later is the more particular: LARS has all that SGD has.
     without = [r for r in reversed(registered()) if r.statistic == "none"]
-    used = [group for _, group in held] or optimizer["param_groups"]
+    used = [group for _, group in outlines] or optimizer["param_groups"]
     marked = [r.name for r in without if r.mark is not None and used and all(r.mark in group for group in used)]
     if marked:
         why = f" is {marked[0]}, which keeps no second moment per weight: its state has keys {keys}"
-    elif not held:
+    elif not outlines:
         why = "'s state is empty: it has not taken a step yet: train first, then save it; or it is SGD without momentum"
     else:
         why = (
@@ -184,8 +186,8 @@ def parameter_shape(state: State, reader: StateReader | None = None) -> torch.Si
     if "projector" in state:
         return None
     # What a basis is found from has the length of a side.
-    own = [key for key in reader.key.split(" or ") if key not in reader.bases] if reader is not None else []
-    for key in (*own, *_SHAPED_KEYS):
+    stored = [key for key in reader.key.split(" or ") if key not in reader.bases] if reader is not None else []
+    for key in (*stored, *_SHAPED_KEYS):
         if isinstance(state.get(key), Tensor):
             return state[key].shape  # type: ignore[no-any-return]
     if isinstance(state.get("row_var"), Tensor) and isinstance(state.get("col_var"), Tensor):
@@ -201,7 +203,7 @@ def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[
     """
     if reader.statistic in ("identity", "none") or reader.read is not None:
         return []
-    found = []
+    bases = []
     for key, value in outline(state).items():
         if not isinstance(key, str) or key in reader.bases:
             continue
@@ -213,5 +215,5 @@ def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[
             named = square and (named or (len(value) > 1 and value.shape != shape))
         # A projector is an object.
         if named and not (value is None or isinstance(value, int | float | str)):
-            found.append(key)
-    return found
+            bases.append(key)
+    return bases

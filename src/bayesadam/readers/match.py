@@ -41,6 +41,7 @@ _IN_ORDER = ", or groups_in_order=True if each group was filled in the model's o
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
+_KEEPS_NONE = "which keeps no second moment per weight; ba.track(optimizer) keeps one"
 _EACH_IN_ORDER = "groups: each in the model's order"
 # By what trainers split parameters into groups: a function of a name and its dimensions.
 _SPLITS: Mapping[str, Callable[[str, int], object]] = {
@@ -132,14 +133,12 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the user's own module by name; FSDP2's as the shards that an optimiser has seen."""
     require_kind(model, nn.Module, "model")
     reshard(model)
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
+    parameters: dict[nn.Parameter, str] = {}
     for prefix, module in named_modules(unwrap(model)):
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[prefix + key] = parameter
-    return found
+            if parameter is not None:
+                parameters.setdefault(parameter, prefix + key)
+    return {name: parameter for parameter, name in parameters.items()}
 
 
 def match_optimizers(
@@ -153,35 +152,28 @@ def match_optimizers(
     listed = listed_optimizers(optimizers)
     classes = tuple(type(optimizer).__name__ for optimizer in listed)
     taken: dict[str, Entry | str] = {}
-    refusals: list[str] = []
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
         record = reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None and any(is_tracked(state) for state in optimizer.state.values()):
             record = TRACKED
         if record is None:
-            name = f"{type(optimizer).__module__}.{title}"
             raise StateError(
-                f"no reader is registered for {name}: describe it with readers.register(StateReader(...)) if it keeps "
-                f"a second moment of the gradients, one number a weight; else {ADVICE}"
+                f"no reader is registered for {type(optimizer).__module__}.{title}: describe it with "
+                "readers.register(StateReader(...)) if it keeps a second moment of the gradients, one number a weight; "
+                f"else {ADVICE}"
             )
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = [names[parameter] for parameter in trained if parameter in names]
-        foreign += len(trained) - len(own)
-        if twice := [name for name in own if name in taken]:
+        trained = [names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        foreign += trained.count(None)
+        if twice := [name for name in trained if name in taken]:
             raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
-        found = _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
-        if record.statistic == "none" and not any(isinstance(entry, Entry) for entry in found.values()):
-            refusals.append(f"{title} keeps no second moment per weight; {ADVICE}")
-        taken |= found
+        taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
     source = " and ".join(classes)
     if foreign and not taken:
         raise MatchError(
             f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
             "it trained (for a copy use Posterior.from_state_dict)"
         )
-    if len(refusals) == len(listed):
-        raise StateError(refusals[0])
     return _in_place(_finished(parameters, taken, source, classes))
 
 
@@ -202,21 +194,13 @@ def match_state_dict(
     """Match a saved optimiser state to the model's parameters: by names, else by the model's order and every shape."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
-    record = usable_reader(reader, state_dict)
+    record = reader_named(reader)
     parameters = own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
     if pairing is None:
         slots = slots_of(state_dict, record)
         pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True)
     return _in_place(match_pairs(parameters, state_dict, record, pairing))
-
-
-def usable_reader(reader: str | StateReader, state_dict: Mapping[str, Any]) -> StateReader:
-    """The reader, by name or as it is, where it finds a second moment, or one was tracked."""
-    record = reader_named(reader)
-    if record.statistic == "none" and not any(is_tracked(state) for state in state_dict["state"].values()):
-        raise StateError(f"{record.name} keeps no second moment per weight; {ADVICE}")
-    return record
 
 
 def match_pairs(
@@ -236,20 +220,20 @@ def _entries(
     title: str | None = None,
 ) -> dict[str, Entry | str]:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
-    found: dict[str, Entry | str] = {}
-    for group, key in ((each, key) for each in groups for key in each["params"] if key in names):
+    matched: dict[str, Entry | str] = {}
+    for group, key in ((of, key) for of in groups for key in of["params"] if key in names):
         name, state = names[key], states.get(key, {})
         parameter, reader = parameters[name], reader_for(state, group, usual)
         # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
         # beside it is no such state: the reader says what is missing.
         untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
         if not parameter.requires_grad:
-            found[name] = _FROZEN
+            matched[name] = _FROZEN
         elif reader.statistic == "none":
             whose = reader.name if reader is not usual else title or reader.name
-            found[name] = f"trained by {whose}, which keeps no second moment per weight; ba.track(optimizer) keeps one"
+            matched[name] = f"trained by {whose}, {_KEEPS_NONE}"
         elif untrained and reader.statistic != "identity":
-            found[name] = _UNTRAINED
+            matched[name] = _UNTRAINED
         else:
             check_parameter(name, parameter)
             if unknown := unknown_bases(reader, state, parameter.shape):
@@ -258,8 +242,8 @@ def _entries(
                     f"would take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its "
                     "optimiser"
                 )
-            found[name] = Entry(name, parameter, state, group, reader)
-    return found
+            matched[name] = Entry(name, parameter, state, group, reader)
+    return matched
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -282,12 +266,14 @@ def _finished(
     optimizers: tuple[str, ...],
     why: str = "the identity of tensors",
 ) -> Match:
-    found = {n: taken.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
-    entries = tuple(entry for entry in found.values() if isinstance(entry, Entry))
-    omitted = {name: reason for name, reason in found.items() if isinstance(reason, str)}
+    matched = {n: taken.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
+    entries = tuple(entry for entry in matched.values() if isinstance(entry, Entry))
+    omitted = {name: reason for name, reason in matched.items() if isinstance(reason, str)}
+    if not entries and _UNTRAINED in omitted.values():
+        raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
+    if not entries and any(reason.endswith(_KEEPS_NONE) for reason in omitted.values()):
+        raise StateError(f"{source} keeps no second moment per weight; {ADVICE}")
     if not entries:
-        if _UNTRAINED in omitted.values():
-            raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
     return Match(entries, omitted, optimizers, why)
@@ -308,7 +294,7 @@ def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def pair_by_names(
-    state_dict: Mapping[str, Any], known: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
+    state_dict: Mapping[str, Any], there: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
 ) -> Pairing | None:
     """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -320,10 +306,10 @@ def pair_by_names(
         given, source = names_in(state_dict), "the names in the state"
     if given is None:
         return None
-    names = list(given) if all(name in known for name in given) else list(clean_names(given))
+    names = list(given) if all(name in there for name in given) else list(clean_names(given))
     if len(names) != len(keys):
         raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
-    odd = [name for name, count in Counter(names).items() if name not in known or count > 1]
+    odd = [name for name, count in Counter(names).items() if name not in there or count > 1]
     if odd:
         raise MatchError(f"by {source}, {odd[:4]} are not among the weights, or twice: is it another model's state?")
     return Pairing(dict(zip(keys, names, strict=True)), source)

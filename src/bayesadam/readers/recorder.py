@@ -52,8 +52,8 @@ class Recorder(Hooked):
         self.batch_size: int | None = None
         self._steps = [0] * len(self.optimizers)
         self._rings: dict[Tensor, Tensor] = {}
-        for index, each in enumerate(self.optimizers):
-            self._handles += on_gradients(each, partial(self._record, index))
+        for index, recorded in enumerate(self.optimizers):
+            self._handles += on_gradients(recorded, partial(self._record, index))
 
     @classmethod
     def from_batches(
@@ -85,9 +85,9 @@ class Recorder(Hooked):
                     outputs = model(**inputs)
                 else:
                     outputs = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-                found = torch.autograd.grad(loss_fn(outputs, targets), parameters, allow_unused=True)
+                gradients = torch.autograd.grad(loss_fn(outputs, targets), parameters, allow_unused=True)
                 with torch.no_grad():
-                    for parameter, gradient in zip(parameters, found, strict=True):
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
                         recorder._keep(parameter, gradient, recorder._steps[0], None)
                 recorder._steps[0] += 1
                 if recorder.recorded == keep:
@@ -110,14 +110,13 @@ class Recorder(Hooked):
         if self.recorded == 0:
             raise StateError("the recorder has seen no step yet: attach it before training, and train")
         entries = [entry for entry in match.entries if entry.parameter in self._rings]
-        found = {entry.name: self._rings[entry.parameter][: self.recorded] for entry in entries}
-        for name, gradients in found.items():
+        recorded = {entry.name: self._rings[entry.parameter][: self.recorded] for entry in entries}
+        for name, gradients in recorded.items():
             if not bool(torch.isfinite(gradients).all()):
                 raise StateError(f"a recorded gradient of {name!r} is not finite: train on until it is overwritten")
-        return found
+        return recorded
 
     def _record(self, index: int, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Every k-th time, keep the gradients."""
         taken, rest = divmod(self._steps[index], self.every)
         self._steps[index] += 1
         for group in optimizer.param_groups if rest == 0 else ():

@@ -140,8 +140,8 @@ def _schedule_free(state: State, group: Group, stored: Tensor) -> Tensor | None:
 
 def _of_blocks(state: State, group: Group, shape: torch.Size) -> Tensor:
     """Adam-mini's: one number a head, a neuron or a tensor; of biases one a weight."""
-    found: Tensor = state["v"] if "v" in state else state["vmean"].expand(state["m"].shape)
-    return found.reshape(shape)
+    blocks: Tensor = state["v"] if "v" in state else state["vmean"].expand(state["m"].shape)
+    return blocks.reshape(shape)
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ _FREE: dict[str, Any] = {
 
 def _record(name: str, *classes: str, **fields: Any) -> StateReader:
     """A record; `"package: A B"` are the classes package.A and package.B."""
-    parts = (each.rpartition(":") for each in classes)
+    parts = (listed.rpartition(":") for listed in classes)
     return StateReader(name, tuple(f"{p}.{n}" if p else n for p, _, names in parts for n in names.split()), **fields)
 
 
@@ -365,15 +365,12 @@ def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
     """
     if reader.statistic == "identity":
         return reader
-    if tracking.is_tracked(state) and (reader.statistic == "none" or not _went_on(state, group, reader)):
-        return TRACKED
+    if tracking.is_tracked(state):
+        taken, since, seen = reader.steps(state, group), group.get(tracking.SINCE), group.get(tracking.STEPS)
+        went_on = reader is not TRACKED and None not in (taken, since, seen) and taken > since + seen  # type: ignore[operator]
+        if reader.statistic == "none" or not went_on:
+            return TRACKED
     return next((_registry[name] for name in keeps_none(state, group)), reader)
-
-
-def _went_on(state: State, group: Group, reader: StateReader) -> bool:
-    """Whether the optimiser counts steps beyond those that were tracked."""
-    taken, since, seen = reader.steps(state, group), group.get(tracking.SINCE), group.get(tracking.STEPS)
-    return reader is not TRACKED and None not in (taken, since, seen) and taken > since + seen  # type: ignore[operator]
 
 
 def keeps_none(state: State, group: Group) -> list[str]:

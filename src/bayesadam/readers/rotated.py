@@ -113,7 +113,8 @@ def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.S
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
     keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
     stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
-    _require_shape(stored, stored.shape == shape)
+    if stored.shape != shape:
+        raise StateError(f"a statistic has shape {tuple(stored.shape)}: the state belongs to another model")
     if len(shape) < 2:
         return stored, [state.get(RIGHT_KEY)] * len(shape)
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
@@ -128,7 +129,8 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     if group["merge_dims"] and len(shape) > 2:
         raise StateError(f"dimensions of {tuple(shape)} may have been merged in two ways: train with merge_dims=False")
     moment: Tensor = state[PLAIN_KEY]
-    _require_shape(moment, moment.shape == shape)
+    if moment.shape != shape:
+        raise StateError(f"a statistic has shape {tuple(moment.shape)}: the state belongs to another model")
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
@@ -153,18 +155,13 @@ def product_of(factors: Sequence[Tensor]) -> Factors:
     return reduce(lambda product, vector: product.unsqueeze(-1) * vector, values), bases
 
 
-def _require_shape(statistic: Tensor, fits: bool) -> None:
-    if not fits:
-        raise StateError(f"a statistic has shape {tuple(statistic.shape)}: the state belongs to another model")
-
-
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
 
-def _checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
+def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
     """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
-    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in found]
+    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
     if all(basis is None for basis in bases):
         return [None] * len(shape)
     sides = [None if basis is None else tuple(basis.shape) for basis in bases]

@@ -105,10 +105,6 @@ class Hooked:
         self.remove()
 
 
-class Tracker(Hooked):
-    """What `track` gives: `remove()` stops it, and what was tracked stays in the state."""
-
-
 def track(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
@@ -116,7 +112,7 @@ def track(
     every: int | None = None,
     decay: float = 0.99,
     batch_size: int | None = None,
-) -> Tracker:
+) -> Hooked:
     """Keep the second moment of the gradients in the optimiser's own state: for Muon, SGD, Lion, and whatever has none.
 
         optimizer = torch.optim.Muon(matrices)
@@ -150,23 +146,22 @@ def track(
         count("every", every, "steps")
     first, every = (_FIRST, _EVERY) if every is None else (0, every)
     settings = {DECAY: decay, EVERY: every, FIRST: first} | ({} if batch_size is None else {EXAMPLES: batch_size})
-    tracker = Tracker(listed_optimizers(optimizer))
-    for each in tracker.optimizers:
-        if not isinstance(each, Optimizer):
-            raise SettingError(f"track takes a torch optimiser, or several, got {type(each).__name__}")
-        if any(
-            getattr(hook, "keywords", {}).get("tracked") for hook in each._optimizer_load_state_dict_post_hooks.values()
-        ):
-            raise SettingError(f"this {type(each).__name__} is tracked already: remove() that tracker first")
-        if what == "kronecker" and any(is_sharded(p) for group in each.param_groups for p in group["params"]):
+    tracker = Hooked(listed_optimizers(optimizer))
+    for followed in tracker.optimizers:
+        if not isinstance(followed, Optimizer):
+            raise SettingError(f"track takes a torch optimiser, or several, got {type(followed).__name__}")
+        hooks = followed._optimizer_load_state_dict_post_hooks.values()
+        if any("tracked" in getattr(hook, "keywords", {}) for hook in hooks):
+            raise SettingError(f"this {type(followed).__name__} is tracked already: remove() that tracker first")
+        if what == "kronecker" and any(is_sharded(p) for group in followed.param_groups for p in group["params"]):
             raise SettingError(_SHARDED)
-    for each in tracker.optimizers:
-        _settle(each, tracked=settings)
+    for followed in tracker.optimizers:
+        _settle(followed, tracked=settings)
         pending: dict[Tensor, Any] = {}
         tracker._handles += [
-            *on_gradients(each, partial(_taken, what, settings, pending)),
-            each.register_step_post_hook(partial(_begun, pending)),
-            each.register_load_state_dict_post_hook(partial(_settle, tracked=settings)),
+            *on_gradients(followed, partial(_taken, what, settings, pending)),
+            followed.register_step_post_hook(partial(_begun, pending)),
+            followed.register_load_state_dict_post_hook(partial(_settle, tracked=settings)),
         ]
     return tracker
 
@@ -179,8 +174,7 @@ def _settle(optimizer: Optimizer, *, tracked: Mapping[str, Any]) -> None:
     for group in optimizer.param_groups:
         group.update(tracked)
         group.setdefault(STEPS, 0)
-        if SINCE not in group:
-            group[SINCE] = _steps_of(optimizer, group)
+        group.setdefault(SINCE, _steps_of(optimizer, group))
     for state in optimizer.state.values():
         for name in TENSORS if COUNT in state else ():
             if name in state and state[name].dtype != torch.uint8:
@@ -194,7 +188,7 @@ def _settle(optimizer: Optimizer, *, tracked: Mapping[str, Any]) -> None:
 def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
     """Steps that the optimiser has taken, if it counts them; 0 before the first."""
     states = [optimizer.state[parameter] for parameter in group["params"] if optimizer.state.get(parameter)]
-    counts = [each["step"] for each in (group, *states) if "step" in each]
+    counts = [entries["step"] for entries in (group, *states) if "step" in entries]
     return max(map(int, counts)) if counts else None if states else 0
 
 
@@ -230,8 +224,8 @@ def _taken(
 
 def _begun(pending: dict[Tensor, dict[str, Any]], optimizer: Optimizer, *_: Any) -> None:
     """Add what waited for the optimiser to begin a state."""
-    for parameter, found in pending.items():
-        optimizer.state[parameter].update(found)
+    for parameter, entries in pending.items():
+        optimizer.state[parameter].update(entries)
     pending.clear()
 
 
@@ -250,15 +244,15 @@ def _updated(names: Sequence[str], state: Mapping[str, Any], gradient: Tensor, w
     else:
         sides = {LEFT: matrix, RIGHT: matrix.mT}
         now = {k: s @ s.mT if len(s) <= _WIDEST else s.square().sum(dim=1) for k, s in sides.items()}
-    found = {}
+    updated = {}
     for name, fresh in now.items():
         if name in state:
             _floats(own_part(state[name])).lerp_(fresh, weight)
-            found[name] = state[name]
+            updated[name] = state[name]
         else:
             stored = _bytes(fresh * weight)
-            found[name] = stored if name == COLUMNS else _placed(stored, gradient)
-    return found
+            updated[name] = stored if name == COLUMNS else _placed(stored, gradient)
+    return updated
 
 
 # --- sharded gradients ----------------------------------------------------------------------------------------------
@@ -322,23 +316,23 @@ def is_tracked(state: object) -> bool:
 
 def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
     """The tracked second moment as the parameter's matrix, or in the eigenbases of its Kronecker factors."""
-    held = {name: whole(state[name]) for name in TENSORS if name in state}
+    tensors = {name: whole(state[name]) for name in TENSORS if name in state}
     sides = (shape[0], shape[1:].numel()) if shape else (1, 1)
-    if LEFT in held:
-        factors = [_floats(held[name]) for name in (LEFT, RIGHT)]
+    if LEFT in tensors:
+        factors = [_floats(tensors[name]) for name in (LEFT, RIGHT)]
         if tuple(map(len, factors)) != sides:
             raise StateError(f"tracked factors are not those of a parameter of shape {tuple(shape)}: another model's")
         if not all(bool(factor.isfinite().all()) for factor in factors):
             # What reads it refuses it by name.
             return factors[0].new_full(sides, torch.nan), (None, None)
         return product_of(factors)
-    if CODES in held:
-        found = _decoded(held[CODES].to(torch.uint8), held[EXPONENTS].to(torch.uint8))
-    elif WHOLE in held:
-        found = _floats(held[WHOLE]).clone()
+    if CODES in tensors:
+        v = _decoded(tensors[CODES].to(torch.uint8), tensors[EXPONENTS].to(torch.uint8))
+    elif WHOLE in tensors:
+        v = _floats(tensors[WHOLE]).clone()
     else:
-        rows, columns = _floats(held[ROWS]), _floats(held[COLUMNS])
-        found = rows * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
-    if found.shape != sides:
-        raise StateError(f"a tracked moment has shape {tuple(found.shape)}: the state belongs to another model")
-    return found, (None, None)
+        rows, columns = _floats(tensors[ROWS]), _floats(tensors[COLUMNS])
+        v = rows * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
+    if v.shape != sides:
+        raise StateError(f"a tracked moment has shape {tuple(v.shape)}: the state belongs to another model")
+    return v, (None, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -21,19 +20,16 @@ from bayesadam._checks import count, not_negative, positive
 from bayesadam._warnings import warn
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.streams import epochs
 from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, NumericLikelihood, likelihood
 from bayesadam.likelihoods.conformal import threshold
-from bayesadam.readers import Recorder
 from bayesadam.sklearn.training import Part, fit_networks, split
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
-Structure = Literal["diagonal", "kronecker"]
-_RECORDED = 100
+Structure = Literal["diagonal", "inputs"]
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, kind in LIKELIHOODS.items() if isinstance(kind, NumericLikelihood))
 # With fewer held-out rows a noise that depends on the input is not learnt.
@@ -61,75 +57,58 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     device: str | torch.device = "cpu"
 
     def _split(self, X: Array, strata: Array) -> tuple[Tensor, list[Part]]:
-        """Scaled inputs, and the rows of each network; the arguments are checked first."""
-        own = self._checked()
+        """Scaled inputs, and the rows of each network."""
+        settings = self._settings()
         self.input_scaler_ = _scaler(X)
         random = check_random_state(self.random_state)
-        return self._scaled(X), split(strata, own["validation_fraction"], own["n_ensemble"], random)
+        return self._scaled(X), split(strata, settings["validation_fraction"], settings["n_ensemble"], random)
 
     def _train(self, x: Tensor, y: Tensor, parts: Sequence[Part], name: str) -> None:
-        """Train, read the posteriors, calibrate and keep them."""
-        own, kind = self._checked(), likelihood(name)
-        y, n, start = kind.shaped(y, x), len(parts[0].rows), kind.start(y)
-        network = Network(x.shape[1], tuple(np.atleast_1d(own["hidden"]).tolist()), kind.n_outputs(y), self.activation)
-        decay = kind.weight_decay if own["weight_decay"] == "auto" else own["weight_decay"]
+        """Train, read the posteriors, tune them and keep them."""
+        settings, kind, n = self._settings(), likelihood(name), len(parts[0].rows)
+        decay, batch_size = settings["weight_decay"], settings["batch_size"]
+        decay = kind.weight_decay if decay == "auto" else decay
+        y = kind.shaped(y, x)
+        start = kind.start(y)
+        network = Network(x.shape[1], settings["hidden"], kind.n_outputs(y), self.activation)
         trained = fit_networks(
             network,
             Adam(decoupled=True, weight_decay=decay),
             kind,
             (x.float(), kind.shaped(y, x.float())),
             parts,
-            batch_size=min(max(32, n // 32), 256) if own["batch_size"] == "auto" else own["batch_size"],
+            batch_size=min(max(32, n // 32), 256) if batch_size == "auto" else batch_size,
             centre=None if start is None else start.float(),
-            **{key: own[key] for key in ("lr", "max_epochs", "patience", "device")},
+            **{name: settings[name] for name in ("lr", "max_epochs", "patience", "device")},
         )
         self.posteriors_ = []
-        for one, part in zip(trained, parts, strict=True):
-            model = network.build(one.params)
-            if self.structure == "diagonal":
-                posterior = Posterior.from_second_moment(
-                    model,
-                    one.second_moment,
-                    n,
-                    name,
-                    prior_precision=n * decay or 1.0,
-                    batch_size=one.batch_size,
-                )
-                model.double()
-                posterior = posterior.to(dtype=torch.float64)
-            else:
-                orders = chain.from_iterable(epochs(n, one.batch_size, [part.seed]))
-                batches = ((x[rows], y[rows]) for rows in (part.rows[order[0]] for order in orders))
-                recorder = Recorder.from_batches(
-                    model.double(), batches, lambda f, t: kind.loss(f[None], t[None]).sum(), keep=_RECORDED
-                )
-                posterior = Posterior.from_recorder(model, recorder, n, name, structure=self.structure)
-            held_out = x[part.held_out], y[part.held_out]
-            self.posteriors_.append(_tuned(posterior, held_out, self.calibration))
+        for fit, part in zip(trained, parts, strict=True):
+            model = network.build(fit.params).double()
+            how: Any = {"prior_precision": n * decay or 1.0, "batch_size": fit.batch_size}
+            posterior = Posterior.from_second_moment(model, fit.second_moment, n, name, **how)
+            if self.structure == "inputs":
+                posterior = posterior.with_inputs(x[part.rows])
+            self.posteriors_.append(_tuned(posterior, (x[part.held_out], y[part.held_out]), self.calibration))
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
-        self.best_epochs_, self.n_iter_ = [one.best_epoch for one in trained], max(one.epochs for one in trained)
+        self.best_epochs_, self.n_iter_ = [fit.best_epoch for fit in trained], max(fit.epochs for fit in trained)
 
-    def _checked(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """The arguments as Python's numbers; checked here, since scikit-learn wants `__init__` to take them all."""
         given = self.get_params(deep=False)
-        own = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
         for name in ("max_epochs", "n_ensemble", "batch_size", "patience"):
-            if (name, own[name]) not in (("batch_size", "auto"), ("patience", None)):
-                count(name, own[name], "see the arguments")
-        positive("lr", own["lr"], "the learning rate")
-        if own["weight_decay"] != "auto":
-            not_negative("weight_decay", own["weight_decay"])
-        if not 0 <= own["validation_fraction"] < 1:
-            raise SettingError(f"validation_fraction must be from 0 and below 1, got {own['validation_fraction']!r}")
-        for name, allowed in (("structure", get_args(Structure)), ("calibration", (None, *get_args(Calibration)))):
-            if own[name] not in allowed:
-                raise SettingError(f"{name} must be one of {allowed}, got {own[name]!r}")
-        try:
-            torch.empty(0, device=own["device"])
-        except (AssertionError, RuntimeError) as error:
-            raise SettingError(f"device={own['device']!r} cannot be used: {error}") from None
-        return own
+            if (name, settings[name]) not in (("batch_size", "auto"), ("patience", None)):
+                count(name, settings[name], "see the arguments")
+        positive("lr", settings["lr"], "the learning rate")
+        if settings["weight_decay"] != "auto":
+            not_negative("weight_decay", settings["weight_decay"])
+        if not 0 <= settings["validation_fraction"] < 1:
+            raise SettingError(f"validation_fraction must be from 0 and below 1, got {self.validation_fraction!r}")
+        for name, choices in (("structure", get_args(Structure)), ("calibration", (None, *get_args(Calibration)))):
+            if settings[name] not in choices:
+                raise SettingError(f"{name} must be one of {choices}, got {settings[name]!r}")
+        return {**settings, "hidden": tuple(np.atleast_1d(self.hidden).tolist())}
 
     def _scaled(self, X: Array) -> Tensor:
         # A copy, for torch warns of memory that it may not write to; float64, so that a row's prediction does not
@@ -146,9 +125,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     """Regression by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
     Inputs and targets are standardised within. Each network is trained on a part of the data and keeps the weights, and
-    the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior. The
-    prediction is the equal mixture of those of the linearised networks. Guarantees and p-values need
-    `bayesadam.calibrate` of `posterior_` on rows that the estimator has not seen, scaled as its own.
+    AdamW's v̂, of the epoch with the lowest loss on the rest; the rest also tunes its posterior. The prediction is the
+    equal mixture of those of the linearised networks. Guarantees and p-values need `bayesadam.calibrate` of one of
+    `posteriors_` on rows that the estimator has not seen, scaled as its own.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> model = BadamRegressor(max_epochs=50, random_state=0).fit(X, np.sin(3 * X[:, 0]))
@@ -161,28 +140,26 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         hidden: units of each hidden layer; () for a linear model.
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
             that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` is the second, or the
-            first where fewer than 20 rows are held out, the structure is not diagonal, or evidence calibrates.
+            first where fewer than 20 rows are held out, the structure is not diagonal, or evidence tunes.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start; it falls to 0 at `max_epochs`, along a cosine.
         weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
         batch_size: the most examples behind one gradient; `"auto"`: 32, or a 32nd of the training data, up to 256.
         max_epochs: passes over the training data at most.
-        patience: epochs without a lower held-out loss after which training ends; None trains for `max_epochs`. The best
-            epoch counts either way.
+        patience: epochs without a lower held-out loss after which training ends; None trains for `max_epochs`.
         validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
-            calibrate too, and the uncertainty is too small.
+            tune too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as
-            its prior precision (1 if λ is 0) and the noise from held-out residuals.
-        structure: `"diagonal"`, out of AdamW's state; `"kronecker"`, out of 100 gradients at the trained weights,
-            which widens where there are no data.
+        calibration: how `Posterior.tune` fits the posterior, `"evidence"`, `"validation"`, or the likelihood's own for
+            `"auto"`; None leaves it as it is read, with N × λ as its prior precision (1 if λ is 0).
+        structure: `"diagonal"`; or `"inputs"`, `Posterior.with_inputs`, which widens where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
 
     Attributes:
         likelihood_: the one given, or what `"auto"` came to.
-        posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
-        posteriors_: its members, one `bayesadam.Posterior` per network.
+        posterior_, posteriors_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets; its
+            members.
         networks_: the networks, in float64.
         noise_variance_: with `likelihood="regression"`, σ² in the units of y, one per target (a float for 1-D y): what
             the networks' own variance leaves of that of the residuals, which need not be the noise alone.
@@ -238,26 +215,26 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         not a proven one.
         """
         inputs, kind = self._inputs(X), likelihood(self.likelihood_)
-        mean = torch.stack([_centre(network, inputs, kind) for network in self.networks_]).mean(dim=0)
-        told = [self._in_units(mean)]
+        mean = torch.stack([_mean(network, inputs, kind) for network in self.networks_]).mean(dim=0)
+        answer = [self._in_units(mean)]
         if return_std or return_interval is not None:
             std = self.posterior_.predict(inputs).stddev
-            told += [self._in_units(std, shift=False)] if return_std else []
+            answer += [self._in_units(std, shift=False)] if return_std else []
         if return_interval is not None:
             reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
-            ends = mean - reach, mean + reach
+            low, high = mean - reach, mean + reach
             if not kind.standardised:
-                ends = ends[0].clamp(min=0).ceil(), ends[1].floor()
-            told += [self._in_units(end) for end in ends]
-        return tuple(told) if len(told) > 1 else told[0]
+                low, high = low.clamp(min=0).ceil(), high.floor()
+            answer += [self._in_units(low), self._in_units(high)]
+        return tuple(answer) if len(answer) > 1 else answer[0]
 
     def log_likelihood(self, X: Any, y: Any) -> Array:
         """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets together."""
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found = self.posterior_.predict(inputs).log_prob(scaled).numpy()
-        return np.asarray(found - np.log(self.target_scaler_.scale_).sum())
+        scores = self.posterior_.predict(inputs).log_prob(scaled).numpy()
+        return np.asarray(scores - np.log(self.target_scaler_.scale_).sum())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples).
@@ -271,7 +248,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         draws = []
         # Distributions of torch's draw from the global numbers, which are the user's.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             for number, network in enumerate(networks):
                 q = self.posteriors_[network]
                 f = Moments(q.draw(seed + number)(inputs))
@@ -279,16 +256,15 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         return np.moveaxis(self._in_units(torch.stack(draws)), 0, -1)
 
     def _residuals(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> Array:
-        """|y − E[y]| in standard deviations, (rows, targets), of each row under a network that held it out."""
-        residuals, kind = [], likelihood(self.likelihood_)
+        """|y − E[y]| in standard deviations, (rows, targets), of each row under the first network that held it out."""
+        kind, residuals = likelihood(self.likelihood_), dict[int, Tensor]()
         for posterior, part in zip(self.posteriors_, parts, strict=True):
-            own = x[part.held_out]
-            std = posterior.predict(own).stddev
-            residuals.append((y[part.held_out] - _centre(posterior.model, own, kind)).abs() / std)
-        # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
-        rows = torch.cat([part.held_out for part in parts]).numpy()
-        first = np.sort(np.unique(rows, return_index=True)[1])
-        return np.asarray(torch.cat(residuals))[first]
+            inputs = x[part.held_out]
+            error = (y[part.held_out] - _mean(posterior.model, inputs, kind)).abs()
+            # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
+            for row, residual in zip(part.held_out.tolist(), error / posterior.predict(inputs).stddev, strict=True):
+                residuals.setdefault(row, residual)
+        return torch.stack([*residuals.values()]).numpy()
 
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
         """From standardised targets, in the last dimension, to the shape and units of y."""
@@ -361,11 +337,10 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     return float(-0.5 * np.mean(((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2)))
 
 
-def _centre(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
+def _mean(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
     """E[y | f] at the network's own f, (rows, targets): no derivative is needed."""
     with alone_with(network), torch.no_grad():
-        outputs = network(inputs)
-    mean: Tensor = kind.expected(Component(Moments(outputs)))
+        mean: Tensor = kind.expected(Component(Moments(network(inputs))))
     return mean
 
 

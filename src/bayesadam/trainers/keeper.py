@@ -12,7 +12,7 @@ from torch.utils.data import SubsetRandomSampler
 from bayesadam._shards import is_first_rank, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
-from bayesadam.readers.tracking import Tracker, What
+from bayesadam.readers.tracking import Hooked, What
 from bayesadam.readers.tracking import track as attach_tracker
 from bayesadam.weights.posterior import Posterior
 from bayesadam.weights.settings import Settings
@@ -57,7 +57,7 @@ class PosteriorKeeper:
                 attach_tracker(torch.optim.SGD([torch.zeros(1)]), **self.track)
             except TypeError as error:
                 raise SettingError(f"{error}: track has the arguments of bayesadam.track") from None
-        self._tracker: Tracker | None = None
+        self._tracker: Hooked | None = None
         self._posterior: Posterior | Exception | None = None
 
     @property

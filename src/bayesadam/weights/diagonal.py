@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -60,8 +60,6 @@ class Diagonal:
         """Whether parameters are independent of each other: no bias has joined its matrix."""
         return not any(side.bias for side in self.inputs.values())
 
-    # --- coordinates --------------------------------------------------------------------------------------------------
-
     def into(self, named: Named) -> Named:
         """Weights by name, with any leading dimensions, as coordinates."""
         if self.independent:
@@ -92,8 +90,6 @@ class Diagonal:
             else:
                 weights[name] = t
         return weights
-
-    # --- curvature ----------------------------------------------------------------------------------------------------
 
     def moment(self, name: str, power: float) -> Tensor:
         """What to the power p is the curvature c: v̂, or v̂ λ^((1−p)/p) where inputs are known."""
@@ -140,8 +136,6 @@ class Diagonal:
         flat = {name: zeros(self.second_moment[name] + deltas[name]) for name in improper}
         return {name: count for name, count in flat.items() if count}
 
-    # --- the Gaussian -------------------------------------------------------------------------------------------------
-
     def _mean(self, name: str, coordinates: Tensor, settings: Settings) -> Tensor:
         return self._rule(name, settings).mean(coordinates, self.moment(name, settings.power))
 
@@ -173,15 +167,12 @@ class Diagonal:
             terms = (placed_like(values[name], mu).to(mu) - mu).square_().mul_(self.precision(name, settings))
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
             parts.append(whole(terms.sum(dim=dims, dtype=wide(terms)) if dims else terms.to(wide(terms))))
-        return reduce(lambda total, part: total + part.to(total.device), parts)
+        return _total(parts)
 
     def log_det(self, settings: Settings) -> Tensor:
         """Σ log(w c + δ), in float64."""
         logs = (self.precision(name, settings).log_() for name in self.second_moment)
-        parts = (whole(log.sum(dtype=wide(log))) for log in logs)
-        return reduce(lambda total, part: total + part.to(total.device), parts)
-
-    # --- parts --------------------------------------------------------------------------------------------------------
+        return _total(whole(log.sum(dtype=wide(log))) for log in logs)
 
     def tensors(self) -> dict[str, Named]:
         """What is saved, by role and name: v̂, bases, and of layers whose inputs are known λ and g instead of v̂."""
@@ -207,6 +198,10 @@ class Diagonal:
             bases={name: basis.each(change) for name, basis in self.bases.items()},
             inputs={name: side.each(change) for name, side in self.inputs.items()},
         )
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
 def zeros(v: Tensor) -> int:

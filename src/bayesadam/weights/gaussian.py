@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -27,7 +26,7 @@ from bayesadam.weights.bases import built
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.draws import fresh_seed
 from bayesadam.weights.named import AnyPath, Named, outlined
-from bayesadam.weights.settings import CovariantPrior, Form, Plain, Precision, Prior, Settings, prior_by_name
+from bayesadam.weights.settings import CovariantPrior, Plain, Precision, Prior, Settings, prior_by_name
 from bayesadam.weights.store import SETTING_NAMES, Stored
 from bayesadam.weights.sums import check_growth, summed
 
@@ -36,30 +35,6 @@ if TYPE_CHECKING:
 
 # Fewer batches than this in an epoch may divide the steps by chance.
 _FEWEST_BATCHES = 100
-
-
-class Marginals(ABC):
-    """What follows from the mean and the variance of each weight."""
-
-    @property
-    @abstractmethod
-    def mean(self) -> dict[str, Tensor]:
-        """E[θ] by parameter name."""
-
-    @property
-    @abstractmethod
-    def variance(self) -> dict[str, Tensor]:
-        """diag Var[θ] by parameter name."""
-
-    @property
-    def stddev(self) -> dict[str, Tensor]:
-        """The square root of `variance`."""
-        return {name: variance.sqrt_() for name, variance in self.variance.items()}
-
-    def snr(self) -> dict[str, Tensor]:
-        """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
-        stddev = self.stddev
-        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +54,7 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianWeights(Marginals):
+class GaussianWeights:
     """q(θ) = N(μ, Σ) over named weights.
 
     With c = v̂ᵖ the optimiser's curvature, w = s N B^(2p−1) and δ the prior precision (paper, equation 10):
@@ -174,6 +149,16 @@ class GaussianWeights(Marginals):
         """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
         return self.structure.variance(self.settings)
 
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """The square root of `variance`."""
+        return {name: variance.sqrt_() for name, variance in self.variance.items()}
+
+    def snr(self) -> dict[str, Tensor]:
+        """Signal-to-noise ratio |μ|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
+        stddev = self.stddev
+        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
+
     @cached_property
     def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
@@ -200,28 +185,13 @@ class GaussianWeights(Marginals):
         return self.settings.scale
 
     @property
-    def power(self) -> float:
-        """p of the curvature c = v̂ᵖ; the paper's is 1/2."""
-        return self.settings.power
-
-    @property
-    def batch_size(self) -> int | None:
-        """B, the number of examples behind one gradient; None where it was not given."""
-        return self.settings.batch_size
-
-    @property
-    def form(self) -> Form:
-        """`"map"`, the mean is θ, or `"likelihood"`, it is shrunk by the prior."""
-        return self.settings.form
-
-    @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter, without reading it."""
         return {name: theta.shape for name, theta in outlined(self.mode).items()}
 
     @property
     def n_weights(self) -> int:
-        """The number of weights it is over."""
+        """How many weights there are."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     @cached_property
@@ -231,15 +201,10 @@ class GaussianWeights(Marginals):
 
     def part(self, name: str) -> GaussianWeights:
         """The same over one parameter alone, in memory."""
-        return GaussianWeights(
-            {name: self.mode[name]},
-            self.structure.part(name),
-            replace(self.settings, prior_precision={name: self.prior_precision[name]}),
-            origin=self.origin,
-            padding={name: self.padding[name]} if name in self.padding else {},
-            dtypes={name: self.draw_types()[name]},
-            has_weights=self.has_weights,
-        )
+        settings = replace(self.settings, prior_precision={name: self.prior_precision[name]})
+        padding, types = {n: row for n, row in self.padding.items() if n == name}, {name: self.draw_types()[name]}
+        how: Any = {"origin": self.origin, "padding": padding, "dtypes": types, "has_weights": self.has_weights}
+        return GaussianWeights({name: self.mode[name]}, self.structure.part(name), settings, **how)
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of draws by parameter name."""
@@ -253,7 +218,7 @@ class GaussianWeights(Marginals):
             generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
                 alone. Of a sharded posterior the first process's counts.
         """
-        check_draws(n)
+        count("n", 1 if n is None else n, "draws, or None for one")
         return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
 
     @torch.no_grad()
@@ -278,11 +243,6 @@ class GaussianWeights(Marginals):
             raise MatchError(f"{wrong[:4]}: expected the parameters' shapes, behind the same leading dimensions")
         squared = self.structure.squared_distance(params, self.mode, self.settings)
         return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.structure.log_det(self.settings))
-
-    def entropy(self) -> Tensor:
-        """H[q] in nats, padding rows with it."""
-        self.require_proper()
-        return 0.5 * (self.n_weights * math.log(2 * math.pi * math.e) - self.structure.log_det(self.settings))
 
     def replace(self, **changes: Any) -> Self:
         """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
@@ -330,21 +290,15 @@ class GaussianWeights(Marginals):
             check_growth(name, self.mode[name].shape, mode[name].shape, "the first posterior", "the second")
         structure, settings = summed([(q.structure, q.settings) for q in (self, later)], mode)
         omitted = {name: reason for name, reason in later.omitted.items() if name not in mode}
+        omitted |= dict.fromkeys(gone, "the model has no such parameter any more")
+        padding = {name: row for name, row in {**self.padding, **later.padding}.items() if name in mode}
         types = {**(self.dtypes or {}), **(later.dtypes or {})}
-        return replace(
-            later,
-            mode=mode,
-            structure=structure,
-            settings=settings,
-            omitted={**omitted, **dict.fromkeys(gone, "the model has no such parameter any more")},
-            origin=UNKNOWN,
-            padding={name: row for name, row in {**self.padding, **later.padding}.items() if name in mode},
-            dtypes={name: types.get(name, mu.dtype) for name, mu in mode.items()},
-            source=None,
-        )
+        types = {name: types.get(name, mu.dtype) for name, mu in mode.items()}
+        gaussian: Any = {"mode": mode, "structure": structure, "settings": settings, "omitted": omitted}
+        return replace(later, **gaussian, origin=UNKNOWN, padding=padding, dtypes=types, source=None)
 
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
-        """Write it to one safetensors file, tensor by tensor, in place of an older one only once it is complete.
+        """Write one safetensors file, tensor by tensor, in place of an older one once complete.
 
         A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
 
@@ -376,11 +330,10 @@ class GaussianWeights(Marginals):
         return None if self.source is None else self.source.weights
 
     def __repr__(self) -> str:
-        model = getattr(self, "model", None)
-        over = "" if model is None else f"{type(model).__name__}, "
+        over = f"{type(self.model).__name__}, " if hasattr(self, "model") else ""
         return (
             f"{type(self).__name__}({over}{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} "
-            f"parameters, N={self.n_data:g}, power={self.power:g}, form={self.form!r})"
+            f"parameters, N={self.n_data:g}, power={self.settings.power:g}, form={self.settings.form!r})"
         )
 
     def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -437,9 +390,8 @@ def of_match(
     recorded `gradients` these stand for the optimiser's state.
     """
     prior, batch_size = reading.prior_precision, readers.batch_size_or_tracked(match, reading.batch_size)
-    follows = isinstance(prior, CovariantPrior)
-    settings = Settings(reading.n_data, {}, reading.power, batch_size, covariant=follows)
-    warn_of_batches(settings, match)
+    settings = Settings(reading.n_data, {}, reading.power, batch_size, covariant=isinstance(prior, CovariantPrior))
+    _warn_of_batches(settings, match)
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
     like = {name: meta(tuple(e.parameter.shape), readers.working_dtype(types[name])) for name, e in entries.items()}
@@ -455,38 +407,29 @@ def of_match(
     outline = {name: meta(tuple(v.shape), v.dtype) for name, v in like.items()}
     mode = Lazy(outline, lambda name: entries[name].weight.to(outline[name].dtype))
     decays = {name: entries[name].weight_decay for name in like}
-    settings = with_prior(settings, None if isinstance(prior, CovariantPrior) else prior, decays, like)
+    if prior is None or isinstance(prior, CovariantPrior):
+        # N × the weight decay, and 1 where there is none.
+        implied = {name: settings.n_data * decay or 1.0 for name, decay in decays.items()}
+        settings = replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in decays.values())
+    else:
+        settings = replace(settings, prior_precision=prior_by_name(prior, like))
     structure = built(reading.structure, match, moments, gradients)
     return GaussianWeights(mode, structure, settings, omitted, origin=readers.origin_of(match), dtypes=types)
 
 
-def warn_of_batches(settings: Settings, match: Match) -> None:
-    """Warn where n_data looks like the number of batches: of a number that is not round, whole epochs are no chance.
-
-    1 stands for an N that does not matter.
-    """
-    n, batch_size = settings.n_data, settings.batch_size
+def _warn_of_batches(settings: Settings, match: Match) -> None:
+    """Warn where n_data looks like the number of batches, for which 1 and round numbers are not taken."""
+    n, size = settings.n_data, settings.batch_size
     steps = max((entry.steps or 0 for entry in match.entries), default=0)
-    if batch_size is not None and 1 < n < batch_size:
-        sign = f"{n:g} is less than the batch size, {batch_size}"
-    elif n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n and not _whole_epochs(steps, n, batch_size):
+    # Whole epochs of n examples, the last batch of them kept or dropped.
+    epochs = size is not None and any(not steps % max(length, 1) for length in (n // size, -(-n // size)))
+    if size is not None and 1 < n < size:
+        sign = f"{n:g} is less than the batch size, {size}"
+    elif n >= _FEWEST_BATCHES and n % 10 and steps and not steps % n and not epochs:
         sign = f"the {steps:,.0f} steps of the optimiser are {steps / n:,.0f} times {n:g}"
     else:
         return
     warn(f"give n_data= the number of training examples, len(loader.dataset), not that of the batches: {sign}")
-
-
-def _whole_epochs(steps: float, n: float, batch_size: int | None) -> bool:
-    """Whether steps are whole epochs of n examples in batches of a known size, the last of them kept or dropped."""
-    return batch_size is not None and any(not steps % max(size, 1) for size in (n // batch_size, -(-n // batch_size)))
-
-
-def with_prior(settings: Settings, prior: Plain | None, weight_decay: Mapping[str, float], like: Named) -> Settings:
-    """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
-    if prior is not None:
-        return replace(settings, prior_precision=prior_by_name(prior, like))
-    implied = {name: settings.n_data * decay or 1.0 for name, decay in weight_decay.items()}
-    return replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in weight_decay.values())
 
 
 def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameters: Named | None) -> GaussianWeights:
@@ -527,12 +470,6 @@ def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> Gaussi
     kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
     why = f"{path}: a {q.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
     return replace(q, source=Source(path, "posterior", (why,), q.mode))
-
-
-def check_draws(n: int | None) -> None:
-    """Refuse numbers of draws that are not positive; None is one draw without a dimension for it."""
-    if n is not None:
-        count("n", n, "draws, or None for one")
 
 
 def require_safetensors(out: AnyPath) -> None:

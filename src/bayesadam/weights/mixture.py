@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from bayesadam import _storage as storage
 from bayesadam._alone import unwrap
-from bayesadam._checks import require_kind
+from bayesadam._checks import count, require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
-from bayesadam.weights.gaussian import Marginals, check_draws
 from bayesadam.weights.named import AnyPath, Named
-from bayesadam.weights.posterior import Posterior, copy_into, described, warn_of_calibration
+from bayesadam.weights.posterior import Posterior, copy_into, warn_of_calibration
+from bayesadam.weights.running import running_statistics
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -31,7 +31,7 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture(Marginals):
+class Mixture:
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
     Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
@@ -80,11 +80,6 @@ class Mixture(Marginals):
         return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
 
     @property
-    def n_weights(self) -> int:
-        """The number of weights of one network."""
-        return self.members[0].n_weights
-
-    @property
     def likelihood(self) -> str | None:
         """The likelihood of its members' outputs."""
         return next((member.likelihood for member in self.members if member.likelihood is not None), None)
@@ -96,7 +91,7 @@ class Mixture(Marginals):
             n: the number of draws, a leading dimension; None for one draw without it, the first of any number.
             generator: makes picks and draws reproducible; they depend on it alone.
         """
-        check_draws(n)
+        count("n", 1 if n is None else n, "draws, or None for one")
         self.require_proper()
         seed = fresh_seed(generator)
         picked = picks(self.weights, n or 1, seed)
@@ -175,12 +170,10 @@ class Mixture(Marginals):
             kind = about.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
         weights, headers = about.get("weights"), about.get("members")
-        if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
-            raise FileError(f"{path} is damaged: its header has not a weight for every member")
+        if not (isinstance(headers, list) and all(isinstance(header, dict) for header in headers)):
+            raise FileError(f"{path} is damaged: it has not a header for every member")
         members = []
         for number, header in enumerate(headers):
-            if not isinstance(header, dict):
-                raise FileError(f"{path} is damaged: member {number} has no header")
             parts = storage.under(f"{number}.", tensors)
             besides = storage.under(f"{_BESIDES}.", parts)
             parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
@@ -200,15 +193,12 @@ class Mixture(Marginals):
         return iter(self.members)
 
     def __repr__(self) -> str:
-        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
-        size = f"{self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
         shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {kinds}, {size}, weights=({shares}))"
+        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, weights=({shares}))"
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        title = f"Mixture over {type(self.members[0].model).__name__}"
-        return "\n".join([title, *described(self.members, members=f"{len(self)}, weights {shares}")])
+        rows = [f"  {weight:.3g} of {member!r}" for weight, member in zip(self.weights, self.members, strict=True)]
+        return "\n".join([f"Mixture over {type(self.members[0].model).__name__}", *rows])
 
 
 def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
@@ -253,14 +243,11 @@ def _check_members(members: Sequence[Posterior]) -> None:
                 )
 
 
-def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
+def _normalised(weights: Iterable[float] | Tensor | None, n: int) -> tuple[float, ...]:
     """Weights of sum 1, equal ones for None."""
-    try:
-        numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    except (TypeError, ValueError):
-        numbers = []
-    if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
-        raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
+    numbers = [1.0] * n if weights is None else [float(weight) for weight in weights]
+    if len(numbers) != n or not all(0 < weight < math.inf for weight in numbers):
+        raise SettingError(f"weights must be one positive number for each of the {n} members, got {weights!r}")
     total = math.fsum(numbers)
     return tuple(numbers) if math.isclose(total, 1, rel_tol=1e-15) else tuple(weight / total for weight in numbers)
 
@@ -270,12 +257,11 @@ def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
     owners: dict[int, Posterior] = {}
     for member in members:
         first = owners.setdefault(id(member.model), member)
-        norms = [pair for pair in member.model.named_modules() if isinstance(pair[1], nn.modules.batchnorm._BatchNorm)]
-        tracked = [name for name, module in norms if module.running_mean is not None]
+        tracked = [name for name in running_statistics(member.model) if name.endswith("running_mean")]
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
             warn(
-                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, "
-                "which are right for one network alone: give each member a model of its own"
+                f"members of different weights share one model, and with it {tracked[0]!r}, which is right for one "
+                "network alone: give each member a model of its own"
             )
             return
 
@@ -283,13 +269,14 @@ def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
 def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
     """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
     besides = [_besides(member.model, member.mode) for member in members]
-    names = dict.fromkeys(name for tensors in besides for name in tensors)
-    odd = [name for name in names if not all(_same(besides[0].get(name), tensors.get(name)) for tensors in besides)]
-    return [{name: tensors[name] for name in odd if name in tensors} for tensors in besides]
 
+    def is_common(name: str) -> bool:
+        first, *others = (tensors.get(name) for tensors in besides)
+        if first is None:
+            return False
+        return all(t is not None and t.dtype == first.dtype and torch.equal(t.to(first.device), first) for t in others)
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
+    return [{name: t for name, t in tensors.items() if not is_common(name)} for tensors in besides]
 
 
 def _besides(model: nn.Module, mode: Named) -> dict[str, Tensor]:

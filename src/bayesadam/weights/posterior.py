@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,7 +75,7 @@ class Posterior(GaussianWeights):
     likelihood: str | None = field(default=None, kw_only=True)
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
-    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
+    running: tuple[int, dict[str, list[float]]] = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.likelihood is not None:
@@ -87,8 +87,6 @@ class Posterior(GaussianWeights):
             object.__setattr__(self, "padding", rows)
         if self.running is None:
             object.__setattr__(self, "running", (writes_to_statistics(self.model), running_statistics(self.model)))
-
-    # --- where it is from ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_optimizer(
@@ -219,14 +217,14 @@ class Posterior(GaussianWeights):
         """From v̂ by parameter name, free of bias, whoever kept it; θ is the model's, or `mean`."""
         parameters = own_parameters(model)
         theta: Named = parameters if mean is None else mean
+        mode, moments = {}, {}
         for name, v in second_moment.items():
             if name not in parameters or name not in theta or v.shape != parameters[name].shape:
                 raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
             if not bool((torch.isfinite(v) & (v >= 0)).all()):
                 raise SettingError(f"the second moment of {name!r} must be finite and not negative")
-        kinds = {name: readers.working_dtype(theta[name].dtype) for name in second_moment}
-        mode = {name: theta[name].detach().to(kind, copy=True) for name, kind in kinds.items()}
-        moments = {name: v.detach().to(mode[name], copy=True) for name, v in second_moment.items()}
+            mode[name] = theta[name].detach().to(readers.working_dtype(theta[name].dtype), copy=True)
+            moments[name] = v.detach().to(mode[name], copy=True)
         settings = Settings(n_data, prior_by_name(prior_precision, mode), power, batch_size)
         omitted = {name: "not given" for name in parameters if name not in mode}
         return cls(mode, Diagonal(moments), settings, omitted, model=unwrap(model), likelihood=likelihood)
@@ -268,8 +266,7 @@ class Posterior(GaussianWeights):
         mode = {name: parameters[name].detach().to(v[name].dtype, copy=True) for name in v}
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
-        model = unwrap(model)
-        posterior = cls(mode, q.structure, q.settings, q.omitted, origin=origin, model=model, likelihood=likelihood)
+        posterior = cls._over(model, q, mode=mode, origin=origin, likelihood=likelihood)
         return posterior.replace(prior_precision=reading.prior_precision) if q.settings.covariant else posterior
 
     @classmethod
@@ -296,22 +293,19 @@ class Posterior(GaussianWeights):
         q = unpacked(path, tensors, header, parameters)
         for name in q.mode:
             readers.check_parameter(name, parameters[name])
-        warn_of_other_statistics(path, header.get("running_statistics"), model)
-        return cls(
-            q.mode,
-            q.structure,
-            q.settings,
-            q.omitted,
-            origin=q.origin,
-            model=unwrap(model),
-            # Files of releases before 0.3 have it in their calibration alone.
-            likelihood=header.get("likelihood") or (header.get("calibration") or {}).get("likelihood"),
-            noise_variance=_noise(header.get("noise_variance")),
-            temperature=header.get("temperature", 1.0),
-        )
+        warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
+        # Files of releases before 0.3 have it in their calibration alone.
+        likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
+        noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
+        return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
 
-    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
-        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
+    @classmethod
+    def _over(cls, model: nn.Module, q: GaussianWeights, **changes: Any) -> Posterior:
+        """A Gaussian with a model."""
+        how = {"mode": q.mode, "origin": q.origin, **changes}
+        return cls(structure=q.structure, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
+
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:  # noqa: D102
         tensors, header = super().packed(weights=weights, compress=compress)
         header |= {
             "likelihood": self.likelihood,
@@ -320,8 +314,6 @@ class Posterior(GaussianWeights):
             "running_statistics": running_statistics(self.model),
         }
         return tensors, header
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def predict(
         self,
@@ -386,17 +378,16 @@ class Posterior(GaussianWeights):
         self.require_whole("the input side")
         if not self.structure.independent:
             raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        known = input_sides(self, inputs, forward=forward)
         v, prior = self.structure.second_moment, dict(self.prior_precision)
-        sides = {name: side for name, side in known.items() if side.bias is None or side.bias in v}
+        sides = input_sides(self, inputs, forward=forward)
+        sides = {name: side for name, side in sides.items() if side.bias is None or side.bias in v}
+        joined = {*sides, *(side.bias for side in sides.values())}
+        moments = {name: tensor for name, tensor in v.items() if name not in joined}
         for name, side in sides.items():
             if isinstance(prior[name], Tensor):
                 raise SettingError(f"with_inputs needs one prior precision for all weights of {name!r}")
-            prior |= {} if side.bias is None else {side.bias: prior[name]}
-        joined = {side.bias for side in sides.values()}
-        moments = {name: tensor for name, tensor in v.items() if name not in sides and name not in joined}
-        for name, side in sides.items():
             moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
+            prior |= {} if side.bias is None else {side.bias: prior[name]}
         settings = replace(self.settings, prior_precision=prior)
         return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
 
@@ -434,8 +425,6 @@ class Posterior(GaussianWeights):
                 raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
         return replace(self.each(whole), model=unwrap(model))
 
-    # --- the model ----------------------------------------------------------------------------------------------------
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name, which must still be those of the posterior."""
         parameters = own_parameters(self.model)
@@ -444,13 +433,11 @@ class Posterior(GaussianWeights):
                 raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
         return parameters
 
-    def network_tensors(self) -> Named:
-        """Every tensor of the model by name."""
+    def network_tensors(self) -> Named:  # noqa: D102
         state = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
-    def draw_types(self) -> Mapping[str, torch.dtype]:
-        """The types of the model's parameters."""
+    def draw_types(self) -> Mapping[str, torch.dtype]:  # noqa: D102
         return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
 
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
@@ -461,7 +448,6 @@ class Posterior(GaussianWeights):
     @property
     def moved_statistics(self) -> list[str]:
         """Running statistics of the model's batch norms that have changed since the posterior was read."""
-        assert self.running is not None
         writes, before = self.running
         return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
@@ -469,65 +455,55 @@ class Posterior(GaussianWeights):
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
 
-        The parameters' own memory is set aside, not written to, so what comes back is the very same bits; shards are
-        copied aside instead. On a sharded model every process must enter, and run as many forwards. Other threads that
-        predict with the same model, or go into `sampled`, wait until this one has left.
+        The memory of parameters and buffers is set aside, not written to, so what comes back is the very same bits;
+        shards are copied aside instead. On a sharded model every process must enter, and run as many forwards. Other
+        threads that predict with the same model, or go into `sampled`, wait until this one has left.
         """
         draw = self.sample(generator=generator)
         shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
         with alone_with(self.model), holding(self.model, shards):
             parameters = self.parameters()
             originals = {name: parameters[name].data for name in draw}
-            slots = ((m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None)
-            buffers = [(module, key, buffer, buffer.clone()) for module, key, buffer in slots]
+            named = [module._buffers for module in self.model.modules()]
+            slots = [(buffers, key, b) for buffers in named for key, b in buffers.items() if b is not None]
             try:
                 for name, value in draw.items():
                     parameters[name].data = value.to(originals[name].device)
+                for buffers, key, buffer in slots:
+                    buffers[key] = buffer.clone()
                 yield self.model
             finally:
                 for name, data in originals.items():
                     parameters[name].data = data
-                with torch.no_grad():
-                    for module, key, buffer, before in buffers:
-                        module._buffers[key] = buffer
-                        _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
+                for buffers, key, buffer in slots:
+                    buffers[key] = buffer
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
         copy_into(self.model, self.mean)
 
     def __str__(self) -> str:
-        return "\n".join([f"Posterior over {type(self.model).__name__}", *described([self])])
+        settings, default = self.settings, " (1 where there is no weight decay)" if self.settings.default_prior else ""
+        lines = {
+            "structure": f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters",
+            "data": f"N = {self.n_data:,.10g}" + (f", B = {settings.batch_size}" if settings.batch_size else ""),
+            "curvature": f"v̂^{settings.power:g}, {settings.form} form",
+            "likelihood": self.likelihood,
+            "scale": f"s = {self.scale:.3g}",
+            "prior precision": _range("δ", self.prior_precision.values()) + default,
+            "noise variance": None if self.noise_variance is None else _range("σ²", [self.noise_variance]),
+            "temperature": f"T = {self.temperature:.3g}" if self.temperature != 1 else None,
+            "tracked": self.origin.tracked,
+        }
+        width = max(len(name) for name, value in lines.items() if value)
+        rows = [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
+        return "\n".join([f"Posterior over {type(self.model).__name__}", *rows])
 
 
-def described(posteriors: Sequence[Posterior], **more: str) -> list[str]:
-    """The settings line by line, names and values aligned; of several posteriors the range of each number."""
-    first = posteriors[0]
-    parts = [(q.structure.kind, f"{q.n_data:,.10g}", str(q.batch_size or "")) for q in posteriors]
-    kinds, sizes, batches = (" / ".join(dict.fromkeys(words)) for words in zip(*parts, strict=True))
-    lines = more | {
-        "structure": f"{kinds}, {first.n_weights:,} weights in {len(first.mode)} parameters",
-        "data": f"N = {sizes}" + (f", B = {batches}" if batches else ""),
-        "curvature": f"v̂^{first.power:g}, {first.form} form",
-        "likelihood": first.likelihood or "",
-        "scale": _range("s", [q.scale for q in posteriors]),
-        "prior precision": _range("δ", [delta for q in posteriors for delta in q.prior_precision.values()]),
-        "noise variance": _range("σ²", [q.noise_variance for q in posteriors if q.noise_variance is not None]),
-        "temperature": _range("T", [q.temperature for q in posteriors if q.temperature != 1]),
-        "tracked": "; ".join(dict.fromkeys(str(q.origin.tracked) for q in posteriors if q.origin.tracked)),
-    }
-    if any(q.settings.default_prior for q in posteriors):
-        lines["prior precision"] += " (1 where there is no weight decay)"
-    width = max(len(name) for name, value in lines.items() if value)
-    return [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
-
-
-def _range(symbol: str, values: Sequence[float | Tensor]) -> str:
-    """The least and the greatest; one number where they are the same, nothing where there is none."""
-    tensors = [whole(torch.as_tensor(value)).double() for value in values]
-    ends = [float(end) for tensor in tensors for end in tensor.aminmax()]
-    numbers = dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))) if ends else ()
-    return f"{symbol} = {' to '.join(numbers)}" if numbers else ""
+def _range(symbol: str, values: Iterable[float | Tensor]) -> str:
+    """The least and the greatest; one number where they are the same."""
+    ends = [float(end) for value in values for end in whole(torch.as_tensor(value)).double().aminmax()]
+    return f"{symbol} = {' to '.join(dict.fromkeys(f'{end:.3g}' for end in (min(ends), max(ends))))}"
 
 
 def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
@@ -560,13 +536,6 @@ def padding_rows(model: nn.Module) -> dict[str, int]:
     by_name = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
     only = {name: next(iter(kept)) for name, kept in by_name.items() if len(kept) == 1}
     return {name: row for name, row in only.items() if row is not None}
-
-
-def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """The first entry alone along dimensions in which a buffer is one number expanded, which cannot be written to."""
-    if buffer.layout != torch.strided:
-        return tensor
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
 
 
 def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:

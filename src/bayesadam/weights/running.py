@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,10 +33,7 @@ def running_statistics(model: nn.Module) -> dict[str, list[float]]:
 
 
 def writes_to_statistics(model: nn.Module) -> int:
-    """How often running statistics were written to, by torch's own count; cheaper than a look at their values.
-
-    In training the count of `num_batches_tracked` rises, that of the others when a state is loaded.
-    """
+    """How often running statistics were written to, by torch's own count; cheaper than a look at their values."""
     names = (*_NAMES, "num_batches_tracked")
     buffers = (buffer for name, buffer in unwrap(model).named_buffers() if name.rpartition(".")[2] in names)
     return sum(0 if buffer.is_inference() else buffer._version for buffer in buffers)
@@ -43,8 +41,9 @@ def writes_to_statistics(model: nn.Module) -> int:
 
 def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
     """The running statistics of a model that are not the saved ones."""
+    close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
     now = running_statistics(model)
-    return [name for name, numbers in now.items() if name in saved and not _close(numbers, saved[name])]
+    return [name for name in now if name in saved and not all(map(close, now[name], saved[name]))]
 
 
 def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -64,8 +63,7 @@ def biases_before_norms(
 
     The norm removes what they add, so that their gradients are rounding errors; but its running mean has them in it,
     and without them the network is another one. Their second moment is at most a millionth of that of their layer's
-    weight, and they have as many entries as some running mean. `moment` gives v̂ of a parameter, or of some of its
-    entries; `widths` are those of the batch norms, see `norm_widths`.
+    weight, and they have as many entries as some running mean, see `norm_widths`. `moment` gives v̂ of a parameter.
     """
     biases = []
     for name in names:
@@ -77,20 +75,11 @@ def biases_before_norms(
     return tuple(sorted(biases))
 
 
-def warn_of_other_statistics(path: AnyPath, saved: object, model: nn.Module) -> None:
+def warn_of_other_statistics(path: AnyPath, saved: Mapping[str, Any], model: nn.Module) -> None:
     """Warn where a posterior was saved with other statistics than the model has."""
-    if not isinstance(saved, Mapping):
-        return
     if other := other_statistics(saved, model):
         warn(
             f"the model's running statistics are not those that {path} was saved with (first {other[0]!r}, "
             f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
             "the posterior"
         )
-
-
-def _close(numbers: list[float], saved: Any) -> bool:
-    try:
-        return all(math.isclose(a, float(b), rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(numbers, saved, strict=True))
-    except (TypeError, ValueError):
-        return False

@@ -155,6 +155,6 @@ def _placed(name: str, delta: Precision, theta: Tensor) -> Precision:
     if not isinstance(delta, Tensor) or delta.numel() == 1:
         return float(delta)
     if delta.shape != theta.shape:
-        shapes = f"shape {tuple(delta.shape)}, the parameter {tuple(theta.shape)}"
-        raise SettingError(f"the prior precision of {name!r} has {shapes}")
+        shapes = f"{tuple(delta.shape)}, the parameter {tuple(theta.shape)}"
+        raise SettingError(f"the prior precision of {name!r} has shape {shapes}")
     return placed_like(delta.detach(), theta) if is_sharded(theta) else delta.detach()

@@ -65,19 +65,18 @@ def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[
         return compression.encode(moments[name], compress)[role.removeprefix(_MOMENT)]
 
     numbers = {name: delta for name, delta in deltas.items() if not isinstance(delta, Tensor)}
-    plain = {key: getattr(settings, key) for key in SETTING_NAMES if key != "prior_precision"}
-    plain = {key: value for key, value in plain.items() if value or key not in _FLAGS}
+    plain = {key: value for key, value in vars(settings).items() if value or key not in _FLAGS}
     header = {
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
         "structure": q.structure.kind,
-        **({"inputs": {n: [side.bias, side.inputs_first] for n, side in sides.items()}} if sides else {}),
+        "inputs": {name: [side.bias, side.inputs_first] for name, side in sides.items()} or None,
         "parameters": list(mode),
         "settings": {**plain, "prior_precision": numbers},
         **q.origin.header(),
         "omitted": dict(q.omitted),
-        **({} if weights else {"has_weights": False}),
-        **({} if compress is None else {"compress": compress}),
+        "has_weights": weights,
+        "compress": compress,
     }
     return Lazy(outline, read), header
 
@@ -143,8 +142,8 @@ class Stored:
 
     def _of_model(self, parameters: Named) -> dict[str, Tensor]:
         """θ_t of a file without weights: the model's, within a tenth of the file's probes in the mean square."""
-        named = {name: parameters[name].detach() for name in self.names}
-        mode = {name: theta.to(working_dtype(theta.dtype), copy=True) for name, theta in named.items()}
+        kinds = {name: working_dtype(parameters[name].dtype) for name in self.names}
+        mode = {name: parameters[name].detach().to(kind, copy=True) for name, kind in kinds.items()}
         ours = {name: compression.probe(whole(theta)) for name, theta in mode.items()}
         theirs = {name: self.tensor("probe", name) for name in self.names}
         if any(theirs[name].shape != numbers.shape for name, numbers in ours.items()):
@@ -187,8 +186,8 @@ class Stored:
         """The input side of one layer."""
         like = self.tensors[f"{_MODE}.{name}"] if self.parameters is None else self.parameters[name]
         basis, spectrum, rows = (self.tensors[f"{role}.{name}"] for role in ("right", "spectrum", "rows"))
-        outputs, inputs = (like.shape[1], like.shape[0]) if inputs_first else (like.shape[0], like[0].numel())
-        size = inputs + (bias is not None)
+        outputs = like.shape[1] if inputs_first else like.shape[0]
+        size = like.numel() // max(outputs, 1) + (bias is not None)
         if basis.shape != (size, size) or spectrum.shape != (size,) or not is_orthonormal(basis):
             raise self.damaged(f"the inputs of {name!r} have a basis that is not orthogonal, or not of their number")
         if rows.shape != (outputs,) or not bool((torch.isfinite(rows) & (rows >= 0)).all() & (spectrum >= 0).all()):

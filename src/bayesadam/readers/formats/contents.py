@@ -48,8 +48,8 @@ class Recorded:
 
     def completed(self, other: Recorded) -> Recorded:
         """What this lacks, from `other`."""
-        known = {key: value for key, value in asdict(self).items() if value is not None}
-        return Recorded(**{**asdict(other), **known})
+        written = {key: value for key, value in asdict(self).items() if value is not None}
+        return Recorded(**{**asdict(other), **written})
 
 
 @dataclass(frozen=True)
@@ -185,17 +185,16 @@ def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """
     if value.keys() != {"state", "hypers"}:
         return value
-    states, hypers = _items(value["state"]), _items(value["hypers"])
-    settings = [[group.get(key) for key in ("mom", "sqr_mom", "wd")] for group in hypers]
+    states, hypers = (_items(value[key]) for key in ("state", "hypers"))
+    settings = [tuple(group.get(key) for key in ("mom", "sqr_mom", "wd")) for group in hypers]
     trained = {n: state for n, state in enumerate(states) if any(isinstance(t, Tensor) for t in state.values())}
-    if not settings or any(group != settings[0] for group in settings) or not isinstance(settings[0][1], float):
-        return value
-    if not all(_FASTAI.keys() <= state.keys() for state in trained.values()):
+    is_adam = all(_FASTAI.keys() <= state.keys() for state in trained.values())
+    if len({*settings}) != 1 or not isinstance(settings[0][1], float) or not is_adam:
         return value
     momentum, beta, decay = settings[0]
     groups = itertools.groupby(range(len(states)), lambda number: bool(states[number].get("do_wd", True)))
     return {
-        "state": {n: {_FASTAI[k]: held for k, held in s.items() if k in _FASTAI} for n, s in trained.items()},
+        "state": {n: {torch: state[key] for key, torch in _FASTAI.items()} for n, state in trained.items()},
         "param_groups": [
             {"betas": (momentum, beta), "weight_decay": float(decay or 0) * decays, "params": list(numbers)}
             for decays, numbers in groups

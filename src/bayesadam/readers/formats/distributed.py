@@ -57,9 +57,9 @@ def stored_entries(folder: Path) -> list[Stored]:
         if not nesting:
             raise FileError(f"{source} has no planner_data: save it with torch's default planner")
         located = {}
-        for index, held in record["storage_data"].items():
+        for index, place in record["storage_data"].items():
             low = index.state.get("offset")
-            located[index.state["fqn"], None if low is None else tuple(low)] = held.state
+            located[index.state["fqn"], None if low is None else tuple(low)] = place.state
         return [_entry(folder, key, path, kinds[key].state, located) for key, path in nesting.items() if key in kinds]
 
 
@@ -82,9 +82,9 @@ def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: 
     return Stored(key, parts, [_piece(folder, key, located[key, box[0]], *box) for box in there], shape, dtype)
 
 
-def _piece(folder: Path, key: str, held: Mapping[str, Any], *box: tuple[int, ...]) -> Piece:
+def _piece(folder: Path, key: str, place: Mapping[str, Any], *box: tuple[int, ...]) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
-    name, start, length = held["relative_path"], held["offset"], held["length"]
+    name, start, length = place["relative_path"], place["offset"], place["length"]
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name:
         raise FileError(f"{folder / _METADATA} puts {key!r} into {name!r}, outside of the folder: it is not read")
@@ -99,10 +99,9 @@ def _piece(folder: Path, key: str, held: Mapping[str, Any], *box: tuple[int, ...
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes, by first corner and edges, lie in a tensor and are as large as it together; ranks share none."""
     corners = [corner for offsets, sizes in boxes for corner in zip(offsets, sizes, shape, strict=True)]
-    held = min(shape, default=0) >= 0 and all(
-        low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners
-    )
-    return held and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
+    is_inside = all(low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners)
+    filled = sum(math.prod(sizes) for _, sizes in boxes)
+    return is_inside and min(shape, default=0) >= 0 and filled == math.prod(shape)
 
 
 def read_stored(entry: Stored) -> Any:
@@ -119,12 +118,12 @@ def read_stored(entry: Stored) -> Any:
 
 def _load(entry: Stored, piece: Piece) -> Any:
     view = mapped(piece.file)[piece.start : piece.start + piece.length]
-    found = load_view(view, f"{piece.file}: {entry.key!r}")
+    value = load_view(view, f"{piece.file}: {entry.key!r}")
     if entry.shape is None:
-        return found
-    if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes or found.dtype != entry.dtype:
+        return value
+    if not isinstance(value, Tensor) or tuple(value.shape) != piece.sizes or value.dtype != entry.dtype:
         raise FileError(f"{piece.file} does not hold {entry.key!r} as it should: the files are not of one save")
-    return found.detach()
+    return value.detach()
 
 
 def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
@@ -132,7 +131,7 @@ def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
     below: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
     for (first, *rest), value in leaves:
         below.setdefault(first, []).append((tuple(rest), value))
-    built = {key: held[0][1] if len(held) == 1 and not held[0][0] else nested(held) for key, held in below.items()}
+    built = {key: inner[0][1] if len(inner) == 1 and not inner[0][0] else nested(inner) for key, inner in below.items()}
     return [built[key] for key in sorted(built)] if all(isinstance(key, int) for key in built) else built
 
 
@@ -160,8 +159,8 @@ def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in flat.items():
         kind, _, rest = key.partition(".")
         name, _, entry = rest.rpartition(".")
-        held = states.setdefault(name, {}) if kind == "state" else groups.setdefault(name, {"params": [name]})
-        held[entry] = value
+        entries = states.setdefault(name, {}) if kind == "state" else groups.setdefault(name, {"params": [name]})
+        entries[entry] = value
     return {"state": states, "param_groups": list(groups.values())}
 
 

@@ -105,9 +105,9 @@ def _contents(path: Path, weights: Mapping[str, Tensor], ordered: bool, rules: R
 
 def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
     """The groups into which the Trainer's releases put these parameters: decayed, then undecayed; or one group."""
-    modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
-    plain = {f"{path}." for path, module in modules.items() if isinstance(module, nn.LayerNorm)}
-    alike = {f"{path}." for path, module in modules.items() if type(module).__name__.endswith(("RMSNorm", "LayerNorm"))}
+    modules = [(f"{path}.", m) for path, m in model.named_modules(remove_duplicate=False) if path]
+    plain = {path for path, module in modules if isinstance(module, nn.LayerNorm)}
+    alike = {path for path, module in modules if type(module).__name__.endswith(("RMSNorm", "LayerNorm"))}
     answers: Orders = []
     for pattern, every_norm in _UNDECAYED:
         norms = tuple(plain | alike if every_norm else plain)
@@ -119,8 +119,7 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
 def _trainer_orders(model: nn.Module) -> Orders:
     """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
     named = dict(model.named_parameters())
-    trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    return [*decay_orders(model, trained), [list(named)]]
+    return [*decay_orders(model, [name for name in named if named[name].requires_grad]), [list(named)]]
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -130,18 +129,18 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
     """The model's name for each stored one, where they differ: renamed by transformers on saving, wrapped, or tied."""
-    own = _tensors_of(model)
+    tensors = _tensors_of(model)
     cleaned = {key: name for name, key in clean_names(stored).items()}
-    renamed = {} if own.keys() >= set(stored) else _renamed_on_saving(model, own)
-    found = {key: key if key in own else renamed.get(key, cleaned[key]) for key in stored}
+    renamed = {} if tensors.keys() >= set(stored) else _renamed_on_saving(model, tensors)
+    names = {key: key if key in tensors else renamed.get(key, cleaned[key]) for key in stored}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken = set(found.values())
-    for key, name in found.items():
-        main = first.get(id(own[name]), name) if name in own else name
+    taken = set(names.values())
+    for key, name in names.items():
+        main = first.get(id(tensors[name]), name) if name in tensors else name
         if main not in taken:
-            found[key] = main
+            names[key] = main
             taken.add(main)
-    return {key: name for key, name in found.items() if key != name}
+    return {key: name for key, name in names.items() if key != name}
 
 
 def _renamed_on_saving(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
@@ -183,8 +182,8 @@ def _read_model(path: Path, *, is_trainer: bool) -> Contents:
 
 def _checkpoints(path: Path) -> str:
     """The folders called checkpoint-N, by N, in words; empty where there is none."""
-    found = [(int(match[1]), name) for name in _files_of(path) if (match := _CHECKPOINT.fullmatch(name))]
-    return ", ".join(name for _, name in sorted(found) if (path / name).is_dir())
+    numbered = [(int(match[1]), name) for name in _files_of(path) if (match := _CHECKPOINT.fullmatch(name))]
+    return ", ".join(name for _, name in sorted(numbered) if (path / name).is_dir())
 
 
 def _read_parent(path: Path) -> Contents:
@@ -207,11 +206,11 @@ _ADAPTER_CONFIG = "adapter_config.json"
 def _adapters_in(path: Path) -> list[Path]:
     """The folders with an adapter: 'default' is at the top; others, beside what the Trainer wrote, have their own."""
     there = _files_of(path)
-    own = [path] if _ADAPTER_CONFIG in there else []
-    if not own and there.isdisjoint({STATE, *_OPTIMIZERS}):
+    top = [path] if _ADAPTER_CONFIG in there else []
+    if not top and there.isdisjoint({STATE, *_OPTIMIZERS}):
         return []
     inner = sorted(path / name for name in there if not _CHECKPOINT.fullmatch(name))
-    return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
+    return [*top, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
 def _read_adapter(path: Path) -> Contents:
@@ -241,11 +240,11 @@ class _Adapter:
     def names(self, model: nn.Module) -> dict[str, str]:
         """The model's name for each stored one: PEFT leaves out the name of the adapter."""
         load = f"peft.PeftModel.from_pretrained(model, {str(self.path)!r}, is_trainable=True)"
-        known = getattr(model, "peft_config", None)
-        if not isinstance(known, Mapping) or not known:
+        adapters = getattr(model, "peft_config", None)
+        if not isinstance(adapters, Mapping) or not adapters:
             kind = type(model).__name__
             raise MatchError(f"{self.path} holds an adapter, and {kind} has none: pass the model with it, {load}")
-        compared = {name: self._compared(model, name) for name in known}
+        compared = {name: self._compared(model, name) for name in adapters}
         fitting = [name for name, (_, misfits) in compared.items() if self.shapes.keys().isdisjoint(misfits)]
         if not fitting:
             reason = next(text for _, all_ in compared.values() for key, text in all_.items() if key in self.shapes)
@@ -257,9 +256,8 @@ class _Adapter:
 
     def orders(self, model: nn.Module) -> Orders:
         """The Trainer's orders of what the file holds: what else was trained is lost, and no order fits."""
-        held = set(self.names(model).values())
-        named = dict(model.named_parameters())
-        stored = [name for name in named if name in held]
+        adapted, named = set(self.names(model).values()), dict(model.named_parameters())
+        stored = [name for name in named if name in adapted]
         trained = [name for name in stored if named[name].requires_grad]
         return [*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]]
 
@@ -271,21 +269,17 @@ class _Adapter:
             tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
         except Exception as error:
             raise MatchError(f"PEFT cannot tell the weights of the model's adapter {name!r} ({error})") from error
-        known = {id(tensor): key for key, tensor in own.items()}
-        known |= {id(parameter): key for key, parameter in model.named_parameters()}
-        saved = {key: known[id(tensor)] for key, tensor in tensors.items() if id(tensor) in known}
+        names_by_id = {id(tensor): key for key, tensor in own.items()}
+        names_by_id |= {id(parameter): key for key, parameter in model.named_parameters()}
+        saved = {key: names_by_id[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names_by_id}
         # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
-        names = {key: key for key in own} | {f"base_model.model.{key}": held for key, held in saved.items()} | saved
-        inner: Any = getattr(model, "get_base_model", lambda: model)
-        kind = type(inner()).__name__
+        names = {key: key for key in own} | {f"base_model.model.{key}": name for key, name in saved.items()} | saved
         misfits = {}
         for key in {**self.shapes, **saved}:
             stored, built = self.shapes.get(key), own[names[key]].shape if key in names else None
-            if stored is None or built is None:
-                where = "not in the adapter and in" if stored is None else "in the adapter and not in"
-                misfits[key] = f"{key!r} is {where} the {kind}"
-            elif stored != built:
-                misfits[key] = f"{key!r} has shape {tuple(stored)} in the adapter and {tuple(built)} in the {kind}"
+            if stored != built:
+                there, here = ("nothing" if shape is None else f"shape {tuple(shape)}" for shape in (stored, built))
+                misfits[key] = f"{key!r} has {there} in the adapter and {here} in the model"
         return names, misfits
 
 

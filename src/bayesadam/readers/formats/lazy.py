@@ -21,9 +21,9 @@ class Lazy(Mapping[str, Any]):
         self._read = read
 
     def __getitem__(self, key: str) -> Any:
-        held = self.outline[key]
-        on_disk = isinstance(held, Mapping) or (isinstance(held, Tensor) and held.is_meta)
-        return self._read(key) if on_disk else held
+        entry = self.outline[key]
+        on_disk = isinstance(entry, Mapping) or (isinstance(entry, Tensor) and entry.is_meta)
+        return self._read(key) if on_disk else entry
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.outline)
@@ -73,8 +73,8 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_meta:
         # A tensor on the disk, by its outline: whether it is tied is not known.
         return (id(tensor),)
-    held = own_part(tensor)
-    return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
+    part = own_part(tensor)
+    return (part.untyped_storage().data_ptr(), part.storage_offset(), part.shape, part.stride())
 
 
 def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

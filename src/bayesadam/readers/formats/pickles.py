@@ -107,10 +107,10 @@ class Window:
     def readline(self) -> bytes:
         """Up to the end of a line."""
         for length in (128, _LONGEST_LINE):
-            found = bytes(self.view[self.position : self.position + length])
-            if b"\n" in found:
+            line = bytes(self.view[self.position : self.position + length])
+            if b"\n" in line:
                 break
-        return self.read(found.find(b"\n") + 1 or len(found))
+        return self.read(line.find(b"\n") + 1 or len(line))
 
 
 def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -203,39 +203,39 @@ class _Unpickler(pickle._Unpickler):
         self.append(bytearray(self.read(count)))
 
     def _build(self) -> None:
-        state, held = self.stack.pop(), self.stack[-1]
-        if isinstance(held, StandIn):
-            held.state = state
-        elif isinstance(held, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
+        state, built = self.stack.pop(), self.stack[-1]
+        if isinstance(built, StandIn):
+            built.state = state
+        elif isinstance(built, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
             # torch notes the modules' names with a state dict.
-            held._metadata = state["_metadata"]  # type: ignore[attr-defined]
+            built._metadata = state["_metadata"]  # type: ignore[attr-defined]
 
     def _dict(self) -> None:
         # `pop_mark` replaces the stack.
-        found = self.pop_mark()
+        pairs = self.pop_mark()
         self.append({})
-        self._set(found)
+        self._set(pairs)
 
     def _frozenset(self) -> None:
-        found = self.pop_mark()
-        self.append(frozenset(map(_key, found)))
+        items = self.pop_mark()
+        self.append(frozenset(map(_key, items)))
 
-    def _set(self, found: list[Any]) -> None:
-        held = self.stack[-1]
-        pairs = held.pairs if isinstance(held, StandIn) else held
-        if not isinstance(pairs, dict) or len(found) % 2:
-            raise BadPickle(f"pairs for {type(held).__name__}")
-        for key, value in zip(found[::2], found[1::2], strict=True):
+    def _set(self, items: list[Any]) -> None:
+        built = self.stack[-1]
+        pairs = built.pairs if isinstance(built, StandIn) else built
+        if not isinstance(pairs, dict) or len(items) % 2:
+            raise BadPickle(f"pairs for {type(built).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
             pairs[_key(key)] = value
 
-    def _extend(self, found: list[Any]) -> None:
-        held = self.stack[-1]
-        if isinstance(held, set):
-            held.update(map(_key, found))
-        elif isinstance(held, StandIn | list):
-            (held.items if isinstance(held, StandIn) else held).extend(found)
+    def _extend(self, items: list[Any]) -> None:
+        built = self.stack[-1]
+        if isinstance(built, set):
+            built.update(map(_key, items))
+        elif isinstance(built, StandIn | list):
+            (built.items if isinstance(built, StandIn) else built).extend(items)
         else:
-            raise BadPickle(f"items for {type(held).__name__}")
+            raise BadPickle(f"items for {type(built).__name__}")
 
     opcodes = {key: step for key, step in pickle._Unpickler.dispatch.items() if bytes([key]) not in _REFUSED} | {
         pickle.REDUCE[0]: _call,
@@ -288,11 +288,11 @@ def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Ten
     if len(shape) != len(steps) or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 64:
         raise BadPickle("a tensor of an impossible size or stride")
     kind = next((one for one in rest if isinstance(one, torch.dtype)), storage.dtype)
-    held = storage.memory.nbytes() // kind.itemsize
+    capacity = storage.memory.nbytes() // kind.itemsize
     entries = math.prod(shape)
     last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if entries else offset
-    if last > held or entries > max(held, _MOST_EXPANDED):
-        raise BadPickle(f"a tensor of size {shape!r} that needs {last} entries of a storage of {held}")
+    if last > capacity or entries > max(capacity, _MOST_EXPANDED):
+        raise BadPickle(f"a tensor of size {shape!r} that needs {last} entries of a storage of {capacity}")
     return torch.empty(0, dtype=kind).set_(storage.memory, offset, shape, steps)
 
 

@@ -65,9 +65,9 @@ def format_of(path: str | os.PathLike[str]) -> Format:
             raise FileError(f"cannot read {path}: {error.strerror}") from None
         if not head:
             raise FileError(f"{path} is empty")
-    for known in registered_formats():
-        if known.folder in (None, is_folder) and known.recognises(path, head):
-            return known
+    for kind in registered_formats():
+        if kind.folder in (None, is_folder) and kind.recognises(path, head):
+            return kind
     if is_folder:
         inside = sorted(entry.name for entry in path.iterdir())[:8]
         raise FileError(f"{path} is a folder of no known format; it has {inside}. Pass the file with the weights")
@@ -87,15 +87,6 @@ def states_beside(path: Path) -> list[Path]:
     states = [path.with_name(before + word + after) for word in _STATES]
     published = path.with_name(before.removesuffix("pytorch_") + "posterior" + after).with_suffix(".safetensors")
     return [file for file in states if file.is_file()] or [file for file in [published] if file.is_file()]
-
-
-def without_role(stem: str) -> str:
-    """A file's name without the words for weights or for an optimiser's state.
-
-    >>> without_role("model_12"), without_role("optimizer_12")
-    ('_12', '_12')
-    """
-    return _STATE.sub("", _WEIGHTS.sub("", stem))
 
 
 def is_state_file(path: Path) -> bool:

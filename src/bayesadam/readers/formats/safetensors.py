@@ -65,7 +65,7 @@ def _read_posterior(path: Path) -> Contents:
     summary = f"the posterior of {len(names)} parameters"
     if stored is None:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
-    known = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
+    origins = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     param_groups = [{"params": members, "weight_decay": decay, **marks} for decay, members in groups.items()]
     return Contents(
         networks=[] if stored is None else [Network((), stored, ordered=False)],
@@ -74,18 +74,18 @@ def _read_posterior(path: Path) -> Contents:
         recorded=Recorded(
             step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")
         ),
-        notes=("the second moments are a saved posterior's" + (f" ({', '.join(known)})" if known else ""),),
+        notes=("the second moments are a saved posterior's" + (f" ({', '.join(origins)})" if origins else ""),),
     )
 
 
 def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | None) -> Lazy:
     """The state of one parameter, decoded when it is accessed, and a few of the weights that it belongs to."""
-    held = {key: tensors[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in tensors}
-    key = ROTATED_MOMENT_KEY if held else MOMENT_KEY
+    bases = {key: tensors[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in tensors}
+    key = ROTATED_MOMENT_KEY if bases else MOMENT_KEY
     shape = moment_shape(tensors, f"{_ROLE}.{name}")
-    known = tensors[f"probe.{name}"] if f"probe.{name}" in tensors else probe(tensors[f"mode.{name}"])
-    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: known}
-    outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in held.items()}
+    probed = tensors[f"probe.{name}"] if f"probe.{name}" in tensors else probe(tensors[f"mode.{name}"])
+    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: probed}
+    outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in bases.items()}
     outline |= {} if steps is None else {"step": steps}
 
     def read(wanted: str) -> Tensor:

@@ -55,7 +55,6 @@ _LOCAL_HEADER, _ALIGNED, _CHUNK = 30, 64, 1 << 20
 _DEEPEST = 3
 # Times the size of a compressed archive that is unpacked into memory.
 _MOST_UNPACKED = 64
-_BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
 _ZIP = b"PK\x03\x04"
 # As deep as anything is looked for in a file.
 _LEVELS = 3
@@ -91,8 +90,8 @@ def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
     """Bytes as the memory of tensors, copied where they do not start at a multiple of an entry's size."""
     if not view:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
-    found = torch.frombuffer(view, dtype=torch.uint8)
-    return (found.clone() if found.data_ptr() % itemsize else found).untyped_storage()
+    memory = torch.frombuffer(view, dtype=torch.uint8)
+    return (memory.clone() if memory.data_ptr() % itemsize else memory).untyped_storage()
 
 
 def as_file(view: memoryview) -> Any:
@@ -103,20 +102,20 @@ def as_file(view: memoryview) -> Any:
 
 def zip_members(view: memoryview) -> dict[str, memoryview]:
     """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
-    found: dict[str, memoryview] = {}
+    members: dict[str, memoryview] = {}
     left = _CHUNK + _MOST_UNPACKED * len(view)
     with zipfile.ZipFile(as_file(view)) as archive:
         for info in archive.infolist():
             if info.compress_type == zipfile.ZIP_STORED:
                 header = inside(view, info.header_offset, _LOCAL_HEADER)
                 start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
-                found[info.filename] = inside(view, start, info.file_size)
+                members[info.filename] = inside(view, start, info.file_size)
                 continue
             left -= info.file_size
             if left < 0:
-                raise BadPickle(_BOMB)
-            found[info.filename] = memoryview(bytearray(archive.read(info)))
-    return found
+                raise BadPickle(f"the archive unpacks to more than {_MOST_UNPACKED} times its size")
+            members[info.filename] = memoryview(bytearray(archive.read(info)))
+    return members
 
 
 def load_torch(view: memoryview, depth: int = 0) -> Any:
@@ -176,9 +175,9 @@ class _Reader(Window):
     def storage(self, dtype: torch.dtype) -> Storage:
         """The next storage, after its number of entries."""
         (count,) = struct.unpack("<q", self.read(8))
-        held = inside(self.view, self.position, count * dtype.itemsize)
-        self.position += len(held)
-        return Storage(as_memory(held, dtype.itemsize), dtype)
+        entries = inside(self.view, self.position, count * dtype.itemsize)
+        self.position += len(entries)
+        return Storage(as_memory(entries, dtype.itemsize), dtype)
 
 
 def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedStorage]) -> Any:
@@ -191,8 +190,8 @@ def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedSto
     if bytes(members.get(f"{root}byteorder", b"little")) != b"little":
         raise BadPickle("its numbers are of a big-endian machine")
 
-    def persistent(found: Any) -> Storage:
-        kind, key = _described(found)
+    def persistent(reference: Any) -> Storage:
+        kind, key = _described(reference)
         name = f"{root}data/{key}"
         if name not in storages:
             storages[name] = as_memory(members[name], kind.itemsize)
@@ -201,11 +200,11 @@ def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedSto
     return _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
 
 
-def _described(found: Any) -> tuple[torch.dtype, str]:
+def _described(reference: Any) -> tuple[torch.dtype, str]:
     """The type and the key by which a file refers to a storage."""
-    if not isinstance(found, tuple) or len(found) < 5 or found[0] not in ("storage", b"storage"):
+    if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] not in ("storage", b"storage"):
         raise BadPickle("a reference to something else than a storage")
-    _, kind, key = found[:3]
+    _, kind, key = reference[:3]
     if not isinstance(key, str | int):
         raise BadPickle("a storage without a key")
     return storage_type(kind), str(key)
@@ -224,15 +223,15 @@ def _load_pickles(view: memoryview, depth: int) -> Any:
     kinds: dict[str, torch.dtype] = {}
     storages: dict[str, Storage] = {}
 
-    def persistent(found: Any) -> Any:
-        if isinstance(found, tuple) and found[:1] == ("module",):
-            return found[1]
-        kind, key = _described(found)
+    def persistent(reference: Any) -> Any:
+        if isinstance(reference, tuple) and reference[:1] == ("module",):
+            return reference[1]
+        kind, key = _described(reference)
         kinds[key] = kind
         if key not in storages:
             return None
-        held = Storage(storages[key].memory, kind)
-        return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
+        storage = Storage(storages[key].memory, kind)
+        return storage.part(*reference[5][1:]) if len(reference) > 5 and reference[5] is not None else storage
 
     # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
     begin = reader.position
@@ -247,13 +246,13 @@ def as_weights(tree: Any) -> Any:
     """The tree with every module and optimiser in its upper levels exchanged for its state dict."""
     names: dict[tuple[Any, ...], str] = {}
 
-    def weights(held: StandIn) -> Any:
-        found = OrderedDict(_tensors(held, "", frozenset(), itertools.count()))
-        for name, value in found.items():
+    def weights(module: StandIn) -> Any:
+        tensors = OrderedDict(_tensors(module, "", frozenset(), itertools.count()))
+        for name, value in tensors.items():
             names.setdefault(memory_of(value), name)
-        return found or held
+        return tensors or module
 
-    return _exchanged(_exchanged(tree, weights), lambda held: _state_dict(held, names))
+    return _exchanged(_exchanged(tree, weights), lambda module: _state_dict(module, names))
 
 
 def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any:
@@ -270,45 +269,43 @@ def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any
     return values
 
 
-def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(root: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, then children, in the order of `state_dict`; of TorchScript, attributes in file order."""
-    state = held.state
-    is_module = isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
-    if not is_module or id(held) in above or len(above) == _DEEPEST_MODULE:
+    state = root.state
+    is_module = isinstance(state, Mapping) and ("_modules" in state or root.name.startswith("__torch__."))
+    if not is_module or id(root) in above or len(above) == _DEEPEST_MODULE:
         return
     if next(visits) == _MOST_MODULES:
         raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
-    own = children = state
+    tensors = children = state
     if "_modules" in state:
         skipped = state.get("_non_persistent_buffers_set")
         if isinstance(skipped, StandIn):
             # A set, which old protocols make from a list.
             skipped = skipped.arguments[0] if skipped.arguments else ()
         buffers = {key: value for key, value in (state.get("_buffers") or {}).items() if key not in (skipped or ())}
-        own, children = {**(state.get("_parameters") or {}), **buffers}, state["_modules"]
-    for key, value in own.items():
-        if isinstance(value, Tensor):
-            yield f"{prefix}{key}", value
+        tensors, children = {**(state.get("_parameters") or {}), **buffers}, state["_modules"]
+    yield from ((f"{prefix}{key}", value) for key, value in tensors.items() if isinstance(value, Tensor))
     for key, value in children.items():
         if isinstance(value, StandIn):
-            yield from _tensors(value, f"{prefix}{key}.", above | {id(held)}, visits)
+            yield from _tensors(value, f"{prefix}{key}.", above | {id(root)}, visits)
 
 
-def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
+def _state_dict(optimizer: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
     """An optimiser's state dict; anything else as it is. Its parameters are tensors, known by their memory."""
-    state = held.state
+    state = optimizer.state
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
-        return held
+        return optimizer
     groups, states = state["param_groups"], state["state"]
     try:
         listed = [memory_of(parameter) for group in groups for parameter in group["params"]]
-        known = all(memory in names for memory in listed)
-        keys = {memory: names[memory] if known else number for number, memory in enumerate(listed)}
+        named = all(memory in names for memory in listed)
+        keys = {memory: names[memory] if named else number for number, memory in enumerate(listed)}
         numbered = {keys[memory_of(parameter)]: value for parameter, value in states.items()}
         made = [{**group, "params": [keys[memory_of(p)] for p in group["params"]]} for group in groups]
     except (TypeError, KeyError, AttributeError):
-        return held
-    return {"state": numbered, "param_groups": made} if len(keys) == len(listed) else held
+        return optimizer
+    return {"state": numbered, "param_groups": made} if len(keys) == len(listed) else optimizer
 
 
 def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
@@ -330,8 +327,8 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
         name = members[memory.data_ptr()]
         if name not in changed:
             changed[name] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
-        held = changed[name].untyped_storage()
-        new = torch.empty(0, dtype=old.dtype).set_(held, old.storage_offset(), old.shape, old.stride())
+        copied = changed[name].untyped_storage()
+        new = torch.empty(0, dtype=old.dtype).set_(copied, old.storage_offset(), old.shape, old.stride())
         new.copy_(weights(keys))
     with zipfile.ZipFile(as_file(view)) as before, target.open("wb") as file, zipfile.ZipFile(file, "w") as after:
         for info in before.infolist():
@@ -344,9 +341,9 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
             with after.open(made, "w", force_zip64=large) as out:
                 if info.filename in changed:
                     out.write(changed[info.filename].numpy().tobytes())
-                else:
-                    with before.open(info) as member:
-                        shutil.copyfileobj(member, out, _CHUNK)
+                    continue
+                with before.open(info) as member:
+                    shutil.copyfileobj(member, out, _CHUNK)
 
 
 def _read(path: Path) -> Contents:
@@ -386,8 +383,8 @@ def _read_zip(path: Path) -> Contents:
 
 def _files_in(folder: Path) -> list[Path]:
     """Files with the endings of checkpoints, the newest first, down to the third level."""
-    found = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
-    return sorted((file for file in found if file.is_file()), key=lambda file: -file.stat().st_mtime)
+    files = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
+    return sorted((file for file in files if file.is_file()), key=lambda file: -file.stat().st_mtime)
 
 
 def _read_folder(path: Path) -> Contents:
