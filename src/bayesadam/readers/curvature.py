@@ -20,8 +20,6 @@ from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_
 from bayesadam.readers.registry import TRACKED, State, StateReader, working_dtype
 from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
-# Weights read together, whatever the size of a tensor.
-PIECE = 2**19
 # A mark of groups that stand for a saved posterior whose second moments are of recorded gradients.
 RECORDED_MARK = "recorded_gradients"
 # bitsandbytes has used these block lengths for its optimiser states.

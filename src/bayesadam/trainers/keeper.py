@@ -106,8 +106,8 @@ class PosteriorKeeper:
         # Hours of training must not be lost to whatever the user's model or disk raises here.
         except Exception as error:
             self._posterior = error
-            reason = f"{type(error).__name__}: {error}"
-            warn(f"training is over, but there is no posterior: {reason}", NoPosteriorWarning)
+            text = f"training is over, but there is no posterior: {type(error).__name__}: {error}"
+            warn(text, NoPosteriorWarning)
 
 
 def count_examples(loader: Any) -> int | None:

@@ -307,14 +307,12 @@ def _of_blocks(
     codes: Tensor, scale: Tensor, qmap: Tensor | None = None, signed: bool = False, _shape: Any = None, **_: Any
 ) -> Tensor:
     """torchao's optimiser states: entries of a table, or float8, times the scale of their block; of 4 bits in pairs."""
-    # Averages of gradients, which have a sign, are of no use.
-    if signed or scale.dim() != 1 or not len(scale) or codes.numel() % len(scale):
+    # Averages of gradients, which have a sign, are of no use; of 4 bits two codes are in one.
+    is_block = not signed and scale.dim() == 1 and len(scale) and codes.numel() % len(scale) == 0
+    is_coded = qmap is None or (codes.dtype == torch.uint8 and qmap.dim() == 1 and len(qmap))
+    if not (is_block and is_coded) or (_shape is not None and math.prod(_shape) != 2 * codes.numel()):
         raise TypeError("blocks that are not read")
-    if qmap is not None and (codes.dtype != torch.uint8 or qmap.dim() != 1 or not len(qmap)):
-        raise TypeError("codes without a table")
     shape = codes.shape
-    if _shape is not None and math.prod(_shape) != 2 * codes.numel():
-        raise TypeError("codes of another shape")
     if _shape is not None:
         codes, shape = torch.stack([codes >> 4, codes & 15], dim=-1), torch.Size(_shape)
     values = codes.float() if qmap is None else qmap[codes.long().clamp_(max=len(qmap) - 1)]

@@ -67,13 +67,12 @@ def _read_posterior(path: Path) -> Contents:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
     origins = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     param_groups = [{"params": members, "weight_decay": decay, **marks} for decay, members in groups.items()]
+    last = (header.get("steps") or [None])[-1]
     return Contents(
         networks=[] if stored is None else [Network((), stored, ordered=False)],
         states={(): {"state": states, "param_groups": param_groups}},
         summary=summary,
-        recorded=Recorded(
-            step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")
-        ),
+        recorded=Recorded(step=last, n_data=n_data, batch_size=settings.get("batch_size")),
         notes=("the second moments are a saved posterior's" + (f" ({', '.join(origins)})" if origins else ""),),
     )
 
