@@ -67,7 +67,7 @@ def prune(
         model = copy.deepcopy(posterior.model)
     settings = replace(posterior.settings, prior_precision=prior)
     # The statistics of the copy's batch norms are looked at anew.
-    small = replace(posterior, mode=mode, settings=settings, model=model, running=None)  # type: ignore[arg-type]
+    small = replace(posterior, mode=mode, settings=settings, model=model, running=None)
     copy_into(model, small.mean)
     apply_masks(model, kept)
     return small
