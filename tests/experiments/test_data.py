@@ -317,6 +317,27 @@ def test_adult_is_encoded_as_pandas_does_it_without_the_full_stop(tmp_path):
     assert table.n_labels == 4
 
 
+def census_lines(n: int, labels: range = range(9)) -> list[str]:
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, 4, (n, 69))
+    rows[:, 0] = np.arange(n) + 10_000
+    rows[:, 35] = rng.choice(labels, n)
+    return [",".join(map(str, row)) for row in rows]
+
+
+@pytest.mark.parametrize("ending", ["", "\r"])
+def test_census_is_one_hot_as_pandas_does_it(tmp_path, ending):
+    pandas = pytest.importorskip("pandas")
+    path = written(tmp_path / "c.txt", *(line + ending for line in [CENSUS_HEADER, *census_lines(60)]))
+    table = data.read_census(path, dtype=np.uint8)
+    frame = pandas.read_csv(path)
+    features = frame.drop(columns=["caseid", "dOccup"])
+    dummies = pandas.get_dummies(features, columns=features.columns)
+    np.testing.assert_array_equal(table.contexts, dummies.to_numpy(dtype=np.uint8))
+    assert table.contexts.dtype == np.uint8
+    np.testing.assert_array_equal(table.labels, frame["dOccup"])
+
+
 def test_jester_keeps_the_most_rated_jokes_and_those_who_rated_them_all(tmp_path):
     rng = np.random.default_rng(2)
     ratings = rng.uniform(-10, 10, (30, 100)).round(2)

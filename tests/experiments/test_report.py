@@ -18,7 +18,7 @@ from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, ju
 from experiments.cost import CostSettings
 from experiments.data import DataError
 from experiments.figure1 import METRICS, RegressionSettings
-from experiments.figure2 import FRACTIONS, PruningSettings
+from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
 from experiments.report import read
 from experiments.running import Sample
 from experiments.table1 import OWN_AGENTS, PAPER, BanditSettings
@@ -226,6 +226,19 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path, content, message):
     with pytest.raises(FileError, match=re.escape(message)) as caught:
         read(tmp_path, "table1", "table1")
     assert str(tmp_path / "table1" / "metrics.json") in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_runs_of_earlier_releases_are_taken_by_their_names(whole):
+    for new, old in (("figure1", "regression"), ("figure2", "pruning"), ("table1", "bandits")):
+        content = json.loads((whole / new / "metrics.json").read_text())
+        put(whole, old, content | {"command": old})
+        (whole / new / "metrics.json").unlink()
+    put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9}}, settings="tuned") | {"command": "bandits"})
+    text, found = reported(whole)
+    files = [run["file"].partition("/")[0] for run in found["results"]["runs"]]
+    assert files == ["regression", "pruning", "bandits", "bandits-other", "cost"]
+    assert "python -m experiments figure1 --seed 0" in text
 
 
 # --- what is missing is run -------------------------------------------------------------------------------------------
@@ -463,6 +476,30 @@ def test_claims_about_the_toy_regression():
     assert tighter["figure1-mass-near-data"] is Verdict.FAILED
     # Like the diagonal Laplace's, unlike the full one's.
     assert verdicts(regression_run(std | {"laplace-full": (0.01, 0.3)}))["figure1-like-laplace"] is Verdict.PARTLY
+
+
+@pytest.mark.parametrize(("worst", "verdict"), [(-0.5, Verdict.HELD), (-1.05, Verdict.FAILED), (-1.2, Verdict.FAILED)])
+def test_vadam_is_sensitive_where_its_worst_precision_is_clearly_worse(worst, verdict):
+    content = regression_run()
+    assert verdicts(content)["figure1-vadam-sensitive"] is Verdict.UNMEASURED
+    for name, nll in (("vadam", -1.1), ("vadam-precision-10", worst), ("vadam-precision-100", -1.1)):
+        content["results"][name] = content["results"]["vadam"] | {"nll_in": [nll, nll + 0.01, nll - 0.01]}
+    assert verdicts(content)["figure1-vadam-sensitive"] is verdict
+
+
+def test_the_settings_are_best_where_no_other_keeps_more():
+    worse = {(name, "snr"): {0.75: 0.9, 0.9: 0.9, 0.95: 0.7} for name in VARIANTS}
+    assert verdicts(pruning_run(PRUNED))["figure2-settings"] is Verdict.UNMEASURED
+    assert verdicts(pruning_run(PRUNED | worse))["figure2-settings"] is Verdict.HELD
+    claim = next(claim for claim in CLAIMS if claim.key == "figure2-settings")
+    assert {check[2].partition("/")[0] for check in claim.comparisons} == set(VARIANTS)
+    better = worse | {("badam-l2-1e-05", "snr"): {0.75: 0.9, 0.9: 0.96, 0.95: 0.7}}
+    assert verdicts(pruning_run(PRUNED | better))["figure2-settings"] is Verdict.PARTLY
+    every = {(name, "snr"): {0.75: 0.975, 0.9: 0.96, 0.95: 0.9} for name in VARIANTS}
+    assert verdicts(pruning_run(PRUNED | every))["figure2-settings"] is Verdict.FAILED
+    # Badam with other settings is not another method.
+    found = verdicts(pruning_run(PRUNED | {("badam-l2-1e-05", "snr"): {0.0: 0.999}}))
+    assert found["figure2-accurate"] is Verdict.HELD
 
 
 def test_claims_about_costs():

@@ -305,7 +305,8 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        return np.asarray(self.posterior_.predict(self._inputs(X)).probs)
+        inputs = self._inputs(X)
+        return np.asarray(self.posterior_.predict(inputs).probs)
 
 
 def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
