@@ -37,10 +37,6 @@ _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
-class DataError(FileError, ValueError):
-    """A data set cannot be obtained, or a table does not hold what it should."""
-
-
 # --- where it is ----------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +140,7 @@ def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
     """Where the wanted files of a data set are, by published name; missing ones are downloaded to the cache.
 
     Raises:
-        DataError: a file has the wrong size, or is absent and cannot be downloaded.
+        FileError: a file has the wrong size, or is absent and cannot be downloaded.
     """
     present, paths = find(name), {}
     for file, about in data_set(name).items():
@@ -154,7 +150,7 @@ def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
         # A truncated file is caught without reading it.
         if path.name == file and (size := path.stat().st_size) != about.n_bytes:
             wrong = f"{path} has {size:,} bytes, expected {about.n_bytes:,}: it is truncated or another file"
-            raise DataError(f"{wrong}; remove it to have it downloaded")
+            raise FileError(f"{wrong}; remove it to have it downloaded")
     return paths
 
 
@@ -169,7 +165,7 @@ def _download(name: str, file: str, about: DataFile) -> Path:
         # A server that packs what it sends would have it unpacked on arrival, .gz files included.
         download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
     except MissingExtraError as error:
-        raise DataError(f"{absent}; to download it, {error}") from error
+        raise FileError(f"{absent}; to download it, {error}") from error
     target = (folder or Path()) / about.folder / file
     print(f"{name}: {about.n_bytes:,} bytes from {about.url}", file=sys.stderr)
     try:
@@ -183,9 +179,9 @@ def _download(name: str, file: str, about: DataFile) -> Path:
                     content = packed.open(largest).read(about.n_bytes + 1)
                 temporary.write_bytes(content)
             if (digest := hashlib.sha256(temporary.read_bytes()).hexdigest()) != about.sha256:
-                raise DataError(f"wrong checksum: {digest}, expected {about.sha256}")
+                raise FileError(f"wrong checksum: {digest}, expected {about.sha256}")
     except _DAMAGE as error:
-        raise DataError(f"{absent}; {about.url} did not deliver it: {error}") from error
+        raise FileError(f"{absent}; {about.url} did not deliver it: {error}") from error
     return target
 
 
@@ -235,7 +231,7 @@ def load_split(name: str, split: Split) -> tuple[Tensor, Tensor]:
     images, labels = (np.array(read_idx(paths[file])) for file in _IMAGE_FILES[split])
     if images.ndim < 2 or labels.shape != images.shape[:1]:
         shapes = f"images of shape {images.shape}, labels of shape {labels.shape}"
-        raise DataError(f"{' and '.join(map(str, paths.values()))} do not belong together: {shapes}")
+        raise FileError(f"{' and '.join(map(str, paths.values()))} do not belong together: {shapes}")
     return torch.from_numpy(images).flatten(start_dim=1).float().div_(255), torch.from_numpy(labels).long()
 
 
@@ -364,15 +360,15 @@ def _read(
     except FileNotFoundError:
         raise MissingFileError(f"no file at {path}") from None
     except _DAMAGE as error:
-        raise DataError(f"cannot read {path}: {error}") from error
+        raise FileError(f"cannot read {path}: {error}") from error
     if not len(rows) or rows.shape[1] != width:
-        raise DataError(f"cannot read {path}: {len(rows)} rows of {rows.shape[-1]} columns, expected {width}")
+        raise FileError(f"cannot read {path}: {len(rows)} rows of {rows.shape[-1]} columns, expected {width}")
     return rows
 
 
 def _classes(path: Path, labels: Numbers, n_labels: int) -> npt.NDArray[np.int64]:
     if labels.min() < 0 or labels.max() >= n_labels:
-        raise DataError(f"{path} has a class beyond the {n_labels} that there are")
+        raise FileError(f"{path} has a class beyond the {n_labels} that there are")
     return labels.astype(np.int64)
 
 

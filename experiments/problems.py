@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bayesadam._checks import count
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.weights.draws import stream_seed
-from experiments.data import DataError, load_table
+from experiments.data import FileError, load_table
 
 Numbers = npt.NDArray[Any]
 
@@ -138,7 +138,7 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     # NaN differs from itself.
     missing = [row for row, label in enumerate(labels.tolist()) if label is None or label != label]
     if missing:
-        raise DataError(f"{name}: the label of row {missing[0]} is missing: drop the row")
+        raise FileError(f"{name}: the label of row {missing[0]} is missing: drop the row")
     values, codes = np.unique(labels, return_inverse=True)
     return _known(name, contexts, codes, len(values), standardise=standardise)
 
@@ -202,7 +202,7 @@ def _shuffled(n: int, seed: int, rounds: int) -> Numbers:
 def _known(name: str, contexts: Numbers, rewards: Numbers, n_arms: int, *, standardise: bool = True) -> BanditProblem:
     """A problem whose rewards are known: those of all arms, (rows, arms), or labels (rows,) of which one is right."""
     if n_arms < 2:
-        raise DataError(f"{name}: a bandit needs two arms or more, got {n_arms}")
+        raise FileError(f"{name}: a bandit needs two arms or more, got {n_arms}")
     n, make = len(contexts), partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
     return BanditProblem(name, contexts.shape[1], n_arms, n, n, make)
 
@@ -272,9 +272,9 @@ def _numbers(values: Any, name: str, what: str) -> Numbers:
     try:
         table = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{name}: the {what} are not a table of numbers: {error}") from None
+        raise FileError(f"{name}: the {what} are not a table of numbers: {error}") from None
     if table.ndim != 2 or not table.size:
-        raise DataError(f"{name}: the {what} must be a table that is not empty, got shape {table.shape}")
+        raise FileError(f"{name}: the {what} must be a table that is not empty, got shape {table.shape}")
     if not (np.abs(table) <= np.finfo(np.float32).max).all():
-        raise DataError(f"{name}: the {what} have numbers that are not finite in float32")
+        raise FileError(f"{name}: the {what} have numbers that are not finite in float32")
     return table

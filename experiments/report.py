@@ -14,7 +14,7 @@ from bayesadam._extras import require
 from bayesadam.errors import BayesAdamError, FileError
 from experiments import cost, figure1, figure2, table1
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged
-from experiments.data import DataError, data_set, find, locate
+from experiments.data import data_set, find, locate
 from experiments.problems import table_name
 from experiments.running import Run, Table
 
@@ -159,7 +159,7 @@ def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> 
     played = tuple(name for name in settings.problems if name not in absent)
     reasons = " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
     if not played:
-        raise DataError(reasons)
+        raise FileError(reasons)
     table1.run(**common, device=device, settings=replace(settings, problems=played))
     return reasons
 
@@ -170,6 +170,6 @@ def _absence(table: str, quick: bool) -> str:
         if quick and len(find(table)) < len(data_set(table)):
             return "It is not on this machine, and the quick version downloads nothing."
         locate(table)
-    except DataError as error:
+    except FileError as error:
         return f"{error}."
     return ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam import anchoring
 from bayesadam.anchoring import Anchor, anchor
-from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
+from bayesadam.errors import ImproperError, MatchError, SettingError
 from bayesadam.weights.settings import Settings
 from cases import dense_moment, mlp
 from floats import assert_close
@@ -281,7 +281,7 @@ def test_settings_that_would_switch_it_off_are_refused():
     with pytest.raises(ImproperError, match="precision is 0"):
         anchor(optimizer, empty)
     for unfit in (torch.optim.Rprop, torch.optim.LBFGS, torch.optim.Adadelta, torch.optim.Adafactor):
-        with pytest.raises(StateError, match="train with Adam"):
+        with pytest.raises(MatchError, match="train with Adam"):
             anchor(unfit(before.model.parameters()), before)
     with pytest.raises(SettingError, match="before with_inputs"):
         anchor(optimizer, before.with_inputs(torch.randn(30, 3).double()))

@@ -262,7 +262,7 @@ def served() -> tuple[ba.Calibrated, torch.Tensor]:
     return ba.calibrate(model, (x[100:300], y[100:300]), likelihood="classification"), x[300:]
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.InputRangeWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.BayesAdamWarning")
 def test_the_stream_of_a_network():
     net, x = served()
     monitor = ba.Monitor(net)
@@ -341,7 +341,7 @@ def test_its_picture_and_table():
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.BayesAdamWarning")
 def test_errors_say_what_to_do():
     for settings in ({}, {"net": served()[0], "reference": [1.0]}):
         with pytest.raises(SettingError, match="either a calibrated network or reference="):

@@ -23,7 +23,7 @@ from bayesadam import calibrate
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
-from bayesadam.errors import BayesAdamWarning, CalibrationError, DivergedError, SettingError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, SettingError
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators, log_likelihood
 from bayesadam.sklearn.training import Part, fit_networks, split
@@ -493,7 +493,7 @@ def test_what_cannot_be_fitted_is_refused():
         BadamRegressor(likelihood="poisson", **SMALL).fit(X, y)
     with pytest.raises(ValueError, match="two classes or more; y holds 1 class, \\['x'\\]"):
         BadamClassifier().fit(X, ["x"] * 40)
-    with pytest.raises(DivergedError, match="lower lr=1e\\+30"):
+    with pytest.raises(SettingError, match="lower lr=1e\\+30"):
         BadamRegressor(**{**SMALL, "lr": 1e30}).fit(X, y)
 
 

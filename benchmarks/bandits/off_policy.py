@@ -38,7 +38,7 @@ import numpy as np
 
 from bayesadam.bandits import Estimate, Estimates, Log, compare, evaluate, make_agent
 from bayesadam.bandits.off_policy import mean
-from bayesadam.errors import OverlapWarning
+from bayesadam.errors import BayesAdamWarning
 from benchmarks.common.harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
 
 SEED = 0
@@ -103,7 +103,7 @@ def one_log(number: int, *, decisions: int, logging: str) -> dict[str, Any]:
             decision = agent.decide(digits.contexts[row])
             agent.reward(decision.id, float(decision.arm == digits.labels[row]))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OverlapWarning)
+            warnings.simplefilter("ignore", BayesAdamWarning)
             found = {policy: evaluate(path, partial(digits.probabilities, policy=policy)) for policy in POLICIES}
     return {policy: plain(estimates) for policy, estimates in found.items()}
 
@@ -122,7 +122,7 @@ def watched_log(number: int, *, decisions: int, logging: str) -> dict[str, dict[
     log = Log.of(contexts=contexts, arms=arms, probabilities=shares, rewards=arms == digits.labels[rows])
     policies = {policy: partial(digits.probabilities, policy=policy) for policy in SHARPNESS}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OverlapWarning)
+        warnings.simplefilter("ignore", BayesAdamWarning)
         found = {policy: evaluate(log, policies[policy]) for policy in POLICIES}
         both = compare(log, policies["classifier"], policies["flatter"])
     terms = {policy: one.judged.doubly_robust(one.shares) for policy, one in found.items()}

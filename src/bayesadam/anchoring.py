@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from bayesadam._alone import listed_optimizers
 from bayesadam._checks import positive
 from bayesadam._warnings import warn
-from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
+from bayesadam.errors import ImproperError, MatchError, SettingError
 from bayesadam.readers import Group, StateReader, read_entry
 from bayesadam.readers.match import Entry, check_parameter, own_parameters
 from bayesadam.readers.registry import reader_of
@@ -215,7 +215,7 @@ def _reader_with_metric(optimizer: Optimizer) -> StateReader:
     reader = reader_of(optimizer)
     if reader is None or reader.name in _OTHER_STEPS or (reader.statistic == "none" and reader.name != "sgd"):
         name = type(optimizer).__name__
-        raise StateError(f"{name} does not go by lr g/(√v̂ + ε): train with Adam, AdamW, RMSprop, Adagrad or SGD")
+        raise MatchError(f"{name} does not go by lr g/(√v̂ + ε): train with Adam, AdamW, RMSprop, Adagrad or SGD")
     return reader
 
 

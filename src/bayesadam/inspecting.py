@@ -13,7 +13,7 @@ import torch
 
 from bayesadam._tables import aligned
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
-from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
+from bayesadam.errors import BayesAdamError, MatchError, MissingFileError, SettingError
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint
 from bayesadam.weights.gaussian import GaussianWeights, is_saved
 
@@ -139,7 +139,7 @@ def inspect(
     examined, reports = [], []
     for result in examine(gaussian, match):
         if result.part is None:
-            raise StateError(result.error)
+            raise MatchError(result.error)
         reports.append(_report(result.part, result, n))
         # Without the tensors, which the next step replaces.
         examined.append(replace(result, part=None))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, Decision, make_agent, read_log, replay
-from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
+from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from floats import approx, assert_close
 from processes import PATIENCE
 
@@ -472,7 +472,7 @@ def test_a_training_that_fails_is_told_once_and_leaves_the_network(monkeypatch, 
     monkeypatch.setattr(agent._learner, "_fit_hidden", lambda new: 1 // 0)
     feed(agent, 39, 40)
     agent._thread.join(PATIENCE)
-    with pytest.raises(TrainingError, match=r"by zero.*repeat this call, which did nothing") as caught:
+    with pytest.raises(BayesAdamError, match=r"by zero.*repeat this call, which did nothing") as caught:
         agent.reward(waits.id, 1.0)
     assert isinstance(caught.value.__cause__, ArithmeticError)
     assert agent.pending == (waits.id,)

@@ -11,7 +11,7 @@ import pytest
 import bayesadam as ba
 from bayesadam.bandits import Agent, Estimate, Log, compare, evaluate, make_agent, read_log, replay
 from bayesadam.bandits.off_policy import lower_bounds, mean, predicted_before, self_normalised
-from bayesadam.errors import MatchError, OverlapWarning, SettingError
+from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from floats import approx, assert_close, close
 
 # Two contexts, three arms, rewards of 0 and 1: everything can be enumerated.
@@ -36,7 +36,7 @@ def outcomes(logging: np.ndarray):
 
 def quietly(log: Log, of, **options: object):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OverlapWarning)
+        warnings.simplefilter("ignore", BayesAdamWarning)
         return evaluate(log, of, **options)
 
 
@@ -326,7 +326,7 @@ def test_a_policy_differs_from_itself_by_nothing():
 
 
 def test_doubts_of_either_policy_are_told():
-    with pytest.warns(OverlapWarning):
+    with pytest.warns(BayesAdamWarning):
         found = compare(uniform_log(60), first, lambda contexts: np.full((len(contexts), 3), 1 / 3))
     assert "not to be trusted: first: the effective sample size is" in str(found)
     assert "second: " not in str(found)
@@ -434,7 +434,9 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
         assert (
             evaluate(log, one).ips == evaluate(log, lambda contexts: np.tile([0.5, 0.5, 0.0], (len(contexts), 1))).ips
         )
-    with pytest.warns(OverlapWarning, match="in 100 decisions the policy chooses none of the arms that were on offer"):
+    with pytest.warns(
+        BayesAdamWarning, match="in 100 decisions the policy chooses none of the arms that were on offer"
+    ):
         stuck = evaluate(log, lambda contexts: np.full(len(contexts), 2))
     assert stuck.impossible == approx(0.5)
 
@@ -486,7 +488,7 @@ def first(contexts: np.ndarray) -> np.ndarray:
 
 
 def doubts(log: Log, of=first) -> str:
-    with pytest.warns(OverlapWarning, match="off-policy estimates cannot be trusted") as caught:
+    with pytest.warns(BayesAdamWarning, match="off-policy estimates cannot be trusted") as caught:
         found = evaluate(log, of)
     assert caught[0].filename == __file__
     assert found.doubts
@@ -530,5 +532,5 @@ def test_an_agent_that_learnt_from_the_log_is_doubtful(tmp_path):
     assert not evaluate(path, other).doubts
     agent.save(tmp_path / "agent")
     for one in (agent, replay(path), Agent.load(tmp_path / "agent")):
-        with pytest.warns(ba.errors.OverlapWarning, match="learnt from this very log, which favours it"):
+        with pytest.warns(ba.errors.BayesAdamWarning, match="learnt from this very log, which favours it"):
             evaluate(path, one)

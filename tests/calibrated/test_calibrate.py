@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.calibrated.leaked import balance
-from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Moments, likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, seeded, trained, waves
 from floats import approx, assert_close
@@ -59,7 +59,7 @@ def test_probabilities_grow_humble_with_leverage():
 def test_numbers_widen_with_leverage():
     net = ba.calibrate(trained("regression"), waves(300, 200))
     x = torch.tensor([[0.0], [40.0], [400.0]])
-    with pytest.warns(ba.errors.InputRangeWarning):
+    with pytest.warns(ba.errors.BayesAdamWarning):
         p = net(x)
     gentle = (p.layers.mean(dim=1) - net.medians[-2]).exp()
     assert_close(p.f_variance, gentle[:, None] * net.spread)
@@ -274,7 +274,7 @@ def test_what_is_warned_of(case):
     make, message = WARNINGS[case]
     model, held_out = make()
     kind = None if isinstance(model, ba.Posterior) else "classification"
-    with pytest.warns(HeldOutWarning, match=message):
+    with pytest.warns(BayesAdamWarning, match=message):
         ba.calibrate(model, held_out, likelihood=kind)
 
 
@@ -291,12 +291,12 @@ def test_training_data_are_told():
         return loss
 
     optimizer.step(closure)
-    with pytest.warns(HeldOutWarning, match="look like the training data"):
+    with pytest.warns(BayesAdamWarning, match="look like the training data"):
         ba.calibrate(model, (x, y), likelihood="classification")
 
 
 def test_too_few_examples_answer_nothing():
-    with pytest.warns(HeldOutWarning, match="takes 300 examples at the least"):
+    with pytest.warns(BayesAdamWarning, match="takes 300 examples at the least"):
         net = ba.calibrate(trained("classification"), blobs(200, 200), risk=0.01)
     assert not net(blobs(50, 300)[0]).answered.any()
     assert "do not show" in str(net.report)
@@ -305,7 +305,7 @@ def test_too_few_examples_answer_nothing():
 def test_too_many_errors_name_a_risk_that_would_do():
     x, y = blobs(600, 200)
     y = torch.where(torch.rand(600, generator=seeded(5)) < 0.2, (y + 1) % 3, y)
-    with pytest.warns(HeldOutWarning, match=r"a risk of about 0\.\d+") as said:
+    with pytest.warns(BayesAdamWarning, match=r"a risk of about 0\.\d+") as said:
         ba.calibrate(trained("classification"), (x, y), risk=0.05)
     risk = float(str(said[0].message).rsplit("about ", 1)[1])
     assert ba.calibrate(trained("classification"), (x, y), risk=risk).report.abstention.answered > 0

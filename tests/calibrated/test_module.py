@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import CalibrationError, FileError, InputRangeWarning, SettingError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
 from floats import assert_close
@@ -190,7 +190,7 @@ def test_answers_have_gradients_with_respect_to_inputs():
 
 def test_inputs_out_of_range_are_told_once():
     net, x = calibrated("regression", risk=0.1, tolerance=0.7), torch.full((3, 1), 500.0)
-    with pytest.warns(InputRangeWarning, match="scale and normalise"):
+    with pytest.warns(BayesAdamWarning, match="scale and normalise"):
         p = net(x)
     assert not (p.in_range | p.answered).any()
     net(x)

@@ -22,7 +22,7 @@ import torch
 
 from bayesadam.errors import FileError, MissingFileError, SettingError
 from experiments import data
-from experiments.data import DataError, DataFile, find, load_images, load_split, load_table, locate
+from experiments.data import DataFile, find, load_images, load_split, load_table, locate
 from floats import approx, assert_close
 from processes import PATIENCE
 
@@ -139,7 +139,7 @@ def zipped(content: bytes) -> bytes:
 def test_what_a_source_does_not_deliver_is_named_and_leaves_nothing(tiny, server, monkeypatch, path, answer, reason):
     monkeypatch.setitem(data.DATA_SETS, "tiny", files_at(server.url + path))
     server.answers = {path: answer}
-    with pytest.raises(DataError, match=f"{path} did not deliver it: .*{reason}"):
+    with pytest.raises(FileError, match=f"{path} did not deliver it: .*{reason}"):
         locate("tiny")
     assert list(tiny.parent.iterdir()) == []
     server.answers[path] = zipped(CONTENT) if path.endswith(".zip") else CONTENT
@@ -153,19 +153,19 @@ def test_what_is_nowhere_is_named_with_the_places(tiny, tmp_path, monkeypatch):
     port = closed.server_address[1]
     closed.server_close()
     monkeypatch.setitem(data.DATA_SETS, "tiny", files_at(f"http://127.0.0.1:{port}/tiny.csv"))
-    with pytest.raises(DataError, match="refused") as caught:
+    with pytest.raises(FileError, match="refused") as caught:
         locate("tiny")
     for part in ("tiny.csv", "'tiny'", "BAYESADAM_DATA (not set)", str(tmp_path / "cache"), "put it there by hand"):
         assert part in str(caught.value)
     monkeypatch.delenv("BAYESADAM_CACHE")
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(DataError, match="'pooch', which is not installed"):
+    with pytest.raises(FileError, match="'pooch', which is not installed"):
         locate("tiny")
 
 
 def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):
     path = users(tmp_path, monkeypatch, "tiny.csv", CONTENT[:-10])
-    with pytest.raises(DataError, match=f"{path} has {len(CONTENT) - 10:,} bytes, expected {len(CONTENT):,}"):
+    with pytest.raises(FileError, match=f"{path} has {len(CONTENT) - 10:,} bytes, expected {len(CONTENT):,}"):
         locate("tiny")
     assert server.asked == []
 
@@ -224,7 +224,7 @@ def test_pixels_are_flat_and_between_zero_and_one(small):
     # The test pair alone can be loaded.
     (folder / "train-images-idx3-ubyte.gz").unlink()
     assert load_split("mnist", "test")[0].shape == (4, 6)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz"):
+    with pytest.raises(FileError, match=r"train-images-idx3-ubyte\.gz"):
         load_images("mnist")
 
 
@@ -233,7 +233,7 @@ def test_damaged_images_are_named(small, monkeypatch):
     path = folder / "t10k-labels-idx1-ubyte.gz"
     monkeypatch.setattr(data, "locate", lambda name, files: {file: folder / file for file in files})
     path.write_bytes(idx(arrays[path.name][:3]))
-    with pytest.raises(DataError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):
+    with pytest.raises(FileError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):
         load_split("mnist", "test")
     whole = gzip.decompress(idx(arrays[path.name]))
     for content, what in ((idx(arrays[path.name])[:-9], "damaged"), (b"plain", "damaged")):
@@ -377,7 +377,7 @@ STATLOG_LINE = "1 2 3 4 5 6 7 8 9 "
 )
 def test_a_wrong_line_is_named(tmp_path, lines, named):
     path = written(tmp_path / "shuttle.trn", *lines)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(FileError) as caught:
         data.read_statlog(path)
     assert str(path) in str(caught.value)
     assert named in str(caught.value)
@@ -391,7 +391,7 @@ def test_a_damaged_table_is_named(tmp_path, suffix):
     overwritten = content[:middle] + b"\xff" * 20 + content[middle + 20 :]
     for damaged in (content[:middle], overwritten, b"plain text\n"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"cannot read {path}"):
+        with pytest.raises(FileError, match=f"cannot read {path}"):
             data.read_statlog(path)
     with pytest.raises(MissingFileError, match="no file at"):
         data.read_statlog(tmp_path / "absent")

@@ -7,7 +7,7 @@ import pytest
 
 from bayesadam.errors import MatchError, SettingError
 from experiments import problems
-from experiments.data import DataError, Table, data_set, find
+from experiments.data import FileError, Table, data_set, find
 from experiments.problems import PROBLEMS, classification_problem, problem, reward_problem, wheel
 from floats import approx, assert_close, close
 
@@ -170,17 +170,17 @@ def test_rewards_of_a_table():
     [
         (lambda: classification_problem(X, [0, 1, 0]), MatchError, "4 rows of X"),
         (lambda: classification_problem(X, [[0, 1], [1, 0]]), MatchError, r"shape \(2, 2\)"),
-        (lambda: classification_problem(X, [1, 1, 1, 1]), DataError, "two arms"),
-        (lambda: classification_problem(X, [0, 1, np.nan, 1]), DataError, "label of row 2"),
-        (lambda: classification_problem(X, ["a", None, "b", "a"]), DataError, "label of row 1"),
-        (lambda: classification_problem(X * np.nan, [0, 1, 0, 1]), DataError, "not finite in float32"),
-        (lambda: classification_problem([["x"], ["y"]], [0, 1]), DataError, "table of numbers"),
-        (lambda: classification_problem(X[0], [0, 1, 2]), DataError, r"shape \(3,\)"),
-        (lambda: classification_problem(X[:0], []), DataError, "not empty"),
+        (lambda: classification_problem(X, [1, 1, 1, 1]), FileError, "two arms"),
+        (lambda: classification_problem(X, [0, 1, np.nan, 1]), FileError, "label of row 2"),
+        (lambda: classification_problem(X, ["a", None, "b", "a"]), FileError, "label of row 1"),
+        (lambda: classification_problem(X * np.nan, [0, 1, 0, 1]), FileError, "not finite in float32"),
+        (lambda: classification_problem([["x"], ["y"]], [0, 1]), FileError, "table of numbers"),
+        (lambda: classification_problem(X[0], [0, 1, 2]), FileError, r"shape \(3,\)"),
+        (lambda: classification_problem(X[:0], []), FileError, "not empty"),
         (lambda: reward_problem(X, X[:3]), MatchError, "4 contexts"),
-        (lambda: reward_problem(X, X[:, :1]), DataError, "two arms"),
-        (lambda: reward_problem(X, X / 0.0), DataError, "rewards have numbers that are not finite"),
-        (lambda: reward_problem(X * 1e300, X), DataError, "not finite in float32"),
+        (lambda: reward_problem(X, X[:, :1]), FileError, "two arms"),
+        (lambda: reward_problem(X, X / 0.0), FileError, "rewards have numbers that are not finite"),
+        (lambda: reward_problem(X * 1e300, X), FileError, "not finite in float32"),
         (lambda: problem("mushrooms"), SettingError, "must be one of"),
         (lambda: problem("wheel:x"), SettingError, "must be a number"),
         (lambda: problem("wheel:2"), SettingError, "between 0 and 1, got 'wheel:2'"),

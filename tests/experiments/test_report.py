@@ -16,7 +16,7 @@ from bayesadam.errors import FileError
 from experiments import report
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, judged
 from experiments.cost import CostSettings
-from experiments.data import DataError
+from experiments.data import FileError
 from experiments.figure1 import METRICS, RegressionSettings
 from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
 from experiments.report import read
@@ -307,7 +307,7 @@ def test_absent_data_are_named_and_never_swapped(tmp_path, stubs, monkeypatch):
 
     def locate(name, **_):
         if name in absent:
-            raise DataError(f"{name} is <nowhere>")
+            raise FileError(f"{name} is <nowhere>")
         return {}
 
     monkeypatch.setattr(report, "locate", locate)

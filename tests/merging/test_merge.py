@@ -300,7 +300,7 @@ def test_a_file_with_bad_moments_is_refused_and_nothing_is_written(tuned, tmp_pa
     tree["optimizer"]["state"][2]["exp_avg_sq"][0] = float("nan")
     torch.save(tree, paths[1])
     out = tmp_path / "merged.safetensors"
-    with pytest.raises(ba.errors.StateError, match=r"1.pt: .*'1.weight'"):
+    with pytest.raises(ba.errors.MatchError, match=r"1.pt: .*'1.weight'"):
         merge_checkpoints(paths, out)
     with pytest.raises(ba.errors.FileError, match="safetensors"):
         merge_checkpoints(paths, tmp_path / "merged.pt")
@@ -315,7 +315,7 @@ def test_an_error_says_which_file(tuned, tmp_path):
     sgd = torch.optim.SGD(tuned[0].parameters(), lr=0.1, momentum=0.9)
     for state, said in ((sgd.state_dict(), "SGD"), (torch.optim.Adam(tuned[0].parameters()).state_dict(), "step")):
         torch.save({"model": tuned[0].state_dict(), "optimizer": state}, tmp_path / "bad.pt")
-        with pytest.raises(ba.errors.StateError, match=rf"^bad\.pt: .*{said}"):
+        with pytest.raises(ba.errors.MatchError, match=rf"^bad\.pt: .*{said}"):
             merge([paths[0], tmp_path / "bad.pt"])
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, ImproperError, MemoryBudgetError
+from bayesadam.errors import BayesAdamError, ImproperError, SettingError
 from bayesadam.predict import linearised, mean_outputs, moments, moments_under, plan, uses
 from bayesadam.predict.network import Call, evaluating, means
 from cases import mlp
@@ -255,7 +255,7 @@ def test_parameters_are_taken_one_by_one_where_memory_is_short():
     posterior, x = posterior_of(), torch.randn(4, 3).double()
     expected = linearised(posterior, x, joint=True).joint
     assert_close(linearised(posterior, x, joint=True, budget=3 * 8 * 8 * 30).joint, expected)
-    with pytest.raises(MemoryBudgetError, match="draw weights"):
+    with pytest.raises(SettingError, match="draw weights"):
         linearised(posterior, x, joint=True, budget=100)
 
 
@@ -432,7 +432,7 @@ def least_budget(posterior: ba.Posterior, inputs: Any) -> int:
     while True:
         try:
             linearised(posterior, inputs, budget=budget // 8)
-        except MemoryBudgetError:
+        except SettingError:
             return budget
         budget //= 8
 
@@ -455,13 +455,13 @@ def test_a_known_model_runs_once_a_batch_unless_memory_is_short():
 def test_too_small_a_budget_names_the_bytes_and_what_needs_less():
     torch.manual_seed(0)
     posterior, x = posterior_over(mlp(3, 4, 10).double()), normal(4, 3)()
-    with pytest.raises(MemoryBudgetError, match=r"[\d,]+ bytes.*budget is 1,000.*covariance=False"):
+    with pytest.raises(SettingError, match=r"[\d,]+ bytes.*budget is 1,000.*covariance=False"):
         linearised(posterior, x, covariance=True, budget=1_000)
     assert linearised(posterior, x, budget=1_000).variance.shape == (4, 10)
-    with pytest.raises(MemoryBudgetError, match=r"[\d,]+ bytes.*budget is 100.*draws"):
+    with pytest.raises(SettingError, match=r"[\d,]+ bytes.*budget is 100.*draws"):
         linearised(posterior, x, budget=100)
     bare = Lambda(lambda self, x: (x @ self.matrix).tanh(), matrix=nn.Parameter(torch.randn(50, 40))).double()
-    with pytest.raises(MemoryBudgetError, match=r"'matrix'.*640,000 bytes.*budget is 10,000.*draw"):
+    with pytest.raises(SettingError, match=r"'matrix'.*640,000 bytes.*budget is 10,000.*draw"):
         linearised(posterior_over(bare), normal(2, 50)(), budget=10_000)
 
 

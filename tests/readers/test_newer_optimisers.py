@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, BayesAdamWarning, StateError
+from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError
 from bayesadam.readers import identify_reader, read_checkpoint, read_curvature, read_optimizer, read_state_dict
 from bayesadam.readers.match import slots_of
 from cases import mlp
@@ -92,9 +92,9 @@ def schedule_free(path: str, optimizer_class: Classes) -> tuple[nn.Module, Any, 
 @pytest.mark.parametrize("path", FREE)
 def test_schedule_free_is_read_once_it_evaluates(path: str, optimizer_class: Classes) -> None:
     model, optimizer, seen = schedule_free(path, optimizer_class)
-    with pytest.raises(StateError, match=r"train mode.*call optimizer\.eval\(\) before"):
+    with pytest.raises(MatchError, match=r"train mode.*call optimizer\.eval\(\) before"):
         ba.Posterior.from_optimizer(model, optimizer, n_data=100)
-    with pytest.raises(StateError, match=r"call optimizer\.eval\(\) before"):
+    with pytest.raises(MatchError, match=r"call optimizer\.eval\(\) before"):
         read_state_dict(model, optimizer.state_dict(), optimizer=FREE[path])
     optimizer.eval()
     curvature = read_optimizer(model, optimizer)
@@ -227,7 +227,7 @@ def test_of_projected_gradients_nothing_is_read(path: str, rank: int, optimizer_
     state["param_groups"][0] |= settings
     for each in state["state"].values():
         each["projector"] = object()
-    with pytest.raises(StateError, match=r"is galore, which keeps no second moment.*ba\.track"):
+    with pytest.raises(MatchError, match=r"is galore, which keeps no second moment.*ba\.track"):
         identify_reader(state)
 
 
@@ -294,10 +294,10 @@ def test_a_saved_state_that_only_looks_like_adams_is_refused(path: str, optimize
     model = fresh()
     optimizer: Optimizer = optimizer_class(f"pytorch_optimizer.optimizer.{path}")(model.parameters())
     trained(model, optimizer)
-    with pytest.raises(StateError, match=r"(optimizer=|galore).*ba\.track"):
+    with pytest.raises(MatchError, match=r"(optimizer=|galore).*ba\.track"):
         identify_reader(optimizer.state_dict())
     if ba.readers.reader_of(optimizer) is None:
-        with pytest.raises(StateError, match=r"no reader is registered for pytorch_optimizer.*ba\.track"):
+        with pytest.raises(MatchError, match=r"no reader is registered for pytorch_optimizer.*ba\.track"):
             read_optimizer(model, optimizer)
 
 

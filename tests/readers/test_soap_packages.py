@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamError, StateError
+from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.readers import identify_reader, read_optimizer, read_state_dict, registry
 from floats import assert_close
 
@@ -277,9 +277,9 @@ def adam_state(shape: tuple[int, ...]) -> dict[str, Any]:
 )
 def test_bases_that_nobody_described_are_refused(entries):
     state_dict = unmarked(adam_state((4, 4)), **entries)
-    with pytest.raises(StateError, match="no reader finds"):
+    with pytest.raises(MatchError, match="no reader finds"):
         identify_reader(state_dict)
-    with pytest.raises(StateError, match=f"'all.0' keeps bases .*{next(iter(entries))}.*rotated coordinates"):
+    with pytest.raises(MatchError, match=f"'all.0' keeps bases .*{next(iter(entries))}.*rotated coordinates"):
         read_state_dict(Weights([(4, 4)]), state_dict, optimizer="adam")
 
 
@@ -323,7 +323,7 @@ def test_damaged_states_are_refused(damage, words):
     for name, structure in (("soap-reference", "diagonal"), ("soap-pytorch-optimizer", "kronecker")):
         state_dict = LAYOUTS[name](kept_of([(3, 4)]))
         damage(state_dict["state"][0])
-        with pytest.raises(StateError, match=words):
+        with pytest.raises(MatchError, match=words):
             ba.Posterior.from_state_dict(Weights([(3, 4)]), state_dict, N, optimizer=name, structure=structure)
 
 
@@ -339,7 +339,7 @@ def test_another_models_state_is_refused(name):
 def test_merged_dimensions_are_refused_where_two_orders_are_possible(name):
     state_dict = LAYOUTS[name](kept_of([(4, 3, 2)]))
     state_dict["param_groups"][0]["merge_dims"] = True
-    with pytest.raises(StateError, match="train with merge_dims=False"):
+    with pytest.raises(MatchError, match="train with merge_dims=False"):
         read_state_dict(Weights([(4, 3, 2)]), state_dict, optimizer=name)
     # A matrix whose sides were merged into one has one basis, and one that was too large to merge has its own two.
     state_dict = LAYOUTS[name](kept_of([(3, 4)]))
@@ -349,7 +349,7 @@ def test_merged_dimensions_are_refused_where_two_orders_are_possible(name):
         np.diag(kept_of([(3, 4)])[0].dense()).copy(),
     )
     state_dict["state"][0]["Q"] = [torch.eye(12, dtype=torch.float64)]
-    with pytest.raises(StateError, match="merge_dims=False"):
+    with pytest.raises(MatchError, match="merge_dims=False"):
         read_state_dict(Weights([(3, 4)]), state_dict, optimizer=name)
 
 
@@ -394,5 +394,5 @@ def check_live(model: Weights, optimizer: torch.optim.Optimizer, all_kept: Seque
         close(torch.from_numpy(dense_of(live, at)), dense, rtol=1e-4, atol=1e-5 * np.trace(dense))
         np.testing.assert_array_equal(dense_of(saved, at), dense_of(live, at))
     for wrong in ("adam", "adamw", "lamb", "soap"):
-        with pytest.raises(StateError):
+        with pytest.raises(MatchError):
             read_optimizer(model, optimizer, reader=wrong)

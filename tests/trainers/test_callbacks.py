@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 import bayesadam as ba
-from bayesadam.errors import FileError, NoPosteriorWarning, SettingError, StateError
+from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
 from bayesadam.readers import read_checkpoint, read_curvature, read_optimizer
 from bayesadam.readers.tracking import COUNT, TENSORS
 from bayesadam.trainers.keeper import PosteriorKeeper, count_examples
@@ -109,7 +109,7 @@ def fit(
 
 def test_the_posterior_is_kept_saved_and_logged(tmp_path):
     keeper = PosteriorKeeper(likelihood="classification", prior_precision=2.0)
-    with pytest.raises(StateError, match="no posterior yet"):
+    with pytest.raises(MatchError, match="no posterior yet"):
         _ = keeper.posterior
     model, optimizers, numbers = fit(keeper, "adamw", tmp_path / "deep" / "p.safetensors")
     expected = ba.Posterior.from_optimizer(model, optimizers, N, likelihood="classification", prior_precision=2.0)
@@ -133,9 +133,9 @@ def test_what_keeps_no_moment_is_tracked(track):
 
 def test_a_failure_at_the_end_leaves_the_run_whole(tmp_path):
     keeper = PosteriorKeeper()
-    with pytest.warns(NoPosteriorWarning, match=r"no posterior: StateError: .*keeps no second moment"):
+    with pytest.warns(BayesAdamWarning, match=r"no posterior: MatchError: .*keeps no second moment"):
         fit(keeper, "momentum", tmp_path / "p.safetensors")
-    with pytest.raises(StateError, match="keeps no second moment"):
+    with pytest.raises(MatchError, match="keeps no second moment"):
         _ = keeper.posterior
 
 

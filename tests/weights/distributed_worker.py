@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bayesadam as ba
 from bayesadam._shards import own_part, whole
-from bayesadam.errors import FileError, MatchError, SettingError, StateError
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.weights import draws as noise
 from bayesadam.weights.settings import PrecisionRule
 from floats import assert_close
@@ -177,7 +177,7 @@ class Checks:
         optimizer = train(model)
         if self.rank == self.world - 1:
             own_part(optimizer.state[model[0].weight]["exp_avg_sq"])[-1, -1] = float("nan")
-        with pytest.raises(StateError, match=r"'0\.weight'"):
+        with pytest.raises(MatchError, match=r"'0\.weight'"):
             ba.Posterior.from_optimizer(model, optimizer, N_DATA)
 
     def check_placements(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam._storage import under
-from bayesadam.errors import BayesAdamWarning, StructureWarning
+from bayesadam.errors import BayesAdamWarning
 from floats import assert_close
 
 OLD, NEWER = Path(__file__).parent / "release_0_2", Path(__file__).parents[1] / "release_0_3"
@@ -62,9 +62,9 @@ def test_without_weights_and_in_eight_bits():
 @pytest.mark.parametrize("kind", ["low-rank", "low-rank+diagonal"])
 def test_of_low_rank_ones_the_diagonal_is_read(kind):
     path = OLD / f"{kind}.safetensors"
-    with pytest.warns(StructureWarning, match="reads the diagonal"):
+    with pytest.warns(BayesAdamWarning, match="reads the diagonal"):
         q = ba.Posterior.load(path, build())
-    with pytest.warns(StructureWarning):
+    with pytest.warns(BayesAdamWarning):
         opened = ba.GaussianWeights.open(path)
     tensors = load_file(path)
     for name, v in q.structure.second_moment.items():

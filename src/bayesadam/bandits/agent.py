@@ -23,7 +23,7 @@ from bayesadam.bandits.network import Belief, Hybrid
 from bayesadam.bandits.observations import MOST_ROOM, Observations
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
 from bayesadam.engine.streams import Streams
-from bayesadam.errors import FileError, MatchError, SettingError, TrainingError
+from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.weights.draws import stream_seed
 
 # Draws from the posterior over which a probability is counted.
@@ -291,7 +291,7 @@ class Agent:
         return seen
 
     def wait(self) -> None:
-        """Return when no training goes on in the background; a `TrainingError` if the last one failed."""
+        """Return when no training goes on in the background; a `BayesAdamError` if the last one failed."""
         with self._learning:
             if self._thread is not None:
                 self._thread.join()
@@ -303,7 +303,7 @@ class Agent:
         failure, self._failure = self._failure, None
         if failure is not None:
             told = "repeat this call, which did nothing: the agent goes on with what it had learnt before"
-            raise TrainingError(f"a training failed ({failure!r}); {told}") from failure
+            raise BayesAdamError(f"a training failed ({failure!r}); {told}") from failure
 
     @property
     def pending(self) -> tuple[int, ...]:

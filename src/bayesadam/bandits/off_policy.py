@@ -18,7 +18,7 @@ from bayesadam.bandits.agent import Agent
 from bayesadam.bandits.linear import Statistics, with_constant
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.settings import LinearSettings
-from bayesadam.errors import MatchError, OverlapWarning
+from bayesadam.errors import BayesAdamWarning, MatchError
 from bayesadam.likelihoods.conformal import check_level
 
 Numbers = npt.NDArray[np.float64]
@@ -334,7 +334,7 @@ def evaluate(
     The decisions with a probability and a reward are used, but for arms that were tried in turn. Rewards must be
     missing at random: whether one comes must depend neither on the arm nor on how large it is. Contexts are taken as
     independent draws, and rewards as not drifting. The intervals, which are normal, do not hold where an
-    `OverlapWarning` comes: where the policy chooses what the log could not, or few decisions have most of the weight.
+    `BayesAdamWarning` comes: where the policy chooses what the log could not, or few decisions have most of the weight.
     They are for one look at the end: `Estimates.sequence` is for many.
 
     Args:
@@ -393,7 +393,7 @@ def _estimates(judged: Judged, policy: Agent | Policy) -> Estimates:
     }
     doubts = tuple(reason for reason, holds in reasons.items() if holds)
     if doubts:
-        warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", OverlapWarning)
+        warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", BayesAdamWarning)
     return Estimates(
         logged=mean(log.rewards),
         ips=mean(weights * log.rewards),

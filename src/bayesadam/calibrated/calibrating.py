@@ -20,7 +20,7 @@ from bayesadam.calibrated.answer import Fit, Predicted, Report, doubt, predicted
 from bayesadam.calibrated.leaked import UNLIKELY, balance
 from bayesadam.calibrated.module import Calibrated, Tapped
 from bayesadam.calibrated.ranges import fingerprints, ranges_of
-from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, NumericLikelihood, agreed
 from bayesadam.likelihoods.abstention import abstention, check_abstention, remedy
 from bayesadam.likelihoods.classes import SHARE_OF_TEXTS
@@ -117,7 +117,7 @@ def calibrate(
         answers = doubt(fit, y), _wrong(fit, seen, y, tolerance)
         rule = abstention(*answers, risk=risk, confidence=confidence, tolerance=tolerance)
         if rule.threshold is None:
-            warn(remedy(*answers, risk=risk, confidence=confidence), HeldOutWarning)
+            warn(remedy(*answers, risk=risk, confidence=confidence), BayesAdamWarning)
     _warn_of_data(fit, seen, nll, temperature, None if q is None else q.n_data)
     report = Report(kind.name, seen.n, nll, _outcome(fit), "" if q is not None else _MISSING, rule)
     fit = replace(fit, report=report)
@@ -352,7 +352,7 @@ def _warn_of_data(
     fit: Fit, seen: _Observed, nll: Mapping[str, tuple[float, float]], temperature: float, n_data: float | None
 ) -> None:
     """Warn of data of training, of those of another likelihood, of too few, and of labels of other inputs."""
-    told: Callable[[str], None] = lambda words: warn(words, HeldOutWarning)  # noqa: E731
+    told: Callable[[str], None] = lambda words: warn(words, BayesAdamWarning)  # noqa: E731
     kind, f, y = fit.likelihood, seen.outputs, seen.targets
     last = next(reversed(seen.pooled.values()), None)
     if last is not None and f.dim() == 2 and len(last) == len(y):

@@ -18,7 +18,7 @@ from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer, Fit, Report, doubt, predicted
 from bayesadam.calibrated.ranges import MASK, departure, has_mask, inside
-from bayesadam.errors import InputRangeWarning, MatchError
+from bayesadam.errors import BayesAdamWarning, MatchError
 from bayesadam.likelihoods import ClassLikelihood
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
@@ -200,7 +200,7 @@ class Calibrated(nn.Module):
             return
         if (difference := departure(self.fit.ranges, inputs)) is not None:
             self._told = True
-            warn(difference, InputRangeWarning)
+            warn(difference, BayesAdamWarning)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Calibrated:
         """Moves all of it, and changes the type of the model alone."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from bayesadam.errors import MemoryBudgetError
+from bayesadam.errors import SettingError
 from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
@@ -154,7 +154,7 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
             return min(task.budget // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
         if task.covariance or at_once == 1:
             cheaper = "variances alone (covariance=False)" if task.covariance else "draws of the weights"
-            raise MemoryBudgetError(
+            raise SettingError(
                 f"one example needs about {needed:,} bytes, the memory budget is {task.budget:,}: raise the budget, or "
                 f"use {cheaper}, which needs less"
             )
@@ -265,7 +265,7 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, outputs: int, w
     """The share of some parameters by their Jacobians, of as many examples at a time as the budget holds."""
     needed = outputs * sum(task.leaves[name].numel() * task.leaves[name].element_size() for name in names)
     if needed > task.budget:
-        raise MemoryBudgetError(
+        raise SettingError(
             f"{why}, {needed:,} bytes per example, and the memory budget is {task.budget:,}: raise the budget, or draw "
             "weights, which needs less"
         )
@@ -295,7 +295,7 @@ def _between(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     groups = [(name,) for name in cost] if apart else [tuple(cost)]
     needed = max(sum(cost[name] for name in group) for group in groups)
     if needed > task.budget:
-        raise MemoryBudgetError(
+        raise SettingError(
             f"the covariance between {b} examples of {c} outputs needs about {needed:,} bytes at once, and the memory "
             f"budget is {task.budget:,}: raise the budget, take fewer examples, or draw weights, which estimates it"
         )

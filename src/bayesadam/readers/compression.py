@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from bayesadam.errors import FileError, SettingError, StateError
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.formats.lazy import meta
 from bayesadam.readers.registry import working_dtype
 
@@ -41,7 +41,7 @@ def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
         return {"": values}
     values = values.detach().cpu()
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
-        raise StateError("second moments that are negative, NaN or infinite cannot be compressed: training has failed")
+        raise MatchError("second moments that are negative, NaN or infinite cannot be compressed: training has failed")
     if compress == "bfloat16" or values.dim() < 2:
         return {"": values.bfloat16() if compress == "bfloat16" else values}
     matrix = values.flatten(1)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from bayesadam._shards import extremes, placed_like
 from bayesadam._warnings import warn
-from bayesadam.errors import MatchError, StateError
+from bayesadam.errors import MatchError
 from bayesadam.readers import tracking
 from bayesadam.readers.identify import opened
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
@@ -74,7 +74,7 @@ def read_match(match: Match) -> Curvature:
             ends, moment = read_entry(entry)
             low, high = ends.tolist()
             if not (math.isfinite(low) and math.isfinite(high) and low >= 0):
-                raise StateError(
+                raise MatchError(
                     f"the second moment of parameter {entry.name!r} ({entry.reader.key!r}) ranges from {low:g} to "
                     f"{high:g}: it must be finite and not negative. Go back to a checkpoint before that"
                 )
@@ -96,7 +96,7 @@ def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
         return torch.ones(2, dtype=dtype), torch.ones_like(parameter, dtype=dtype, requires_grad=False)
     steps = entry.steps
     if steps is not None and not (math.isfinite(steps) and steps >= 1):
-        raise StateError(f"parameter {entry.name!r} has a step count of {steps}: it has not been trained yet")
+        raise MatchError(f"parameter {entry.name!r} has a step count of {steps}: it has not been trained yet")
     try:
         stored = _stored(entry, dtype)
         if stored.shape != parameter.shape:
@@ -109,7 +109,7 @@ def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
             ends -= reader.first(entry.group)
         return ends, _corrected(stored, entry)
     except KeyError as missing:
-        raise StateError(
+        raise MatchError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
             f"{sorted(map(str, entry.state))}. Name the optimiser that wrote it (optimizer='adamw', 'adagrad', …)"
         ) from None
@@ -153,7 +153,7 @@ def _stored(entry: Entry, dtype: torch.dtype) -> Tensor:
     key = reader.maximum_key if reader.maximum_key and group.get("amsgrad") else reader.key
     stored: Tensor = state[key]
     if not isinstance(stored, Tensor):
-        raise StateError(f"{key!r} of parameter {entry.name!r} is {stored!r}, which is not read from files")
+        raise MatchError(f"{key!r} of parameter {entry.name!r} is {stored!r}, which is not read from files")
     # torchao's tensors of few bits.
     if type(stored).dequantize is not Tensor.dequantize:
         stored = stored.dequantize()
@@ -170,7 +170,7 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
     # Two lengths fit only a tensor of a single block, for which they say the same.
     lengths = [length for length in _BLOCK_LENGTHS if -(-stored.numel() // length) == largest.numel()]
     if not lengths:
-        raise StateError(f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, not of {_BLOCK_LENGTHS}")
+        raise MatchError(f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, not of {_BLOCK_LENGTHS}")
     scales = largest.to(dtype).repeat_interleave(lengths[0])[: stored.numel()]
     values: Tensor = codes.to(dtype)[stored.flatten().long()]
     return values.mul_(scales).view(stored.shape)

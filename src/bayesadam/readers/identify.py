@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.errors import StateError
+from bayesadam.errors import MatchError
 from bayesadam.readers import tracking
 from bayesadam.readers.registry import ADVICE, TRACKED, Group, State, StateReader, keeps_none, registered
 
@@ -56,13 +56,13 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
         alike = [r for r in fitting if _reading(r) == _reading(chosen[0])]
         reader = named[0] if named else _writer(alike, [group for _, group in outlines])
         if all(reader.steps(state, groups[key]) == 0 for key, state in states.items()):
-            raise StateError(
+            raise MatchError(
                 f"the optimiser, {reader.name}, has not taken a step yet: train first, then save its state"
             )
         return reader
     keys = sorted({key for state, _ in outlines for key in state if isinstance(key, str)})
     if chosen:
-        raise StateError(
+        raise MatchError(
             f"the optimiser's state, with keys {keys}, may be that of {' or '.join(r.name for r in chosen)}, which are "
             f"read differently: say which with optimizer={chosen[0].name!r}"
         )
@@ -79,7 +79,7 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
             f"'s state has keys {keys}, and no reader finds a second moment per weight in it: name the optimiser with "
             "optimizer=, or describe it with bayesadam.readers.register(StateReader(...))"
         )
-    raise StateError(f"the optimiser{why}; {ADVICE}")
+    raise MatchError(f"the optimiser{why}; {ADVICE}")
 
 
 def _fits(reader: StateReader, state: State, group: Group, *, named: bool = False) -> bool:

@@ -21,7 +21,7 @@ from bayesadam._alone import listed_optimizers, named_modules, unwrap
 from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam._warnings import warn
-from bayesadam.errors import MatchError, StateError
+from bayesadam.errors import MatchError
 from bayesadam.readers.formats.lazy import clean_names, identities, outline_of
 from bayesadam.readers.identify import has_tensors, identify_reader, parameter_shape, unknown_bases
 from bayesadam.readers.registry import (
@@ -158,7 +158,7 @@ def match_optimizers(
         if record is None and any(is_tracked(state) for state in optimizer.state.values()):
             record = TRACKED
         if record is None:
-            raise StateError(
+            raise MatchError(
                 f"no reader is registered for {type(optimizer).__module__}.{title}: describe it with "
                 "readers.register(StateReader(...)) if it keeps a second moment of the gradients, one number a weight; "
                 f"else {ADVICE}"
@@ -181,7 +181,7 @@ def _in_place(match: Match) -> Match:
     """The match, if the model's weights are those that were trained."""
     for entry in match.entries:
         if entry.reader.mean is not None and entry.reader.mean(entry.state, entry.group, entry.parameter) is not None:
-            raise StateError(
+            raise MatchError(
                 f"{' and '.join(match.optimizers)} is in train mode, in which the model has other weights than those "
                 "that are trained: call optimizer.eval() before the posterior is read, or the state is saved"
             )
@@ -237,7 +237,7 @@ def _entries(
         else:
             check_parameter(name, parameter)
             if unknown := unknown_bases(reader, state, parameter.shape):
-                raise StateError(
+                raise MatchError(
                     f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} "
                     f"would take {reader.key!r}, which is in rotated coordinates, for the weights' own: name its "
                     "optimiser"
@@ -270,12 +270,12 @@ def _finished(
     entries = tuple(entry for entry in matched.values() if isinstance(entry, Entry))
     omitted = {name: reason for name, reason in matched.items() if isinstance(reason, str)}
     if not entries and _UNTRAINED in omitted.values():
-        raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
+        raise MatchError(f"{source} has not taken a step yet: train first, then read the posterior")
     if not entries and any(reason.endswith(_KEEPS_NONE) for reason in omitted.values()):
-        raise StateError(f"{source} keeps no second moment per weight; {ADVICE}")
+        raise MatchError(f"{source} keeps no second moment per weight; {ADVICE}")
     if not entries:
         described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
-        raise StateError(f"{source} leaves no parameter to read: {described}")
+        raise MatchError(f"{source} leaves no parameter to read: {described}")
     return Match(entries, omitted, optimizers, why)
 
 
@@ -321,7 +321,7 @@ def pair_by_names(
 def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
     """The entries of an optimiser's list; None identifies the reader."""
     if reader is None:
-        with suppress(StateError):
+        with suppress(MatchError):
             reader = identify_reader(state_dict)
     always = reader is not None and reader.statistic == "identity"
     slots = []

@@ -15,7 +15,7 @@ from bayesadam._alone import in_eval_mode, listed_optimizers
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
-from bayesadam.errors import SettingError, StateError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.readers.curvature import Curvature
 from bayesadam.readers.match import Match, match_optimizers
 from bayesadam.readers.registry import working_dtype
@@ -99,7 +99,7 @@ class Recorder(Hooked):
     def recorded(self) -> int:
         """How many gradients are stored now, K at most."""
         if len(set(self._steps)) > 1:
-            raise StateError(f"the optimisers have taken {self._steps} steps since: they must step together")
+            raise MatchError(f"the optimisers have taken {self._steps} steps since: they must step together")
         return min(-(-self._steps[0] // self.every), self.keep)
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
@@ -108,12 +108,12 @@ class Recorder(Hooked):
 
     def _gradients_of(self, match: Match) -> dict[str, Tensor]:
         if self.recorded == 0:
-            raise StateError("the recorder has seen no step yet: attach it before training, and train")
+            raise MatchError("the recorder has seen no step yet: attach it before training, and train")
         entries = [entry for entry in match.entries if entry.parameter in self._rings]
         recorded = {entry.name: self._rings[entry.parameter][: self.recorded] for entry in entries}
         for name, gradients in recorded.items():
             if not bool(torch.isfinite(gradients).all()):
-                raise StateError(f"a recorded gradient of {name!r} is not finite: train on until it is overwritten")
+                raise MatchError(f"a recorded gradient of {name!r} is not finite: train on until it is overwritten")
         return recorded
 
     def _record(self, index: int, optimizer: Optimizer, scale: Tensor | None) -> None:

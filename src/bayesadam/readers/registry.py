@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bayesadam.errors import SettingError, StateError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.readers import rotated, tracking
 
 State = Mapping[str, Any]
@@ -95,7 +95,7 @@ class StateReader:
         if value is None:
             return None
         if index is not None and (not isinstance(value, list | tuple) or len(value) <= index):
-            raise StateError(f"the group's {entry!r} is {value!r}, and entry {index} of it is needed")
+            raise MatchError(f"the group's {entry!r} is {value!r}, and entry {index} of it is needed")
         return as_number(value if index is None else value[index], entry)
 
     def steps(self, state: State, group: Group) -> float | None:
@@ -119,7 +119,7 @@ def as_number(value: Any, entry: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise StateError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
+        raise MatchError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

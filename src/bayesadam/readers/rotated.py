@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.errors import StateError
+from bayesadam.errors import MatchError
 
 # Adam's name where nothing is rotated. Other names elsewhere, so that no reader of Adam mistakes them for its own.
 PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq", "left_basis", "right_basis"
@@ -114,7 +114,7 @@ def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.S
     keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
     stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
     if stored.shape != shape:
-        raise StateError(f"a statistic has shape {tuple(stored.shape)}: the state belongs to another model")
+        raise MatchError(f"a statistic has shape {tuple(stored.shape)}: the state belongs to another model")
     if len(shape) < 2:
         return stored, [state.get(RIGHT_KEY)] * len(shape)
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
@@ -127,10 +127,10 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
         if entry not in state:
             raise KeyError(entry)
     if group["merge_dims"] and len(shape) > 2:
-        raise StateError(f"dimensions of {tuple(shape)} may have been merged in two ways: train with merge_dims=False")
+        raise MatchError(f"dimensions of {tuple(shape)} may have been merged in two ways: train with merge_dims=False")
     moment: Tensor = state[PLAIN_KEY]
     if moment.shape != shape:
-        raise StateError(f"a statistic has shape {tuple(moment.shape)}: the state belongs to another model")
+        raise MatchError(f"a statistic has shape {tuple(moment.shape)}: the state belongs to another model")
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
@@ -167,13 +167,13 @@ def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor |
     sides = [None if basis is None else tuple(basis.shape) for basis in bases]
     fits = [have in (None, (side, side)) for have, side in zip(sides, shape, strict=False)]
     if len(sides) != len(shape) or not all(fits):
-        raise StateError(
+        raise MatchError(
             f"the bases of a parameter of shape {tuple(shape)} have shapes {sides}: the state is another model's, or "
             "its dimensions were merged; train with merge_dims=False"
         )
     for basis in bases:
         if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
-            raise StateError(
+            raise MatchError(
                 f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training "
                 "met a non-finite gradient"
             )

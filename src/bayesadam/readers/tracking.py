@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count
 from bayesadam._shards import is_sharded, own_part, whole, wrapped
-from bayesadam.errors import SettingError, StateError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.readers.rotated import Factors, product_of
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     if LEFT in tensors:
         factors = [_floats(tensors[name]) for name in (LEFT, RIGHT)]
         if tuple(map(len, factors)) != sides:
-            raise StateError(f"tracked factors are not those of a parameter of shape {tuple(shape)}: another model's")
+            raise MatchError(f"tracked factors are not those of a parameter of shape {tuple(shape)}: another model's")
         if not all(bool(factor.isfinite().all()) for factor in factors):
             # What reads it refuses it by name.
             return factors[0].new_full(sides, torch.nan), (None, None)
@@ -334,5 +334,5 @@ def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
         rows, columns = _floats(tensors[ROWS]), _floats(tensors[COLUMNS])
         v = rows * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
     if v.shape != sides:
-        raise StateError(f"a tracked moment has shape {tuple(v.shape)}: the state belongs to another model")
+        raise MatchError(f"a tracked moment has shape {tuple(v.shape)}: the state belongs to another model")
     return v, (None, None)

@@ -14,7 +14,7 @@ from bayesadam.engine.network import Network, flatten, forward, initial, member,
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, cosine, train
 from bayesadam.engine.streams import epochs
-from bayesadam.errors import DivergedError
+from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Likelihood
 
 _LARGEST_SEED = 2**31 - 1
@@ -117,7 +117,7 @@ def fit_networks(
         if (epoch - best_epoch >= patient).all():
             break
     if not best_epoch.all():
-        raise DivergedError(f"the held-out loss was not finite after any of {epoch} epochs: lower lr={lr:g}")
+        raise SettingError(f"the held-out loss was not finite after any of {epoch} epochs: lower lr={lr:g}")
     weights, v = (unflatten(network, best[name].cpu()) for name in ("weights", "exp_avg_sq"))
     trained_networks = []
     for number, at in enumerate(best_epoch.tolist()):

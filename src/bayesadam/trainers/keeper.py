@@ -11,7 +11,7 @@ from torch.utils.data import SubsetRandomSampler
 
 from bayesadam._shards import is_first_rank, whole
 from bayesadam._warnings import warn
-from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
+from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.readers.tracking import Hooked, What
 from bayesadam.readers.tracking import track as attach_tracker
 from bayesadam.weights.posterior import Posterior
@@ -23,7 +23,7 @@ FILE_NAME = "posterior.safetensors"
 class PosteriorKeeper:
     """A posterior read when training ends, whatever the trainer: `ba.calibrate(callback.posterior, held_out)` follows.
 
-    Wrong settings are refused when training starts. A failure at the end is a `NoPosteriorWarning`, and `posterior`
+    Wrong settings are refused when training starts. A failure at the end is a `BayesAdamWarning`, and `posterior`
     raises the reason. In distributed training every rank reads its own optimiser; the first one logs and writes.
 
     Args:
@@ -64,7 +64,7 @@ class PosteriorKeeper:
     def posterior(self) -> Posterior:
         """The posterior at the end of training; raises the reason where there is none."""
         if self._posterior is None:
-            raise StateError("there is no posterior yet: it is read when training ends")
+            raise MatchError("there is no posterior yet: it is read when training ends")
         if isinstance(self._posterior, Exception):
             raise self._posterior
         return self._posterior
@@ -107,7 +107,7 @@ class PosteriorKeeper:
         except Exception as error:
             self._posterior = error
             text = f"training is over, but there is no posterior: {type(error).__name__}: {error}"
-            warn(text, NoPosteriorWarning)
+            warn(text, BayesAdamWarning)
 
 
 def count_examples(loader: Any) -> int | None:

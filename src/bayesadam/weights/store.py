@@ -21,7 +21,7 @@ from bayesadam import _storage as storage
 from bayesadam._shards import is_sharded, on_first_rank, placed_like, whole, wrapped
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
-from bayesadam.errors import FileError, MatchError, MissingFileError, StructureWarning
+from bayesadam.errors import BayesAdamWarning, FileError, MatchError, MissingFileError
 from bayesadam.readers import compression, working_dtype
 from bayesadam.readers.formats.distributed import stored_entries
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -158,7 +158,7 @@ class Stored:
     def structure(self, kind: str, header: Mapping[str, Any]) -> Diagonal:
         """The structure of that kind; of low-rank ones, which releases before 0.4 wrote, the diagonal."""
         if kind.startswith("low-rank"):
-            warn(f"{self.path} holds a low-rank posterior, of which this release reads the diagonal", StructureWarning)
+            warn(f"{self.path} holds a low-rank posterior, of which this release reads the diagonal", BayesAdamWarning)
             return Diagonal({name: self._low_rank_diagonal(name, kind) for name in self.names})
         if kind == "inputs":
             sides = {name: self._side(name, *how) for name, how in header["inputs"].items()}
