@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._checks import count
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.weights.draws import stream_seed
-from experiments.data import FileError, load_table
+from experiments.data import load_table
 
 Numbers = npt.NDArray[Any]
 

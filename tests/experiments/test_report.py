@@ -16,7 +16,6 @@ from bayesadam.errors import FileError
 from experiments import report
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, judged
 from experiments.cost import CostSettings
-from experiments.data import FileError
 from experiments.figure1 import METRICS, RegressionSettings
 from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
 from experiments.report import read
