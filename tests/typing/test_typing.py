@@ -25,9 +25,9 @@ def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
     wrong.write_text(
         "import bayesadam as ba\n"
         "import torch\n\n\n"
-        "def probs(posterior: ba.Posterior, x: torch.Tensor) -> torch.Tensor:\n"
-        '    found: ba.likelihoods.NumericPredictive = posterior.predict(x, likelihood="regression")\n'
-        "    return found.probs\n"
+        "def probs(net: ba.Calibrated, x: torch.Tensor) -> torch.Tensor:\n"
+        "    answer = net(x)\n"
+        "    return answer.probabilities\n"
     )
     # As a user has it: no configuration of ours, and the package's marker for type checkers in its place.
     config = tmp_path / "mypy.ini"
@@ -35,4 +35,4 @@ def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
     command = [sys.executable, "-m", "mypy", "--config-file", config, USER, wrong]
     said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
     assert [line for line in said.splitlines() if "user.py" in line] == []
-    assert 'wrong.py:7: error: "NumericPredictive" has no attribute "probs"' in said
+    assert 'wrong.py:7: error: "Answer" has no attribute "probabilities"' in said

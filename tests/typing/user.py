@@ -16,18 +16,22 @@ from bayesadam.sklearn import BadamClassifier, BadamRegressor
 
 def classify(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     held_out: DataLoader[tuple[Tensor, ...]] = DataLoader(TensorDataset(x, y), batch_size=50)
-    posterior: ba.Posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=100, batch_size=50)
-    posterior = ba.calibrate(posterior, held_out, likelihood="classification")
-    p = posterior.predict(x, likelihood="classification")
-    entropy: Tensor = p.entropy()
-    sets: Tensor = p.prediction_set(0.95)
-    return p.probs, entropy + sets.sum(dim=-1)
+    posterior: ba.Posterior = ba.Posterior.from_optimizer(
+        model, optimizer, n_data=100, batch_size=50, likelihood="classification"
+    )
+    net: ba.Calibrated = ba.calibrate(posterior, held_out, risk=0.05)
+    p = net(x)
+    sets: Tensor = p.set(0.95)
+    monitor = ba.Monitor(net, alarm=0.01)
+    if not monitor.update(p):
+        net.save("net.onnx", example=x[:2])
+    return p.novelty, p.doubt + sets.sum(dim=-1)
 
 
 def regress(posterior: ba.Posterior, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    posterior = ba.calibrate(posterior, (x, y), likelihood="regression", method="evidence")
-    p = posterior.predict(x, likelihood="regression", covariance=True)
-    low, high = p.interval(0.9)
+    posterior = posterior.with_inputs(x).tune((x, y), method="evidence")
+    p = posterior.predict(x, covariance=True)
+    low, high = ba.calibrate(posterior, (x, y))(x).interval(0.9)
     inside: Tensor = (low < y) & (y < high)
     return float(p.log_prob(y).mean()), inside.float() * p.stddev
 

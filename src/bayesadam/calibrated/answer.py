@@ -57,17 +57,25 @@ class Answer(NamedTuple):
 
     def set(self, level: float = 0.95) -> Tensor:
         """Which classes the set holds, booleans: the true one with probability `level` on data like the held-out."""
+        return self.set_within(threshold(self._scores, level))
+
+    def set_within(self, reach: Tensor) -> Tensor:
+        """The classes whose 1 − p is at most `reach`."""
         kind = likelihood_of(self.likelihood)
         if not isinstance(kind, ClassLikelihood) or self.probs is None:
             raise SettingError("a set is of classes; of numbers see interval(level)")
-        return 1 - kind.of_classes(self.probs) <= threshold(self._scores, level).to(self.probs).unsqueeze(-1)
+        return 1 - kind.of_classes(self.probs) <= reach.to(self.probs).unsqueeze(-1)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out."""
+        return self.interval_within(threshold(self._scores, level))
+
+    def interval_within(self, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """E[y] ± `reach` sd[y]."""
         if self.mean is None or self.stddev is None:
             raise SettingError("an interval is of numbers; of classes see set(level)")
-        reach = threshold(self._scores, level).to(self.mean).view(self.mean.shape[1:]) * self.stddev
-        return self.mean - reach, self.mean + reach
+        half = reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
+        return self.mean - half, self.mean + half
 
     @property
     def _scores(self) -> Tensor:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer, Fit, Report, doubt, predicted
 from bayesadam.calibrated.ranges import MASK, departure, has_mask, inside
 from bayesadam.errors import BayesAdamWarning, MatchError
-from bayesadam.likelihoods import ClassLikelihood
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
@@ -149,6 +148,11 @@ class Calibrated(nn.Module):
         """Stays in evaluation mode, whatever it is part of: with dropout it would be another network."""
         return super().train(False)
 
+    if TYPE_CHECKING:
+
+        def __call__(self, inputs: Any) -> Answer:
+            """The same, as type checkers see it."""
+
     def forward(self, inputs: Any) -> Answer:
         """The answer to a batch."""
         fit, kind = self.fit, self.fit.likelihood
@@ -262,12 +266,10 @@ class Program(nn.Module):
         answer = self.net(inputs)
         told = {name: getattr(answer, name) for name in ("novelty", "p_value", "probs", "mean", "stddev", "answered")}
         told |= {"in_range": answer.in_range, "layers": answer.layers}
-        kind = self.net.fit.likelihood
-        if self.reach is not None and isinstance(kind, ClassLikelihood):
-            told["set"] = 1 - kind.of_classes(answer.probs) <= self.reach.unsqueeze(-1)
+        if self.reach is not None and answer.probs is not None:
+            told["set"] = answer.set_within(self.reach)
         elif self.reach is not None:
-            reach = self.reach.view(answer.stddev.shape[1:]) * answer.stddev
-            told |= {"lower": answer.mean - reach, "upper": answer.mean + reach}
+            told["lower"], told["upper"] = answer.interval_within(self.reach)
         return {name: tensor.clone() for name, tensor in told.items() if tensor is not None}
 
 
