@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -146,6 +147,22 @@ def test_files_of_others_are_refused(tmp_path):
         net.save(tmp_path / "net.pt2", [1.0])
     net.save(tmp_path / "net.pt2", torch.zeros(1, 2))
     assert torch.export.load(tmp_path / "net.pt2").module()(torch.zeros(5, 2))["probs"].shape == (5, 3)
+
+
+@pytest.mark.parametrize("name", ["regression", "binary", "poisson"])
+def test_one_number_an_example(name, tmp_path):
+    """Outputs (batch,), in batches of any size, through a program too; a copy of the network is its own."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+    x, y = torch.randn(80, 2), torch.randint(2, (80,)).float()
+    net = ba.calibrate(model, (x[:60], y[:60]), likelihood=name)
+    p, again = net(x[60:]), copy.deepcopy(net)(x[60:])
+    assert p.f_mean.shape == (20,)
+    assert same_answers(p, again)
+    assert_close(net(x[:7]).novelty, net(x).novelty[:7])
+    net.save(tmp_path / "net.pt2", x[:2])
+    same_but = ("set", "lower", "upper")
+    answers = torch.export.load(tmp_path / "net.pt2").module()(x[60:])
+    same({key: t for key, t in answers.items() if key not in same_but}, p)
 
 
 def test_the_users_model_is_left_alone():

@@ -153,7 +153,8 @@ class Fit:
         noise_variance: σ², or the most that noise can be.
         novelties: of the held-out inputs, ascending.
         scores: of the held-out targets, 1 − p of classes, |y − E[y]|/sd of numbers.
-        classes: the last dimension of the outputs.
+        dims: how many dimensions the outputs have, and the last of them; see `dims_of`.
+        report: what `calibrate` did.
         ranges: of the held-out inputs.
     """
 
@@ -168,6 +169,11 @@ class Fit:
     dims: tuple[int, int] = (0, 0)
     ranges: tuple[InputRange, ...] = ()
     report: Report = field(default_factory=lambda: Report("", 0, {}, ""))
+
+
+def dims_of(f: Tensor) -> tuple[int, int]:
+    """How many dimensions outputs have, and the last of them; 1 of one number an example, (batch,)."""
+    return f.dim(), f.shape[-1] if f.dim() > 1 else 1
 
 
 class Predicted(NamedTuple):

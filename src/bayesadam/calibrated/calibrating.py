@@ -16,7 +16,7 @@ from bayesadam._alone import unwrap
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibrated import fits
-from bayesadam.calibrated.answer import Fit, Predicted, Report, doubt, predicted
+from bayesadam.calibrated.answer import Fit, Predicted, Report, dims_of, doubt, predicted
 from bayesadam.calibrated.leaked import UNLIKELY, balance
 from bayesadam.calibrated.module import Calibrated, Tapped
 from bayesadam.calibrated.ranges import fingerprints, ranges_of
@@ -181,7 +181,7 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
         for number, (inputs, y, _) in enumerate(batches_of(held_out, tapped.model)):
             _check_targets(kind, inputs, y, tapped.call)
             f, seen = _run(tapped, to_device(inputs, device), y)
-            dims = f.dim(), f.shape[-1]
+            dims = dims_of(f)
             y = kind.matched(y.to(f.device), f)
             keep = kind.counted(f, y)
             owners = torch.arange(n, n + len(y), device=f.device).view(-1, *[1] * (y.dim() - 1)).expand(y.shape)

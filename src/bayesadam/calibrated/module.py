@@ -16,7 +16,7 @@ from bayesadam._alone import alone_with
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.calibrated import files
-from bayesadam.calibrated.answer import Answer, Fit, Report, doubt, predicted
+from bayesadam.calibrated.answer import Answer, Fit, Report, dims_of, doubt, predicted
 from bayesadam.calibrated.ranges import MASK, departure, has_mask, inside
 from bayesadam.errors import BayesAdamWarning, MatchError
 from bayesadam.likelihoods.conformal import p_values, threshold
@@ -161,7 +161,7 @@ class Calibrated(nn.Module):
                 f"pass mappings with {MASK!r} to calibrate and here, or to neither: padding would count as words"
             )
         f, seen = self.tapped(inputs)
-        if (f.dim(), f.shape[-1]) != fit.dims:
+        if dims_of(f) != fit.dims:
             raise MatchError(
                 f"the outputs {tuple(f.shape)} have another shape than those that were calibrated, {fit.dims[0]} "
                 f"dimensions with {fit.dims[1]} in the last"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
@@ -41,8 +40,3 @@ def matched(y: Tensor, outputs: Tensor) -> Tensor:
     if y.shape != outputs.shape:
         raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(outputs.shape)}")
     return y.to(outputs)
-
-
-def normal_like(mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers, (n, *mean.shape)."""
-    return torch.randn(n, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
