@@ -36,7 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 from bayesadam import _storage
 from bayesadam._checks import require_kind
 from bayesadam._extras import require
-from bayesadam.calibrated import Answer, Calibrated
+from bayesadam.calibrated import Answer, Calibrated, Program
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Monitor:
         p_values: of the last update, (batch,).
 
     Args:
-        net: what `calibrate` returned, whose held-out novelties are the reference.
+        net: what `calibrate` returned, or `ba.load`, whose held-out novelties are the reference.
         reference: instead of it, held-out scores of any kind, (n,); larger is stranger.
         alarm: the bound on the probability of a false alarm.
         seed: of the random order of equal scores, and of U.
@@ -96,7 +96,7 @@ class Monitor:
 
     def __init__(
         self,
-        net: Calibrated | None = None,
+        net: Calibrated | Program | None = None,
         *,
         reference: Scores | None = None,
         alarm: float = 0.01,
@@ -107,7 +107,7 @@ class Monitor:
         if not 0 < alarm < 1:
             raise SettingError(f"alarm must lie between 0 and 1, the probability of a false alarm, got {alarm!r}")
         if net is not None:
-            require_kind(net, Calibrated, "net")
+            require_kind(net, (Calibrated, Program), "net")
             reference = net.novelties
             if reference is None:
                 raise CalibrationError("the network has no held-out novelties: calibrate on at least 20 examples")
