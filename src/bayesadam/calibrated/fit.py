@@ -88,8 +88,8 @@ class Fit:
         assert spread is not None
         variance = _by_leverage(kind, f, ratios.gentle, spread)
         c = Component(Moments(f, variance), noise)
-        y = {"mean": kind.expected(c), "stddev": kind.variance(c).sqrt(), "f_variance": variance}
-        return answer._replace(**y, noise_variance=noise)
+        answer = answer._replace(mean=kind.expected(c), stddev=kind.variance(c).sqrt())
+        return answer._replace(f_variance=variance, noise_variance=noise)
 
 
 def dims_of(f: Tensor) -> tuple[int, int]:

@@ -284,9 +284,11 @@ class Program(nn.Module):
 
     def forward(self, inputs: Any) -> Answer:
         """The answer to a batch."""
-        fields = {name: tensor for name, tensor in self.program(inputs).items() if name in Answer._fields}
-        constants = {"noise_variance": self.noise_variance, "scores": self.scores}
-        return Answer(**fields, **constants, likelihood=self.about["likelihood"])
+        fields: dict[str, Any] = self.program(inputs)
+        fields = {name: tensor for name, tensor in fields.items() if name in Answer._fields}
+        return Answer(
+            **fields, noise_variance=self.noise_variance, scores=self.scores, likelihood=self.about["likelihood"]
+        )
 
     def train(self, mode: bool = True) -> Program:
         """Stays as it is: a program has no other mode."""
