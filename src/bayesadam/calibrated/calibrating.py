@@ -169,29 +169,22 @@ def _at_mean(posterior: Posterior) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class _Observed:
-    """What one forward pass over n held-out examples shows.
-
-    Attributes:
-        outputs: (m, ...), a row for each target that counts.
-        targets: those targets, (m, ...).
-        owners: the number of the example that each row belongs to, (m,).
-        pooled: the inputs of every layer by module, (n, width).
-        entropy: novelty at r = 1 of outputs at many positions, (n,); None of others.
-        dims: how many dimensions outputs have, and the last of them.
-        every: whether each example has one row, and none is left out.
-        ranges: of the inputs.
-        repeated: how many examples are there before.
-    """
+    """What one forward pass over n held-out examples shows."""
 
     n: int
+    # A row for each target that counts, (m, ...), and the number of the example that it belongs to, (m,).
     outputs: Tensor
     targets: Tensor
     owners: Tensor
+    # The inputs of every layer by module, (n, width).
     pooled: dict[str, Tensor]
+    # Novelty at r = 1 of outputs at many positions, (n,); None of others.
     entropy: Tensor | None
     dims: tuple[int, int]
+    # Whether each example has one row, and none is left out.
     every: bool
     ranges: tuple[InputRange, ...]
+    # How many examples are there before.
     repeated: int
 
 

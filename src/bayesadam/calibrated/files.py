@@ -91,7 +91,10 @@ def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], mode
         float(header["temperature"]),
         **{name: tensors.get(name) for name in _TABLES},
         dims=tuple(header["dims"]),
-        ranges=tuple(map(InputRange.of, header["ranges"])),
+        ranges=tuple(
+            InputRange(**{**one, "shape": None if one["shape"] is None else tuple(one["shape"])})
+            for one in header["ranges"]
+        ),
         report=Report(**about),
     )
 
@@ -162,7 +165,7 @@ def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, exampl
         raise SettingError("pass the model's inputs as torch tensors: the example holds none")
     if (size := leaves[0].shape[0]) == 1:
         # The size of batches were fixed.
-        example, size = pytree.tree_map(lambda leaf: _doubled(leaf), example), 2
+        example, size = pytree.tree_map(_doubled, example), 2
     # Attention on CUDA takes no more.
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_ON_CUDA if first.is_cuda else None)
 
@@ -201,11 +204,11 @@ def _check_onnx(path: AnyPath, program: nn.Module, example: Any) -> None:
         import onnxruntime
     except ModuleNotFoundError:
         return
+    leaves = [leaf.cpu().numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path))
-        given = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-        feed = {one.name: leaf.cpu().numpy() for one, leaf in zip(session.get_inputs(), given, strict=True)}
-        outputs = session.run(None, feed)
+        names = [one.name for one in session.get_inputs()]
+        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
     except Exception as error:
         raise FileError(f"onnxruntime does not run the file, which is not kept: {error}") from error
     for (name, expected), output in zip(program(example).items(), outputs, strict=True):

@@ -49,30 +49,21 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """All that held-out data add to a network.
-
-    Attributes:
-        likelihood: p(y | f).
-        leverage: how far layers extrapolate; None where no layer is known.
-        exponent: of ((1 + r)/2), by which temperatures grow.
-        temperature: T₀ of classes.
-        spread: v of Var[f] = v r of numbers, by target.
-        noise_variance: σ², or the most that noise can be.
-        novelties: of the held-out inputs, ascending.
-        scores: of the held-out targets, 1 − p of classes, |y − E[y]|/sd of numbers.
-        dims: how many dimensions the outputs have, and the last of them; see `dims_of`.
-        report: what `calibrate` did.
-        ranges: of the held-out inputs.
-    """
+    """All that held-out data add to a network."""
 
     likelihood: Likelihood
+    # None where no layer is known.
     leverage: Leverage | None
+    # Of ((1 + r)/2), by which temperatures grow; and T₀ of classes.
     exponent: float = 0.5
     temperature: float = 1.0
+    # v of Var[f] = v r of numbers, by target; and σ², or the most that noise can be.
     spread: Tensor | None = None
     noise_variance: Tensor | None = None
+    # Of the held-out inputs, ascending; and of their targets, 1 − p of classes, |y − E[y]|/sd of numbers.
     novelties: Tensor | None = None
     scores: Tensor | None = None
+    # Of the outputs, see `dims_of`; and of the inputs.
     dims: tuple[int, int] = (0, 0)
     ranges: tuple[InputRange, ...] = ()
     report: Report = field(default_factory=lambda: Report("", 0, {}, ""))

@@ -19,7 +19,7 @@ from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.fit import Fit, Report, dims_of
-from bayesadam.calibrated.ranges import MASK, departure, has_mask, inside
+from bayesadam.calibrated.ranges import MASK, departure, inside
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
@@ -163,7 +163,8 @@ class Calibrated(nn.Module):
     def forward(self, inputs: Any) -> Answer:
         """The answer to a batch."""
         fit = self.fit
-        if has_mask(fit.ranges) != (isinstance(inputs, Mapping) and MASK in inputs) and fit.ranges:
+        masked = isinstance(inputs, Mapping) and MASK in inputs
+        if fit.ranges and masked != any(one.name == MASK for one in fit.ranges):
             raise MatchError(
                 f"pass mappings with {MASK!r} to calibrate and here, or to neither: padding would count as words"
             )

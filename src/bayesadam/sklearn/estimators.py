@@ -21,14 +21,14 @@ from bayesadam._warnings import warn
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, NumericLikelihood, likelihood
+from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, Moments, NumericLikelihood, likelihood
 from bayesadam.likelihoods.conformal import threshold
 from bayesadam.sklearn.training import Part, fit_networks, split
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_CHOICES = {"structure": ("diagonal", "inputs"), "calibration": ("auto", "evidence", "validation", None)}
+_STRUCTURES = ("diagonal", "inputs")
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, kind in LIKELIHOODS.items() if isinstance(kind, NumericLikelihood))
 # With fewer held-out rows a noise that depends on the input is not learnt.
@@ -50,7 +50,6 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     patience: int | None = 30
     validation_fraction: float = 0.2
     n_ensemble: int = 5
-    calibration: Literal["auto", "evidence", "validation"] | None = "auto"
     structure: Literal["diagonal", "inputs"] = "diagonal"
     random_state: Any = None
     device: str | torch.device = "cpu"
@@ -80,22 +79,27 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             centre=None if start is None else start.float(),
             **{name: settings[name] for name in ("lr", "max_epochs", "patience", "device")},
         )
-        self.posteriors_ = []
+        self.posteriors_: list[Posterior] = []
         for fit, part in zip(trained, parts, strict=True):
-            model = network.build(fit.params).double()
-            how: Any = {"prior_precision": n * decay or 1.0, "batch_size": fit.batch_size}
-            posterior = Posterior.from_second_moment(model, fit.second_moment, n, name, **how)
+            posterior = Posterior.from_second_moment(
+                network.build(fit.params).double(),
+                fit.second_moment,
+                n,
+                name,
+                prior_precision=n * decay or 1.0,
+                batch_size=fit.batch_size,
+            )
             if self.structure == "inputs":
                 posterior = posterior.with_inputs(x[part.rows])
-            self.posteriors_.append(_tuned(posterior, (x[part.held_out], y[part.held_out]), self.calibration))
+            self.posteriors_.append(_tuned(posterior, kind, x[part.held_out], y[part.held_out]))
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
         self.best_epochs_, self.n_iter_ = [fit.best_epoch for fit in trained], max(fit.epochs for fit in trained)
 
     def _settings(self) -> dict[str, Any]:
         """The arguments as Python's numbers; checked here, since scikit-learn wants `__init__` to take them all."""
-        given = self.get_params(deep=False)
-        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+        arguments = self.get_params(deep=False).items()
+        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in arguments}
         for name in ("max_epochs", "n_ensemble", "batch_size", "patience"):
             if (name, settings[name]) not in (("batch_size", "auto"), ("patience", None)):
                 count(name, settings[name], "see the arguments")
@@ -104,9 +108,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             not_negative("weight_decay", settings["weight_decay"])
         if not 0 <= settings["validation_fraction"] < 1:
             raise SettingError(f"validation_fraction must be from 0 and below 1, got {self.validation_fraction!r}")
-        for name, choices in _CHOICES.items():
-            if settings[name] not in choices:
-                raise SettingError(f"{name} must be one of {choices}, got {settings[name]!r}")
+        if settings["structure"] not in _STRUCTURES:
+            raise SettingError(f"structure must be one of {_STRUCTURES}, got {settings['structure']!r}")
         return {**settings, "hidden": tuple(np.atleast_1d(self.hidden).tolist())}
 
     def _scaled(self, X: Array) -> Tensor:
@@ -139,18 +142,16 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         hidden: units of each hidden layer; () for a linear model.
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
             that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` is the second, or the
-            first where fewer than 20 rows are held out, the structure is not diagonal, or evidence tunes.
+            first where fewer than 20 rows are held out or the structure is not diagonal.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
-        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine, and `"auto"` is a decay of 0.01,
-            0.1 for heteroscedastic, 0.3 for classification.
-        batch_size: the most examples behind one gradient; `"auto"`: 32, or a 32nd of the training data, up to 256.
-        max_epochs, patience: passes over the training data at most, and those without a lower held-out loss after which
-            training ends; None trains to the end.
+        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine; the decay `"auto"` is 0.01, 0.1
+            for heteroscedastic, 0.3 for classification.
+        batch_size: `"auto"`: 32, or a 32nd of the training data, up to 256.
+        patience: passes over the training data without a lower held-out loss after which training ends; None for all
+            `max_epochs`.
         validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
             tune too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: `method` of `Posterior.tune`, the likelihood's own for `"auto"`; None leaves the posterior as it is
-            read, with N × λ as its prior precision (1 if λ is 0).
         structure: `"diagonal"`; or `"inputs"`, `Posterior.with_inputs`, which widens where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
@@ -177,10 +178,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         x, parts = self._split(X, np.zeros(len(y)))
         self.likelihood_ = self.likelihood
         if self.likelihood == "auto":
-            # A posterior that widens makes E[exp(log-variance)] far too large.
-            widens = self.structure != "diagonal" or self.calibration == "evidence"
             few = sum(len(part.held_out) for part in parts) < _FEWEST_HELD_OUT
-            self.likelihood_ = "regression" if widens or few else "heteroscedastic"
+            # A posterior that widens makes E[exp(log-variance)] far too large.
+            self.likelihood_ = "regression" if few or self.structure != "diagonal" else "heteroscedastic"
         self._one_target, kind = y.ndim == 1, likelihood(self.likelihood_)
         columns = y.reshape(len(y), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
@@ -330,27 +330,25 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     return float(-0.5 * np.mean(((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2)))
 
 
-def _mean(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
+def _mean(network: nn.Module, inputs: Tensor, kind: Likelihood) -> Tensor:
     """E[y | f] at the network's own f, (rows, targets): no derivative is needed."""
+    assert isinstance(kind, NumericLikelihood)
     with alone_with(network), torch.no_grad():
-        mean: Tensor = kind.expected(Component(Moments(network(inputs))))
-    return mean
+        return kind.expected(Component(Moments(network(inputs))))
 
 
-def _tuned(posterior: Posterior, held_out: tuple[Tensor, Tensor], calibration: Any) -> Posterior:
-    """The posterior, tuned; as it was read where that is asked for, or where tuning fails."""
-    (x, y), kind = held_out, likelihood(posterior.likelihood or "")
+def _tuned(posterior: Posterior, kind: Likelihood, x: Tensor, y: Tensor) -> Posterior:
+    """The posterior, tuned; as it was read, with the noise of its residuals, where tuning fails."""
     with torch.no_grad():
         noise = (y - posterior.model(x)).square().mean(dim=0) if kind.noise else kind.ceiling(y)
     posterior = posterior.replace(noise_variance=noise)
     try:
-        method = None if calibration == "auto" else calibration
-        return posterior if calibration is None else posterior.tune(held_out, method=method)
+        return posterior.tune((x, y))
     except CalibrationError as error:
         warn(f"the posterior is not tuned: {error}")
         return posterior
 
 
-def _scaler(columns: Array) -> Any:
+def _scaler(columns: Array) -> StandardScaler:
     # Whatever containers the user has set scikit-learn to make, this one's output stays in here.
     return StandardScaler().set_output(transform="default").fit(columns)
