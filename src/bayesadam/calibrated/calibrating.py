@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network
 
 def calibrate(
     posterior: Posterior | nn.Module,
-    held_out: Any,
+    held_out: object,
     *,
     likelihood: str | None = None,
     forward: Forward | None = None,
@@ -188,7 +187,7 @@ class _Observed:
     repeated: int
 
 
-def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
+def _observed(tapped: Tapped, kind: Likelihood, held_out: object) -> _Observed:
     device = next(tapped.parameters()).device
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     pooled: list[Mapping[str, Tensor]] = []
@@ -231,7 +230,7 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
     return _Observed(n, outputs, targets, owners, inputs, entropy, dims, every, ranges_of(inputs_seen), repeated)
 
 
-def _check_targets(kind: Likelihood, inputs: Any, y: Tensor, forward: Forward | None) -> None:
+def _check_targets(kind: Likelihood, inputs: object, y: Tensor, forward: Forward | None) -> None:
     """Refuse targets that are not finite, and tokens that stand for themselves and not for the next ones."""
     if y.is_floating_point() and not bool(y.isfinite().all()):
         lost = int((~y.isfinite()).sum())

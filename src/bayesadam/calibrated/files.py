@@ -150,7 +150,9 @@ def _name_outputs(graph: Any, names: Sequence[str]) -> None:
         value.name = name
 
 
-def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, example: Any, about: dict[str, Any]) -> None:
+def export(
+    program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, example: object, about: dict[str, Any]
+) -> None:
     """Write a program whose answer is a dict of tensors, traced with an example."""
     suffix = os.path.splitext(os.fspath(path))[1]
     first = next(model.parameters())
@@ -169,7 +171,7 @@ def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, exampl
     # Attention on CUDA takes no more.
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_ON_CUDA if first.is_cuda else None)
 
-    def dynamic(leaf: Any) -> Any:
+    def dynamic(leaf: object) -> object:
         return {0: batch} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
 
     example = dict(example) if isinstance(example, Mapping) else example
@@ -193,12 +195,12 @@ def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, exampl
         _check_onnx(temporary, program, example)
 
 
-def _doubled(leaf: Any) -> Any:
+def _doubled(leaf: object) -> object:
     """A batch of one twice."""
     return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1 else leaf
 
 
-def _check_onnx(path: AnyPath, program: nn.Module, example: Any) -> None:
+def _check_onnx(path: AnyPath, program: nn.Module, example: object) -> None:
     """Run the file on the example where onnxruntime is installed, and raise where it is not what torch gives."""
     try:
         import onnxruntime

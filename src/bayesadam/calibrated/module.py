@@ -56,7 +56,7 @@ class Tapped(nn.Module):
             for layer in layers
         ]
 
-    def forward(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
         """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
         first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is None:
@@ -73,21 +73,21 @@ class Tapped(nn.Module):
         outputs = output_tensor(raw)
         return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen
 
-    def _run(self, inputs: Any) -> Any:
+    def _run(self, inputs: object) -> Any:
         if self.call is not None:
             return self.call(self.model, inputs)
         if isinstance(inputs, Mapping):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
-    def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, layer: Layer, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Before a layer runs: keep its input."""
         if self._seen is not None:
             a = first_input(args, kwargs)
             if torch.compiler.is_compiling() or layer.has_rows(a, self._size):
                 self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
-    def _typed(self, leaf: Any) -> Any:
+    def _typed(self, leaf: object) -> object:
         """Real numbers in the model's type."""
         dtype = next(self.model.parameters()).dtype
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -157,10 +157,10 @@ class Calibrated(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(self, inputs: Any) -> Answer:
+        def __call__(self, inputs: object) -> Answer:
             """The same, as type checkers see it."""
 
-    def forward(self, inputs: Any) -> Answer:
+    def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
         fit = self.fit
         masked = isinstance(inputs, Mapping) and MASK in inputs
@@ -189,7 +189,7 @@ class Calibrated(nn.Module):
             answered = answered if in_range is None else answered & in_range
         return answer._replace(p_value=p_value, answered=answered, in_range=in_range, scores=self.scores)
 
-    def _warn(self, inputs: Any, in_range: Tensor | None) -> None:
+    def _warn(self, inputs: object, in_range: Tensor | None) -> None:
         """Warn, once, of a batch that has left the range of the held-out inputs."""
         if self._warned or in_range is None or bool(in_range.all()):
             return
@@ -212,7 +212,7 @@ class Calibrated(nn.Module):
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], example: Any = None, *, level: float = 0.95) -> None:
+    def save(self, path: str | os.PathLike[str], example: object = None, *, level: float = 0.95) -> None:
         """Write it: `.safetensors` for `ba.load(path, model)`, `.pt2` for torch alone, `.onnx` for onnxruntime.
 
         The latter two are programs: their answer is a dict of tensors, with `set`, or `lower` and `upper`, at `level`;
@@ -249,7 +249,7 @@ class _Exported(nn.Module):
         self.net = net
         self.register_buffer("reach", None if net.scores is None else threshold(net.scores, level).clone())
 
-    def forward(self, inputs: Any) -> dict[str, Tensor]:
+    def forward(self, inputs: object) -> dict[str, Tensor]:
         """The answer, and the set or the interval."""
         answer: Answer = self.net(inputs)
         # What does not depend on the inputs is in the file without that.
@@ -280,10 +280,10 @@ class Program(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(self, inputs: Any) -> Answer:
+        def __call__(self, inputs: object) -> Answer:
             """The same, as type checkers see it."""
 
-    def forward(self, inputs: Any) -> Answer:
+    def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
         fields: dict[str, Any] = self.program(inputs)
         fields = {name: tensor for name, tensor in fields.items() if name in Answer._fields}

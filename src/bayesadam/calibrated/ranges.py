@@ -113,7 +113,7 @@ class InputRange:
         return sizes != known and sorted(sizes) == sorted(known)
 
 
-def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
+def ranges_of(batches: Iterable[object]) -> tuple[InputRange, ...]:
     """The range of every tensor in the inputs of some batches."""
     seen: dict[str, list[Tensor]] = {}
     for inputs in batches:
@@ -122,12 +122,12 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
     return tuple(_range_of(name, leaves) for name, leaves in seen.items())
 
 
-def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
+def departure(ranges: Sequence[InputRange], inputs: object) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
     return next((words for one, leaf in _pairs(ranges, inputs) if (words := one.difference(leaf)) is not None), None)
 
 
-def inside(ranges: Sequence[InputRange], inputs: Any) -> Tensor | None:
+def inside(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
     """Whether each example is in range, (batch,), in operations that can be traced; None where nothing is compared."""
     whole: Tensor | None = None
     for one, leaf in _pairs(ranges, inputs):
@@ -136,7 +136,7 @@ def inside(ranges: Sequence[InputRange], inputs: Any) -> Tensor | None:
     return whole
 
 
-def fingerprints(inputs: Any) -> Tensor:
+def fingerprints(inputs: object) -> Tensor:
     """A number for each example, (batch,), int64: the same for the same bits and, but by chance, for no others.
 
     Of the first tensor of real numbers, eight or more an example, which do not agree by chance; else of none.
@@ -166,7 +166,7 @@ def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.d
     return made.get("", made)
 
 
-def _leaves(inputs: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _leaves(inputs: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch with their names, those that have a row for each example and something in it."""
     if isinstance(inputs, Tensor):
         if inputs.dim() and inputs.layout == torch.strided and math.prod(inputs.shape[1:]):
@@ -177,7 +177,7 @@ def _leaves(inputs: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(value, name if alone else f"{name}.{key}".lstrip("."))
 
 
-def _pairs(ranges: Sequence[InputRange], inputs: Any) -> Iterator[tuple[InputRange, Tensor]]:
+def _pairs(ranges: Sequence[InputRange], inputs: object) -> Iterator[tuple[InputRange, Tensor]]:
     by_name = {one.name: one for one in ranges}
     return ((by_name[name], leaf) for name, leaf in _leaves(inputs) if name in by_name)
 

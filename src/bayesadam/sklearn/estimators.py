@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -51,7 +52,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     validation_fraction: float = 0.2
     n_ensemble: int = 5
     structure: Literal["diagonal", "inputs"] = "diagonal"
-    random_state: Any = None
+    random_state: int | np.random.RandomState | None = None
     device: str | torch.device = "cpu"
 
     def _split(self, X: Array, strata: Array) -> tuple[Tensor, list[Part]]:
@@ -117,7 +118,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         # depend on the other rows.
         return torch.from_numpy(np.array(self.input_scaler_.transform(X), dtype=np.float64, order="C"))
 
-    def _inputs(self, X: Any) -> Tensor:
+    def _inputs(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
         return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
 
@@ -170,27 +171,27 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     patience: int | None = field(default=60, kw_only=True)
     likelihood: str = field(default="auto", kw_only=True)
 
-    def fit(self, X: Any, y: Any) -> BadamRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
-        X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        rows, values = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in ("auto", *_REGRESSIONS):
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
-        x, parts = self._split(X, np.zeros(len(y)))
+        x, parts = self._split(rows, np.zeros(len(values)))
         self.likelihood_ = self.likelihood
         if self.likelihood == "auto":
             few = sum(len(part.held_out) for part in parts) < _FEWEST_HELD_OUT
             # A posterior that widens makes E[exp(log-variance)] far too large.
             self.likelihood_ = "regression" if few or self.structure != "diagonal" else "heteroscedastic"
-        self._one_target, kind = y.ndim == 1, likelihood(self.likelihood_)
-        columns = y.reshape(len(y), -1).astype(np.float64)
+        self._one_target, kind = values.ndim == 1, likelihood(self.likelihood_)
+        columns = values.reshape(len(values), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
         self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
         targets = torch.from_numpy(self.target_scaler_.transform(columns))
         self._train(x, targets, parts, self.likelihood_)
         if not kind.standardised:
-            rows = parts[0].held_out
+            held_out = parts[0].held_out
             with torch.no_grad():
-                reason = kind.mismatch(self.networks_[0](x[rows]), targets[rows])
+                reason = kind.mismatch(self.networks_[0](x[held_out]), targets[held_out])
             if reason is not None:
                 warn(f"trust the means and the intervals, not the standard deviations: {reason.partition('. ')[0]}")
         self.residuals_ = self._residuals(x, targets, parts)
@@ -201,7 +202,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         return self
 
     def predict(
-        self, X: Any, return_std: bool = False, return_interval: float | None = None
+        self, X: ArrayLike, return_std: bool = False, return_interval: float | None = None
     ) -> Array | tuple[Array, ...]:
         """E[y] for each row, of counts the rate, of y's shape; then what else is asked for, in this order.
 
@@ -224,7 +225,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             answer += [self._in_units(low), self._in_units(high)]
         return tuple(answer) if len(answer) > 1 else answer[0]
 
-    def log_likelihood(self, X: Any, y: Any) -> Array:
+    def log_likelihood(self, X: ArrayLike, y: ArrayLike) -> Array:
         """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets together."""
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
@@ -232,7 +233,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         scores = self.posterior_.predict(inputs).log_prob(scaled).numpy()
         return np.asarray(scores - np.log(self.target_scaler_.scale_).sum())
 
-    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
+    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: int | np.random.RandomState | None = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples).
 
         Each draw is one function over all rows, of a network chosen at random, plus noise.
@@ -287,29 +288,29 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         posterior_, posteriors_, networks_, input_scaler_, best_epochs_, n_iter_: as `BadamRegressor`'s, over logits.
     """
 
-    def fit(self, X: Any, y: Any) -> BadamClassifier:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> BadamClassifier:
         """Learn from inputs (n, features) and labels (n,) of any kind."""
-        X, y = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
-        check_classification_targets(y)
-        self.classes_, indices = np.unique(y, return_inverse=True)
+        rows, labels = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
+        check_classification_targets(labels)
+        self.classes_, indices = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
-        x, parts = self._split(X, indices)
+        x, parts = self._split(rows, indices)
         self._train(x, torch.from_numpy(indices.astype(np.int64)), parts, "classification")
         return self
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: ArrayLike) -> Array:
         """The likeliest label for each row."""
         best = self.predict_proba(X).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: ArrayLike) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
         inputs = self._inputs(X)
         return np.asarray(self.posterior_.predict(inputs).probs)
 
 
-def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
+def log_likelihood(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
     """The mean of log p(y | X) in nats, for `scoring=`: larger is better.
 
     The estimator is a fitted `BadamRegressor`, a pipeline that ends with one, or a search over either. Of another
