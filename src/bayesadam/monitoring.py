@@ -26,6 +26,7 @@ runs out, so that a late change is caught as well: its price grows with the loga
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -248,9 +249,9 @@ class Monitor:
             monitor.n, monitor.log_martingale = header["n"], header["log_martingale"]
             monitor.alarmed_at, monitor._stride = header["alarmed_at"], header["stride"]
             monitor._draw.bit_generator.state = header["draw"]
-            if monitor._counts.shape != monitor._gaps.shape:
-                raise ValueError(f"{len(monitor._counts)} counts of {len(monitor._gaps)} groups")
-        except (KeyError, TypeError, ValueError) as error:
+            # What the file holds goes together if a copy can go on.
+            _, _ = str(monitor), copy.deepcopy(monitor).update(np.zeros(3))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged: {error}") from None
         return monitor
 

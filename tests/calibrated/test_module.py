@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam import _storage
+from bayesadam.calibrated import files
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
@@ -206,6 +208,18 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FileError, match="damaged"):
         ba.load(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("dims", []), ("exponent", "x"), ("report", {}), ("leverage", {"source": "x", "modules": []})]
+)
+def test_a_damaged_header_is_a_file_error(entry, value, tmp_path):
+    path, net = tmp_path / "net.safetensors", calibrated("classification")
+    net.save(path)
+    tensors, header = _storage.read(path, files._KIND)
+    _storage.write(path, tensors, {**header, entry: value}, files._KIND)
+    with pytest.raises(FileError, match="damaged"):
+        ba.load(path, net.model)
 
 
 @pytest.mark.parametrize("name", ["regression", "binary", "poisson"])

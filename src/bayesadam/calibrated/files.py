@@ -69,7 +69,7 @@ def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module
         network = copy.deepcopy(model)
         network.load_state_dict(storage.under(_MODEL, tensors))
         return network, _unpacked_fit(header, tensors, network)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path} is damaged, or of another model: {error}") from None
 
 
@@ -109,8 +109,9 @@ def read_program(path: AnyPath) -> tuple[torch.export.ExportedProgram, dict[str,
     extra = {_ABOUT: ""}
     try:
         _refuse_pickles(path)
-        exported = torch.export.load(os.fspath(path), extra_files=extra)
-        return exported, json.loads(extra[_ABOUT])
+        exported, about = torch.export.load(os.fspath(path), extra_files=extra), json.loads(extra[_ABOUT])
+        likelihood_of(about["likelihood"])
+        return exported, about
     except FileError:
         raise
     except Exception as error:

@@ -20,7 +20,7 @@ from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, inside
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
@@ -174,20 +174,25 @@ class Calibrated(nn.Module):
                 f"the outputs {tuple(f.shape)} have another shape than those that were calibrated, {fit.dims[0]} "
                 f"dimensions with {fit.dims[1]} in the last"
             )
-        ratios = Ratios.usual(f)
-        if fit.leverage is not None:
-            stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
-            ratios = relative(log_leverages(seen, stacks, self.order), self.medians, fit.leverage.source)
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
             self._warn(inputs, in_range)
+        answer = self.answer(f, seen)
+        if answer.answered is not None and in_range is not None:
+            answer = answer._replace(answered=answer.answered & in_range)
+        return answer._replace(in_range=in_range)
+
+    def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
+        """The answer, given the network's outputs and the pooled inputs of its layers."""
+        fit, ratios = self.fit, Ratios.usual(f)
+        if fit.leverage is not None:
+            stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
+            ratios = relative(log_leverages(seen, stacks, self.order), self.medians, fit.leverage.source)
         answer = fit.answer(f, ratios, self.spread, self.noise_variance)
         p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
-        answered, rule = None, fit.report.abstention
-        if rule is not None:
-            answered = rule.answers(answer.doubt)
-            answered = answered if in_range is None else answered & in_range
-        return answer._replace(p_value=p_value, answered=answered, in_range=in_range, scores=self.scores)
+        rule = fit.report.abstention
+        answered = None if rule is None else rule.answers(answer.doubt)
+        return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
     def _warn(self, inputs: object, in_range: Tensor | None) -> None:
         """Warn, once, of a batch that has left the range of the held-out inputs."""
@@ -324,4 +329,15 @@ def load(
             "needs none"
         )
     network, fit = files.read(path, model, forward is not None)
-    return Calibrated(Tapped(network, (), forward), fit)
+    try:
+        net = Calibrated(Tapped(network, (), forward), fit)
+        # What the file holds goes together if it makes an answer out of zeros.
+        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
+        f = zeros(3) if dimensions == 1 else zeros(3, *[1] * (dimensions - 2), last)
+        seen = {} if fit.leverage is None else {one.module: zeros(3, one.width) for one in fit.leverage.layers}
+        answer, _ = net.answer(f, seen), str(net.report)
+        if fit.scores is not None:
+            _ = answer.set() if fit.likelihood.is_classes else answer.interval()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise FileError(f"{os.fspath(path)} is damaged: {error}") from None
+    return net
