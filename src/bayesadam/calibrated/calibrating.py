@@ -96,25 +96,16 @@ def calibrate(
     ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
     # r of the example that each row belongs to.
     owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep)))
-    fit = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges)
-    candidates: dict[str, Component]
+    fit, alone = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges), 1.0
     if isinstance(kind, ClassLikelihood):
         alone, score = best_temperature(kind, f, y)
         exponent, temperature = grown_temperature(kind, f, y, owned, score)
         fit = replace(fit, exponent=exponent, temperature=temperature)
-        power = "" if exponent == 0.5 else f", to the power {exponent:g} and not ½"
-        outcome = f"probabilities are softmax(f/T(x)), T(x) = {temperature:.3g} × √((1 + r(x))/2){power}"
-        grown = Moments(f / of_examples(owned.growth(exponent), f))
-        candidates = {_IN_USE: Component(grown, temperature=temperature)}
-        candidates |= {_TEMPERATURE: Component(Moments(f), temperature=alone), _ALONE: Component(Moments(f))}
     else:
         spread, noise = spread_and_noise(kind, f, y, owned.gentle)
         fit = replace(fit, spread=spread, noise_variance=noise)
-        outcome = "the variance of f is v r(x), r the relative leverage"
     answer = fit.answer(f, owned, fit.spread, fit.noise_variance)
-    if not isinstance(kind, ClassLikelihood):
-        candidates = {_IN_USE: Component(Moments(f, answer.f_variance), fit.noise_variance)}
-    nll = {name: _mean_and_error(-kind.log_prob([c], y).double()) for name, c in candidates.items()}
+    nll = _nll(fit, seen, owned, answer, alone)
 
     rule = None
     if risk is not None:
@@ -133,18 +124,13 @@ def calibrate(
     elif len(y) >= FEWEST and kind.standardised and not kind.is_classes:
         doubtful.warn_of_scale(kind.locations(f), y)
 
-    fit = replace(fit, report=Report(kind.name, seen.n, nll, outcome, rule))
+    fit = replace(fit, report=Report(kind.name, seen.n, nll, _outcome(fit), rule))
     if seen.n >= FEWEST:
         novelty = answer.novelty
         if seen.entropy is not None:
             novelty = seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy)
         fit = replace(fit, novelties=novelty.sort().values, scores=_scores(kind, seen, answer))
     return Calibrated(tapped, fit, q)
-
-
-def _mean_and_error(values: Tensor) -> tuple[float, float]:
-    error = float(values.std(correction=min(1, len(values) - 1))) / math.sqrt(len(values))
-    return float(values.mean()), error
 
 
 def _at_mean(posterior: Posterior) -> nn.Module:
@@ -259,6 +245,30 @@ def _some(counted: Tensor, seed: int) -> Tensor:
 
 
 # --- how good its answers are -----------------------------------------------------------------------------------------
+
+
+def _nll(
+    fit: Fit, seen: _Observed, ratios: Ratios, answer: Answer, temperature: float
+) -> dict[str, tuple[float, float]]:
+    """Mean negative log-likelihoods with their standard errors, as now predicted and, of classes, without leverage."""
+    kind, f = fit.likelihood, seen.outputs
+    candidates = {_IN_USE: Component(Moments(f, answer.f_variance), fit.noise_variance)}
+    if isinstance(kind, ClassLikelihood):
+        grown = Moments(f / of_examples(ratios.growth(fit.exponent), f))
+        candidates = {_IN_USE: Component(grown, temperature=fit.temperature)}
+        candidates |= {_TEMPERATURE: Component(Moments(f), temperature=temperature), _ALONE: Component(Moments(f))}
+    values = {name: -kind.log_prob([c], seen.targets).double() for name, c in candidates.items()}
+    return {
+        name: (float(v.mean()), float(v.std(correction=min(1, len(v) - 1))) / math.sqrt(len(v)))
+        for name, v in values.items()
+    }
+
+
+def _outcome(fit: Fit) -> str:
+    if not fit.likelihood.is_classes:
+        return "the variance of f is v r(x), r the relative leverage"
+    power = "" if fit.exponent == 0.5 else f", to the power {fit.exponent:g} and not ½"
+    return f"probabilities are softmax(f/T(x)), T(x) = {fit.temperature:.3g} × √((1 + r(x))/2){power}"
 
 
 def _scores(kind: Likelihood, seen: _Observed, answer: Answer) -> Tensor | None:
