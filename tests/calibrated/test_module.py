@@ -195,8 +195,11 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
     entry = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
     config = json.dumps({"config": {"x": entry}}).encode()
     for parts in (
-        {"data/sample_inputs/model.pt": pickle.dumps(Harmful())},
-        {"data/constants/model_constants_config.json": config, "data/constants/opaque_obj_0": pickle.dumps(Harmful())},
+        {"data/sample_inputs/model.pt": pickle.dumps(Harmful(), 2)},
+        {
+            "data/constants/model_constants_config.json": config,
+            "data/constants/opaque_obj_0": pickle.dumps(Harmful(), 2),
+        },
         {"data/aotinductor/model/x.so": b"code"},
         {"models/model.json": None},
         {"models/model.json": b"{}"},
