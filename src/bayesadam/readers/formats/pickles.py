@@ -13,7 +13,7 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,13 +62,11 @@ class Name:
 
 @dataclass(eq=False)
 class StandIn:
-    """An object that was not built: its class or function, arguments, state, items and pairs."""
+    """An object that was not built: its class or function, arguments and state; items and pairs of it are dropped."""
 
     name: str
     arguments: tuple[Any, ...] = ()
     state: Any = ()
-    items: list[Any] = field(default_factory=list)
-    pairs: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{self.name} object>"
@@ -202,19 +200,20 @@ class _Unpickler(pickle._Unpickler):
 
     def _set(self, items: list[Any]) -> None:
         built = self.stack[-1]
-        pairs = built.pairs if isinstance(built, StandIn) else built
-        if not isinstance(pairs, dict) or len(items) % 2:
+        if isinstance(built, StandIn):
+            return
+        if not isinstance(built, dict) or len(items) % 2:
             raise BadPickle(f"pairs for {type(built).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            pairs[_key(key)] = value
+            built[_key(key)] = value
 
     def _extend(self, items: list[Any]) -> None:
-        built = self.stack[-1].items if isinstance(self.stack[-1], StandIn) else self.stack[-1]
+        built = self.stack[-1]
         if isinstance(built, set):
             built.update(map(_key, items))
         elif isinstance(built, list):
             built.extend(items)
-        else:
+        elif not isinstance(built, StandIn):
             raise BadPickle(f"items for {type(built).__name__}")
 
     opcodes = {key: step for key, step in pickle._Unpickler.dispatch.items() if bytes([key]) not in _REFUSED} | {
