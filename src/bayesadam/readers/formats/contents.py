@@ -118,7 +118,7 @@ def _kind(value: Any) -> str:
 
 
 def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
-    """What a trainer wrote into dictionaries, under the usual keys; the first key, and dictionary, that has one counts."""
+    """What a trainer wrote into dictionaries, under the usual keys, the first of which counts."""
     levels = list(levels)
     recorded: dict[str, Any] = {}
     for name, keys in _NUMBERS.items():
