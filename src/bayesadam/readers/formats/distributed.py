@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesadam._files import damage_named
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.formats.torch_files import damage_named, load_tree, load_view, mapped
+from bayesadam.readers.formats.torch_files import load_tree, load_view, mapped
 
 _WRITER = "torch.distributed.checkpoint"
 _METADATA = ".metadata"

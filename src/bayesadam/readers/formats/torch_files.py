@@ -17,7 +17,6 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._files import DAMAGE, damage_named
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Keys, contents_of
 from bayesadam.readers.formats.lazy import memory_of
@@ -40,11 +40,6 @@ from bayesadam.readers.formats.pickles import (
 )
 from bayesadam.readers.formats.registry import Format, format_of, states_beside
 
-# What reading a damaged file may raise.
-_DAMAGED = (
-    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError),
-    *(struct.error, zlib.error, zipfile.BadZipFile),
-)
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # The first as pickle writes it.
 _MAGIC_BYTES = (b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"L1195470371460388013333")
@@ -131,33 +126,18 @@ def load_torch(view: memoryview, depth: int = 0) -> Any:
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
     with damage_named(name, "torch.save"):
-        return as_weights(load_torch(view))
+        try:
+            return as_weights(load_torch(view))
+        except HostilePickle as error:
+            raise FileError(
+                f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+                "load it with torch.load(weights_only=False)"
+            ) from None
 
 
 def load_tree(path: Path) -> Any:
     """What is in a file of `torch.save`; nothing that it names is imported or called."""
     return load_view(mapped(path), str(path))
-
-
-@contextmanager
-def damage_named(name: object, writer: str) -> Iterator[None]:
-    """Whatever reading a damaged file raises becomes a FileError that names it."""
-    try:
-        yield
-    except FileError:
-        raise
-    except HostilePickle as error:
-        raise FileError(
-            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
-            "load it with torch.load(weights_only=False)"
-        ) from None
-    except _DAMAGED as error:
-        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({shortened(error)})") from error
-
-
-def shortened(error: Exception) -> str:
-    """A foreign error in one short line."""
-    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 class _Reader(Window):
@@ -356,7 +336,7 @@ def _is_torch(path: Path, head: bytes) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
-    except _DAMAGED:
+    except DAMAGE:
         return False
 
 
