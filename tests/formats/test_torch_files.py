@@ -81,14 +81,6 @@ def test_tensors_in_a_plain_pickle(protocol: int, pair: Any, tmp_path: Path) -> 
     ba.compress.prune_checkpoint(path, tmp_path / "out.safetensors", 0.5)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_whole_module_and_its_wrapper(zipped: bool, pair: Any, tmp_path: Path) -> None:
-    for model in (pair[0], nn.DataParallel(pair[0])):
-        saved = {"model": model, "optimizer": pair[1].state_dict(), "epoch": 3}
-        torch.save(saved, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
-        check(tmp_path / "c.pt", pair, "torch" if zipped else "torch before 1.6")
-
-
 def test_the_tensors_of_a_module_are_those_of_its_state_dict(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[2][1].weight = model[2][0].weight
@@ -99,6 +91,8 @@ def test_the_tensors_of_a_module_are_those_of_its_state_dict(tmp_path: Path) -> 
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert found["2.0.weight"].data_ptr() == found["2.1.weight"].data_ptr()
+    torch.save(nn.DataParallel(model), tmp_path / "m.pt")
+    assert list(as_weights(load_torch(mapped(tmp_path / "m.pt")))) == [f"module.{name}" for name in expected]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
