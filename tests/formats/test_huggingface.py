@@ -16,7 +16,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers import read_checkpoint
-from bayesadam.readers.formats.huggingface import decay_orders
+from bayesadam.readers.formats.huggingface import decay_orders, own_names
 from cases import three_steps
 
 pytestmark = pytest.mark.slow
@@ -189,6 +189,19 @@ def test_shards_are_one_model(wrote: Any, tmp_path: Path) -> None:
     assert sharded.weights.keys() == whole.weights.keys()
     for name, tensor in whole.weights.items():
         assert torch.equal(sharded.weights[name], tensor)
+
+
+def test_names_that_transformers_changes_on_saving_are_the_models_again(tmp_path: Path) -> None:
+    text = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2, projection_dim=8)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text)
+    model = seeded(lambda: transformers.LlavaForConditionalGeneration(config))
+    model.save_pretrained(tmp_path)
+    weights, own = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    names = own_names(list(weights), model)
+    assert weights.keys() - own.keys() == names.keys() != set()
+    assert all(torch.equal(tensor, own[names.get(key, key)]) for key, tensor in weights.items())
 
 
 class RMSNorm(nn.Module):

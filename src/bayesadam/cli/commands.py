@@ -144,7 +144,8 @@ def prune(
     usual = f"pruned{checkpoint.suffix if checkpoint.is_file() and checkpoint.suffix in _REWRITTEN else '.safetensors'}"
 
     def work(file: Path) -> object:
-        return prune_checkpoint(checkpoint, file, fraction, ranking=ranking, scope=scope, exclude=names, **reading)
+        settings: Any = {"ranking": ranking, "scope": scope, "exclude": names}
+        return prune_checkpoint(checkpoint, file, fraction, **settings, **reading)
 
     output.write(work, out, usual, [checkpoint, reading["optimizer_path"]], quiet)
 

@@ -98,8 +98,8 @@ def as_file(view: memoryview) -> Any:
 
 def begin_of(view: memoryview, info: zipfile.ZipInfo) -> int:
     """Where the content of an archive's member begins."""
-    header = inside(view, info.header_offset, _LOCAL_HEADER)
-    return info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
+    name, extra = struct.unpack("<HH", inside(view, info.header_offset, _LOCAL_HEADER)[26:])
+    return info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
 
 
 def zip_members(view: memoryview) -> dict[str, memoryview]:
