@@ -103,17 +103,6 @@ def test_a_folder_with_several_checkpoints_lists_them(pair: Any, tmp_path: Path)
     check(tmp_path, pair, "folder")
 
 
-def test_a_target_in_the_same_weights_is_not_trained(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    parts = {part: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for part in ("q_net", "q_net_target")}
-    policy = nn.ModuleDict(parts)
-    live = torch.optim.Adam(policy["q_net"].parameters())
-    policy["q_net"](torch.ones(1, 3)).sum().backward()
-    live.step()
-    members = {"policy.pth": content(policy.state_dict()), "policy.optimizer.pth": content(live.state_dict())}
-    check(write_zip(tmp_path / "dqn.zip", members), (policy, live), "zip archive")
-
-
 def test_the_class_that_stable_baselines_wrote_down_decides(pair: Any, tmp_path: Path) -> None:
     # Its average starts at one, and its entries are those of torch's RMSprop.
     live = torch.optim.RMSprop(pair[0].parameters(), alpha=0.9)
