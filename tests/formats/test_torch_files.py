@@ -44,6 +44,8 @@ def check(path: Path, pair: Any, kind: str) -> None:
 def pruned(path: Path, out: Path) -> dict[str, Any]:
     """Half of the weights at zero, as torch itself then reads the file."""
     ba.compress.prune_checkpoint(path, out, 0.5)
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
     found: dict[str, Any] = torch.load(out, weights_only=False)
     weights = torch.cat([w.flatten() for w in found["model"].values() if w.dim() > 1])
     assert 0.3 < (weights == 0).double().mean() < 0.7
@@ -126,6 +128,14 @@ def zipped_again(path: Path, pair: Any, changes: dict[str, bytes], compression: 
         for name in old.namelist():
             new.writestr(name, next((changes[end] for end in changes if name.endswith(end)), old.read(name)))
     return path
+
+
+def test_what_was_compressed_is_read_and_not_changed_in_place(pair: Any, tmp_path: Path) -> None:
+    path = zipped_again(tmp_path / "d.pt", pair, {})
+    check(path, pair, "torch")
+    with pytest.raises(FileError, match=r"compressed.*choose a path that ends in \.safetensors"):
+        ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_a_bomb_is_not_unpacked(pair: Any, tmp_path: Path) -> None:

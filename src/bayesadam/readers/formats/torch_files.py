@@ -304,7 +304,8 @@ def rewrite(source: Path, keys: Collection[Keys], weights: Callable[[Keys], Tens
             weight = next(weight[key] for key in weight if str(key) == part)
         if weight.numel() and not start <= weight.data_ptr() < start + len(view):
             raise FileError(
-                f"{source}: {path[-1]!r} is compressed or lies inside a pickle; choose a path that ends in .safetensors"
+                f"{source}: {path[-1]!r} is compressed, unaligned or inside a pickle, and cannot be changed in place: "
+                "choose a path that ends in .safetensors"
             )
         weight.copy_(weights(path))
     _sum_again(view)
