@@ -188,9 +188,11 @@ def _none(name: str, *classes: str, mark: str | None = None) -> StateReader:
 
 # What `track` keeps in the state of any optimiser, free of bias.
 TRACKED = StateReader(
-    *("tracked", (), "average", " or ".join(tracking.TENSORS), (tracking.DECAY, None)),
+    "tracked",
+    key=tracking.WHOLE,
+    decay=(tracking.DECAY, None),
     counter=tracking.COUNT,
-    factors=tracking.moment,
+    read=tracking.moment,
     bases=tracking.TENSORS,
 )
 

@@ -134,27 +134,6 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
-def product_of(factors: Sequence[Tensor]) -> Factors:
-    r"""The eigenvalues and eigenvectors of :math:`M_1 \otimes M_2/\tau_2 \otimes \cdots`, τ the traces.
-
-    A factor that is a vector is a diagonal matrix, whose basis is None.
-    """
-    values, bases = [], []
-    for number, factor in enumerate(factors):
-        if factor.dim() == 1:
-            eigenvalues, basis = factor, None
-        else:
-            # In single precision it may not converge for a matrix of low rank.
-            pair = torch.linalg.eigh(factor.double())
-            # Rounding can leave an eigenvalue slightly below zero.
-            eigenvalues = pair.eigenvalues.flip(0).clamp(min=0.0).to(factor.dtype)
-            basis = pair.eigenvectors.flip(1).contiguous().to(factor.dtype)
-        total = eigenvalues.sum()
-        values.append(eigenvalues / torch.where(total > 0, total, 1.0) if number else eigenvalues)
-        bases.append(basis)
-    return reduce(lambda product, vector: product.unsqueeze(-1) * vector, values), bases
-
-
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
