@@ -37,7 +37,7 @@ NData = Annotated[float | None, Option(metavar="N", help="Training examples, whe
 Json = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path, Option("--out", "-o", metavar="PATH", help="The file, or its folder.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the path of the file.")]
-# How a checkpoint is read: `bayesadam.readers.CheckpointOptions`.
+# How a checkpoint is read: `bayesadam.readers.CheckpointKeywords`.
 StateFile = Annotated[Path | None, Option("--optimizer-file", metavar="FILE", help="The state, where it is apart.")]
 Reader = Annotated[str | None, Option(metavar="NAME", help="What wrote the state; by default its keys say.")]
 InOrder = Annotated[bool, Option("--groups-in-order", help="Vouch that groups follow the model's order.")]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +39,14 @@ from bayesadam.readers.match import (
     shapes_listed,
     slots_of,
 )
-from bayesadam.readers.registry import StateReader, reader_named
+from bayesadam.readers.registry import StateDict, StateReader, reader_named
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """The options of everything that reads a checkpoint.
+class CheckpointKeywords(TypedDict, total=False):
+    """How a checkpoint is read: the keywords of everything that reads one.
 
     Attributes:
         optimizer_path: the file with the optimiser's state, where it is not that of the weights; a state next to the
@@ -61,26 +59,12 @@ class CheckpointOptions:
         optimizer_key: which optimiser's state, where the file holds several; `"optimizer_states.0"`.
     """
 
-    optimizer_path: str | os.PathLike[str] | None = None
-    optimizer: str | StateReader | None = None
-    param_names: Sequence[str] | None = None
-    groups_in_order: bool = False
-    weights_key: str | Sequence[str] | None = None
-    optimizer_key: str | None = None
-
-
-class CheckpointKeywords(TypedDict, total=False):
-    """The same as keyword arguments: `**options: Unpack[CheckpointKeywords]`."""
-
     optimizer_path: str | os.PathLike[str] | None
     optimizer: str | StateReader | None
     param_names: Sequence[str] | None
     groups_in_order: bool
     weights_key: str | Sequence[str] | None
     optimizer_key: str | None
-
-
-DEFAULTS = CheckpointOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +77,12 @@ class Checkpoint:
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
         ordered: whether `weights` are in the order in which the model registered them.
-        weights_recorded: what the file with the weights says of their training, `state_recorded` what another file with
-            the state does; `recorded` has it from either.
-        notes: which of the file's weights and states were taken and why.
-        choices: the options that would take others, in words.
+        weights_recorded, state_recorded: what the file with the weights, and another with the state, says of training.
+        notes: which of the file's weights and states were taken and why; `choices` the options that would take others.
     """
 
     weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
+    optimizer: StateDict
     path: Path
     format: str
     stored_names: Mapping[str, str]
@@ -130,15 +112,13 @@ class Checkpoint:
         return self.recorded.batch_size if given is None else given
 
 
-def read_checkpoint(
-    path: str | os.PathLike[str], options: CheckpointOptions = DEFAULTS, **changes: Unpack[CheckpointKeywords]
-) -> Checkpoint:
-    """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
-    options = replace(options, **changes)
-    path, weights_key = Path(path), options.weights_key
+def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKeywords]) -> Checkpoint:
+    """Read a checkpoint of any known format, identified by its content."""
+    if unknown := sorted(options.keys() - CheckpointKeywords.__annotations__.keys()):
+        raise TypeError(f"unknown options {unknown}; there are {', '.join(CheckpointKeywords.__annotations__)}")
+    path, second, weights_key = Path(path), options.get("optimizer_path"), options.get("weights_key")
     kind = format_of(path)
     contents = state = kind.read(path)
-    second = options.optimizer_path
     if second is None and not contents.states and len(contents.beside) == 1:
         second = contents.beside[0]
     if second is not None:
@@ -153,7 +133,7 @@ def read_checkpoint(
             f"optimizer_path={beside}"
         )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
-    choice = choose(contents.networks, state.states, path, weights_key, options.optimizer_key)
+    choice = choose(contents.networks, state.states, path, weights_key, options.get("optimizer_key"))
     behind = choice.named()
     stored = clean_names(behind)
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
@@ -177,7 +157,7 @@ def read_checkpoint(
     )
 
 
-def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
+def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
     probes = {
         name: (state[PROBE_KEY], probe(weights[name]))
@@ -193,19 +173,15 @@ def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[s
 
 
 def match_checkpoint(
-    checkpoint: Checkpoint,
-    model: nn.Module | None = None,
-    options: CheckpointOptions = DEFAULTS,
-    **changes: Unpack[CheckpointKeywords],
+    checkpoint: Checkpoint, model: nn.Module | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
     By names, where the state, the caller or the trainer's own rule has them; else by the order of the model, or of the
     file's weights, and every shape, which must give one answer (`bayesadam.readers.match`).
     """
-    options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = reader_named(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
+    reader = reader_named(options.get("optimizer") or identify_reader(state, checkpoint.recorded.optimizer))
     slots = slots_of(state, reader)
     if model is None:
         pairing = _pair_file(checkpoint, slots, options)
@@ -247,13 +223,13 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     )
 
 
-def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions) -> Pairing:
-    pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.param_names)
+def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointKeywords) -> Pairing:
+    pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.get("param_names"))
     if pairing is not None:
         return pairing
     shapes = candidates(checkpoint.weights, len(slots))
     try:
-        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=options.get("groups_in_order", False))
     except MatchError as error:
         remedy = "" if checkpoint.ordered else "; or pass the model, whose order it is (Posterior.from_checkpoint)"
         remedy += f". In {checkpoint.path} {checkpoint.choices}" if checkpoint.choices else ""
@@ -263,23 +239,23 @@ def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: Checkpoin
 def _pair_model(
     checkpoint: Checkpoint,
     slots: Sequence[Slot],
-    options: CheckpointOptions,
+    options: CheckpointKeywords,
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     stored: Mapping[str, str],
 ) -> Pairing:
     """The keys with the model's names; `stored` are the file's names by the model's."""
-    given = options.param_names
+    given = options.get("param_names")
     if given is None and names_in(checkpoint.optimizer) is None:
         given = _by_rule(checkpoint, slots, model)
     pairing = pair_by_names(checkpoint.optimizer, parameters, given)
     if pairing is None:
-        shapes = shapes_listed(parameters, len(slots))
-        pairing = pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
+        shapes, in_order = shapes_listed(parameters, len(slots)), options.get("groups_in_order", False)
+        pairing = pair(slots, shapes, ordered=True, in_order=in_order)
         filed = {name: shapes[name] for name in stored if name in shapes}
         # The class may have changed since.
         if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            other = pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
+            other = pair(slots, filed, ordered=True, in_order=in_order).names
             for key, name in pairing.names.items():
                 if other.get(key) != name:
                     raise MatchError(
@@ -416,9 +392,6 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
 
 # --- weights and state of one moment --------------------------------------------------------------------------------
 
-# Numbers after the same word in the names of files and of their folders; a role's word counts saves.
-_COUNTS, _ROLES = "epoch|step|iteration|iter|checkpoint|ckpt", "params|weights|model|net|optimizer|optim|opt"
-_MOMENT = re.compile(rf"(?<![a-z])({_COUNTS}|{_ROLES})s?[-_=.]*(\d+)")
 # Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
 _SKIPPED, _SHARE = 20, 0.05
 
@@ -426,20 +399,14 @@ _SKIPPED, _SHARE = 20, 0.05
 def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
     """How weights and state differ in age, in words with the remedy; None where nothing shows it.
 
-    Two files are compared by their names (`model_epoch_12.pt`, `optimizer_epoch_11.pt`) and by the epochs and steps
-    inside; the folder of a Hugging Face Trainer by its own count of steps and the optimiser's.
+    Two files are compared by the epochs and steps inside; the folder of a Hugging Face Trainer by its own count of
+    steps and the optimiser's.
     """
-    path, second = checkpoint.path, checkpoint.optimizer_path
-    apart = []
-    if second is not None and second != path:
-        one, other = (_numbers(file) for file in (path, second))
-        words = [word for word in one if word in other and one[word] != other[word]]
-        apart += [f"by their names {path} is of {word} {one[word]}, {second} of {word} {other[word]}" for word in words]
+    path, apart = checkpoint.path, []
     for word in ("epoch", "step"):
-        said = [getattr(record, word) for record in (checkpoint.weights_recorded, checkpoint.state_recorded)]
-        if None not in said and said[0] != said[1]:
-            apart.append(f"{path} says {word} {said[0]}, {second} {word} {said[1]}")
-    # The Trainer's count of optimiser steps against the optimiser's own.
+        weights, state = (getattr(record, word) for record in (checkpoint.weights_recorded, checkpoint.state_recorded))
+        if weights is not None and state is not None and weights != state:
+            apart.append(f"{path} says {word} {weights}, {checkpoint.optimizer_path} {word} {state}")
     counted, steps = checkpoint.recorded.step, origin_of(match).steps
     if counted is not None and steps is not None and (path / STATE).is_file():
         skipped = counted - steps[1]
@@ -451,9 +418,3 @@ def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
         f"the weights are of another moment of training than the optimiser's state: {apart[0]}. The second moment "
         "describes the network at its own step alone: pass the state that was saved with these weights"
     )
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """The numbers in a file's name by the word before them."""
-    numbers = _MOMENT.findall(f"{file.parent.name}/{file.name}".lower())
-    return {word if word in _COUNTS.split("|") else "save": int(number) for word, number in numbers}

@@ -16,6 +16,8 @@ from bayesadam.readers import rotated, tracking
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
+# What `optimizer.state_dict()` returns.
+StateDict = Mapping[str, Any]
 # For users of optimisers without a second moment.
 ADVICE = (
     "call ba.track(optimizer) before training, which keeps one in its state; where AdamW trains the other parameters, "
