@@ -206,9 +206,7 @@ def test_an_optimiser_inside_a_trainers_wrapper_is_found(wrap: Callable[[torch.o
 
 def test_the_optimiser_of_another_model_is_refused() -> None:
     model, optimizer = trained(*SIZES)
-    with pytest.raises(
-        MatchError, match=r"no parameter of Adam belongs to this Sequential.*from_state_dict"
-    ):
+    with pytest.raises(MatchError, match=r"no parameter of Adam belongs to this Sequential.*from_state_dict"):
         read_optimizer(copy.deepcopy(model), optimizer)
 
 

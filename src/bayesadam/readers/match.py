@@ -6,11 +6,11 @@ a name is certain where all readings of them that fit (`_readings`) agree. All e
 """
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,6 @@ _SPLITS: Mapping[str, Callable[[str, int], Hashable]] = {
     "biases apart": lambda name, dims: name.endswith("bias"),
     "biases and other vectors apart": lambda name, dims: (name.endswith("bias"), dims > 1),
 }
-_TARGET = re.compile(r"_target(?=[._]|$)|(?<![a-z])target_")
 
 Shapes = Mapping[str, torch.Size]
 Runs = Sequence[tuple[Sequence["Slot"], Shapes]]
@@ -173,8 +172,8 @@ def match_optimizers(
         matched |= trained
     if not matched:
         raise MatchError(
-            f"no parameter of {' and '.join(titles)} belongs to this {type(model).__name__}: pass the model that it trained (for a "
-            "copy use Posterior.from_state_dict)"
+            f"no parameter of {' and '.join(titles)} belongs to this {type(model).__name__}: pass the model that it "
+            "trained (for a copy use Posterior.from_state_dict)"
         )
     return _in_place(_finished(parameters, matched, " and ".join(titles), titles, "the identity of tensors"))
 
@@ -214,14 +213,14 @@ def _in_place(match: Match) -> Match:
 def _entries(
     parameters: Mapping[str, nn.Parameter],
     groups: Sequence[Group],
-    states: Mapping[Hashable, State],
+    states: Mapping[Any, State],
     usual: StateReader,
     names: Mapping[Hashable, str],
     title: str,
 ) -> dict[str, Entry | str]:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
     matched: dict[str, Entry | str] = {}
-    for group, key in ((group, key) for group in groups for key in group["params"] if key in names):
+    for group, key in ((owner, key) for owner in groups for key in owner["params"] if key in names):
         name, state = names[key], states.get(key, {})
         parameter, reader = parameters[name], reader_for(state, group, usual)
         # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
@@ -343,9 +342,7 @@ def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[st
 
 
 def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch.Size]:
-    """The shapes of the tensors that may be parameters: no buffers; where `count` or more are left, one name of tied
-    tensors, no target networks.
-    """
+    """The shapes of the tensors that may be parameters: no buffers; one name of tied ones, if `count` are left then."""
     outline, identity = outline_of(weights), identities(weights)
     names = [
         name
@@ -354,11 +351,7 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
     ]
     first = {identity[name]: name for name in reversed(names) if outline[name].numel()}
     distinct = [name for name in names if first.get(identity[name], name) == name]
-    names = distinct if len(distinct) >= count else names
-    # A target network has the names of another, with `target` in them, and no optimiser trains it.
-    original = {name: _TARGET.sub("", name) for name in names}
-    trained = [name for name in names if original[name] == name or original[name] not in outline]
-    return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
+    return {name: outline[name].shape for name in (distinct if len(distinct) >= count else names)}
 
 
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
@@ -388,9 +381,10 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
         return one
     key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != others[0].names[slot.key])
     choices = " or to ".join(f"{answer.names[key]!r} ({answer.why})" for answer in (one, *others))
+    remedy = _IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ""
     raise AmbiguousError(
-        f"the state under key {key!r} may belong to {choices}: {slots[-1].group + 1} groups without names, and every shape "
-        f"agrees with each. {NAMES}{_IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ''}"
+        f"the state under key {key!r} may belong to {choices}: {slots[-1].group + 1} groups without names, and every "
+        f"shape agrees with each. {NAMES}{remedy}"
     )
 
 

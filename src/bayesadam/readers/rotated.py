@@ -27,6 +27,7 @@ PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq"
 # Those of a saved posterior: v̂ itself, free of bias.
 MOMENT_KEY, ROTATED_MOMENT_KEY, BETA_KEY = "second_moment", "rotated_second_moment", "beta2"
 SAVED_MARK = "saved_posterior"
+State = Mapping[str, Any]
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
 
@@ -109,7 +110,7 @@ def weight_diagonal(stored: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
     return stored
 
 
-def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
+def two_sided(state: State, group: State, shape: torch.Size) -> Factors:
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
     keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
     stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
@@ -120,7 +121,7 @@ def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.S
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
 
 
-def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
+def listed(state: State, group: State, shape: torch.Size) -> Factors:
     """`exp_avg_sq` of the parameter's shape, and `Q`, a list with a matrix or an empty list for each dimension."""
     # The authors' layout has both; other SOAPs with a Q count and correct otherwise.
     for entry in ("GG", "precondition_frequency"):
@@ -134,13 +135,9 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
-def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
-
-
-def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
+def _checked_bases(stored: Sequence[object], shape: Sequence[int]) -> list[Tensor | None]:
     """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
-    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
+    bases = [_wide(basis) if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
     if all(basis is None for basis in bases):
         return [None] * len(shape)
     sides = [None if basis is None else tuple(basis.shape) for basis in bases]
@@ -150,10 +147,16 @@ def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor |
             f"the bases of a parameter of shape {tuple(shape)} have shapes {sides}: the state is another model's, or "
             "its dimensions were merged; train with merge_dims=False"
         )
-    for basis in bases:
-        if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
-            raise MatchError(
-                f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training "
-                "met a non-finite gradient"
-            )
-    return [None if basis is None else _wide(basis, copy=True) for basis in bases]
+    # A bfloat16 basis is orthogonal to its own precision alone.
+    precisions = [torch.finfo(basis.dtype).eps for basis in stored if isinstance(basis, Tensor)]
+    tolerance = max(1e-2, 4 * max(precisions))
+    if not all(basis is None or is_orthonormal(basis, tolerance) for basis in bases):
+        raise MatchError(
+            f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training met a "
+            "non-finite gradient"
+        )
+    return bases
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
