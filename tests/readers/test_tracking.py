@@ -274,6 +274,15 @@ def test_what_is_wrong_is_said():
     ba.track(optimizer, every=1)
 
 
+def test_sharded_parameters_are_refused(monkeypatch):
+    monkeypatch.setattr("bayesadam.readers.tracking.is_sharded", lambda tensor: True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ba.track(optimizer)
+    with pytest.raises(SettingError, match="sharded parameters are not tracked"):
+        train(model, [optimizer], range(1))
+
+
 def test_what_was_tracked_long_ago_does_not_stand_for_a_newer_moment():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

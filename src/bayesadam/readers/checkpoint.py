@@ -191,7 +191,6 @@ def match_checkpoint(
         return match_pairs(parameters, state, reader, pairing)
     stored, is_part = _stored_by_name(checkpoint, unwrap(model))
     parameters = own_parameters(model)
-    _check_shapes(checkpoint, stored, parameters)
     if is_part:
         pairing = _pair_file(checkpoint, slots, options)
         inner = {name: key for key, name in stored.items()}
@@ -291,22 +290,30 @@ def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) ->
     return fitting[0] if fitting else None
 
 
-def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
-    """The checkpoint's name by the model's name, and whether the model is a part of what was trained."""
-    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    weights, rules = checkpoint.weights, checkpoint.rules
-    stored = {checkpoint.stored_names[name]: name for name in weights}
+def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str, str], bool]:
+    """The name in the checkpoint by the name in the model, and whether the model is a part of what was trained."""
+    tensors, rules = _tensors_of(model), checkpoint.rules
+    outline, stored = (
+        outline_of(checkpoint.weights),
+        {checkpoint.stored_names[name]: name for name in checkpoint.weights},
+    )
     if rules.names is not None:
         renamed = rules.names(model)
         names = {renamed.get(key, key): name for key, name in stored.items()}
     else:
-        by_file = len(tensors.keys() & stored.keys()) > len(tensors.keys() & weights.keys())
+        by_file = len(tensors.keys() & stored.keys()) > len(tensors.keys() & outline.keys())
         names = {key if by_file else name: name for key, name in stored.items()}
     if rules.partial or not tensors or not names.keys().isdisjoint(tensors):
+        for name, key in names.items():
+            if name in tensors and outline[key].shape != tensors[name].shape:
+                raise MatchError(
+                    f"build the model as it was trained: {name!r} has shape {tuple(outline[key].shape)} in "
+                    f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
+                )
         return names, False
     # The model may be a part of what was trained, under a prefix.
-    first, outline = next(iter(tensors)), outline_of(weights)
-    prefixes = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
+    first = next(iter(tensors))
+    prefixes = sorted({name.removesuffix(first) for name in outline if name.endswith("." + first)})
     fitting = [
         prefix
         for prefix in prefixes
@@ -319,24 +326,18 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[s
         )
     if not fitting:
         return names, False
-    return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
+    return {name.removeprefix(fitting[0]): name for name in outline if name.startswith(fitting[0])}, True
 
 
-def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    outline = outline_of(checkpoint.weights)
-    for name, stored in names.items():
-        if name in tensors and outline[stored].shape != tensors[name].shape:
-            raise MatchError(
-                f"build the model as it was trained: {name!r} has shape {tuple(outline[stored].shape)} in "
-                f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
-            )
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
     names, _ = _stored_by_name(checkpoint, inner)
-    tensors = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    tensors = _tensors_of(inner)
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(tensors[name]) for name in names if name in tensors}
     absent = [name for name in tensors if name not in names and memory_of(tensors[name]) not in saved]
@@ -347,11 +348,9 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
-    _check_shapes(checkpoint, names, tensors)
     with torch.no_grad():
         for name, stored in names.items():
-            weight = checkpoint.weights[stored]
-            tensors[name].copy_(placed_like(weight, tensors[name]))
+            tensors[name].copy_(placed_like(checkpoint.weights[stored], tensors[name]))
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:

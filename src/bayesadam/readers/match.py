@@ -6,6 +6,7 @@ a name is certain where all readings of them that fit (`_readings`) agree. All e
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,8 @@ _SPLITS: Mapping[str, Callable[[str, int], Hashable]] = {
     "biases apart": lambda name, dims: name.endswith("bias"),
     "biases and other vectors apart": lambda name, dims: (name.endswith("bias"), dims > 1),
 }
+# A target network has the names of another, with `target` in them, and no optimiser trains it.
+_TARGET = re.compile(r"_target(?=[._]|$)|(?<![a-z])target_")
 
 Shapes = Mapping[str, torch.Size]
 Runs = Sequence[tuple[Sequence["Slot"], Shapes]]
@@ -342,7 +345,7 @@ def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[st
 
 
 def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch.Size]:
-    """The shapes of the tensors that may be parameters: no buffers; one name of tied ones, if `count` are left then."""
+    """The shapes of the tensors that may be parameters: no buffers; if `count` are left, tied ones once, no targets."""
     outline, identity = outline_of(weights), identities(weights)
     names = [
         name
@@ -351,7 +354,9 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
     ]
     first = {identity[name]: name for name in reversed(names) if outline[name].numel()}
     distinct = [name for name in names if first.get(identity[name], name) == name]
-    return {name: outline[name].shape for name in (distinct if len(distinct) >= count else names)}
+    names = distinct if len(distinct) >= count else names
+    trained = [name for name in names if (original := _TARGET.sub("", name)) == name or original not in outline]
+    return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
 
 
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:

@@ -6,8 +6,8 @@ Every k-th gradient g is taken, as the optimiser is given it, into a mean that f
     \hat v_n = \hat v_{n-1} + \frac{1 - \beta}{1 - \beta^n} (g^2 - \hat v_{n-1}),
 
 which is Adam's average with its bias corrected. It stands beside the optimiser's own entries in `optimizer.state`, so
-that whatever saves that state saves it too. As `Optimizer.load_state_dict` turns every tensor of a state into the type
-of the parameter, which may be bfloat16, all of them are bytes, which every type holds exactly.
+that whatever saves that state saves it too. `Optimizer.load_state_dict` turns every tensor of a state into the type of
+the parameter, which may be bfloat16: so all of them are bytes, which every type holds exactly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import listed_optimizers
 from bayesadam._checks import count
-from bayesadam._shards import is_sharded, own_part, whole, wrapped
+from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ def track(
 
     Args:
         optimizer: one, or several that train one model.
-        what: `"diagonal"`, v̂ of each weight in float32; or `"factored"`, the means over rows and over columns of each
-            matrix, as Adafactor, which is not for sharded parameters.
+        what: `"diagonal"`, v̂ of each weight in float32, or `"factored"`, as Adafactor the means over rows and columns.
         every: k: each k-th gradient is taken; None for each of the first hundred, and then each tenth.
         decay: β of the gradients taken: the last 1/(1 − β) of them count.
         batch_size: examples behind one gradient, if it should be in the checkpoint.
@@ -180,6 +179,8 @@ def _taken(
         for parameter in group["params"] if due else ():
             if parameter.grad is None:
                 continue
+            if is_sharded(parameter):
+                raise SettingError("gradients of sharded parameters are not tracked: train with AdamW, or unsharded")
             gradient = parameter.grad.to_dense() if parameter.grad.layout != torch.strided else parameter.grad
             gradient = gradient.detach().float() if scale is None else gradient.detach().float() / scale
             is_factored = what == "factored" and gradient.dim() > 1
@@ -192,7 +193,7 @@ def _taken(
             into = state if state else pending.setdefault(parameter, {})
             into[COUNT] = int(into.get(COUNT, 0)) + 1
             weight = (1 - group[DECAY]) / (1 - group[DECAY] ** into[COUNT])
-            _average(into, _by_rows(gradient), weight, is_factored)
+            _average(into, gradient, weight, is_factored)
 
 
 def _begun(pending: dict[Tensor, State], optimizer: Optimizer, *_: object) -> None:
@@ -203,41 +204,17 @@ def _begun(pending: dict[Tensor, State], optimizer: Optimizer, *_: object) -> No
 
 
 def _average(state: State, gradient: Tensor, weight: float, is_factored: bool) -> None:
-    """Take one more gradient, which counts by `weight`, into a state; of a sharded one the rows that are here."""
-    part = own_part(gradient)
-    squares = part.reshape(len(part), part.shape[1:].numel()).square() if part.dim() else part.reshape(1, 1).square()
-    fresh = {WHOLE: squares}
-    if is_factored:
-        if is_sharded(gradient):
-            raise SettingError("the factors of a sharded parameter are not tracked: what='diagonal'")
-        fresh = {ROWS: squares.mean(dim=1, keepdim=True), COLUMNS: squares.mean(dim=0)}
+    """Take one more gradient, which counts by `weight`, into a state."""
+    squares = gradient.reshape(_sides(gradient.shape)).square()
+    fresh = {ROWS: squares.mean(dim=1, keepdim=True), COLUMNS: squares.mean(dim=0)} if is_factored else {WHOLE: squares}
     for name, values in fresh.items():
         if name in state:
-            _floats(own_part(state[name])).lerp_(values, weight)
-            continue
-        # Of a part without rows strides may be anything.
-        stored = torch.empty(values.shape, device=values.device).copy_(values * weight).view(torch.uint8)
-        shape = torch.Size((*gradient.shape[:1], *stored.shape[1:]))
-        state[name] = wrapped(stored, gradient, shape) if is_sharded(gradient) else stored
-
-
-def _by_rows(gradient: Tensor) -> Tensor:
-    """A gradient of which every process has whole rows, if it does not have all."""
-    if not is_sharded(gradient) or all(p.is_replicate() or p.is_shard(0) for p in gradient.placements):
-        return gradient
-    from torch.distributed.tensor import Shard
-
-    return gradient.redistribute(placements=[p if p.is_replicate() else Shard(0) for p in gradient.placements])
+            state[name].view(torch.float32).lerp_(values, weight)
+        else:
+            state[name] = (values * weight).contiguous().view(torch.uint8)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
-
-
-def _floats(stored: Tensor) -> Tensor:
-    """The numbers behind bytes, in the same memory."""
-    if not stored.numel():
-        return torch.empty(*stored.shape[:-1], stored.shape[-1] // 4, device=stored.device)
-    return stored.to(torch.uint8).contiguous().view(torch.float32)
 
 
 def is_tracked(state: object) -> bool:
@@ -247,10 +224,16 @@ def is_tracked(state: object) -> bool:
 
 def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Tensor:
     """The tracked second moment, of the parameter's shape, or of another where it is another parameter's."""
-    v, rows, columns = (_floats(whole(state[name])) if name in state else None for name in TENSORS)
+    v, rows, columns = (
+        state[name].to(torch.uint8).contiguous().view(torch.float32) if name in state else None for name in TENSORS
+    )
     if rows is not None and columns is not None:
         v = rows * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
     if v is None:
         raise KeyError(WHOLE)
-    sides = (shape[0], shape[1:].numel()) if shape else (1, 1)
-    return v.reshape(shape) if v.shape == sides else v
+    return v.reshape(shape) if v.shape == _sides(shape) else v
+
+
+def _sides(shape: torch.Size) -> tuple[int, int]:
+    """Those of the matrix (first dimension, all others)."""
+    return (shape[0], shape[1:].numel()) if shape else (1, 1)
