@@ -28,7 +28,7 @@ from bayesadam.readers import (
 )
 from bayesadam.readers import registry as registry_module
 from floats import assert_close
-from readers import newer, references
+from readers import references
 from readers.references import Moments, Reference, Trace, with_decay
 
 
@@ -391,8 +391,12 @@ def qualified(cls: type) -> str:
 # OGD belongs to no class: it is asked for by name.
 # SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py. So have those that are
 # made otherwise than of a list of parameters: test_newer_optimisers.py.
+NEWER = (
+    *("schedule-free", "schedule-free-pytorch-optimizer", "adam-mini", "fusedadam", "muon-with-adam", "muon-timm"),
+    *("muon-pytorch-optimizer", "torchao-adam", "torchao-adamw", "sgd-schedule-free"),
+)
 ELSEWHERE = {
-    *((name, path) for name in newer.READERS for path in reader_named(name).class_names()),
+    *((name, path) for name in NEWER for path in reader_named(name).class_names()),
     *(("adamw", f"{package}.AdamW") for package in ("galore_torch.adamw", "apollo_torch.apollo")),
     *(("muon", f"muon.{name}") for name in ("Muon", "SingleDeviceMuon")),
     ("tracked", ""),

@@ -389,8 +389,6 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         kind.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
-# --- weights and state of one moment --------------------------------------------------------------------------------
-
 # Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
 _SKIPPED, _SHARE = 20, 0.05
 

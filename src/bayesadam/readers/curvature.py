@@ -163,7 +163,6 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
 
 
 def _corrected(stored: Tensor, entry: Entry) -> Tensor:
-    """v̂ from the stored statistic, in place."""
     reader, group, steps = entry.reader, entry.group, entry.steps
     if reader.statistic == "root":
         return stored.square_()

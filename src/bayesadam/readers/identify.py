@@ -120,8 +120,6 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
     return replace(adam, name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note)
 
 
-# --- what a state holds ---------------------------------------------------------------------------------------------
-
 # Entries of a weight's shape beside a plain average of squares.
 _HARMLESS = re.compile(
     r"step|(max_)?exp_avg(_sq|_var|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|"

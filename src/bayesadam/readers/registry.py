@@ -127,9 +127,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# --- layouts that no field describes --------------------------------------------------------------------------------
-
-
 def _schedule_free(state: State, group: Group, stored: Tensor) -> Tensor | None:
     """The average x behind y = β₁ x + (1−β₁) z, which Schedule-Free has for weights in its train mode."""
     if not group.get("train_mode") or "z" not in state:
@@ -142,9 +139,6 @@ def _of_blocks(state: State, group: Group, shape: torch.Size) -> Tensor:
     """Adam-mini's: one number a head, a neuron or a tensor; of biases one a weight."""
     blocks: Tensor = state["v"] if "v" in state else state["vmean"].expand(state["m"].shape)
     return blocks.reshape(shape)
-
-
-# --- records --------------------------------------------------------------------------------------------------------
 
 
 def _reader(name: str, classes: str, **fields: Any) -> StateReader:

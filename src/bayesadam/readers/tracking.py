@@ -46,9 +46,6 @@ _FIRST, _EVERY = 100, 10
 State = dict[str, Any]
 
 
-# --- when gradients are there ---------------------------------------------------------------------------------------
-
-
 def on_gradients(optimizer: Optimizer, then: Callable[[Optimizer, Tensor | None], None]) -> list[RemovableHandle]:
     """Call `then(optimizer, scale)` in every step, as the gradients are there that it uses; gives the hooks' handles.
 
@@ -89,9 +86,6 @@ class Hooked:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-# --- tracking -------------------------------------------------------------------------------------------------------
 
 
 def track(
@@ -197,7 +191,6 @@ def _taken(
 
 
 def _begun(pending: dict[Tensor, State], optimizer: Optimizer, *_: object) -> None:
-    """Add what waited for the optimiser to begin a state."""
     for parameter, entries in pending.items():
         optimizer.state[parameter].update(entries)
     pending.clear()
@@ -214,9 +207,6 @@ def _average(state: State, gradient: Tensor, weight: float, is_factored: bool) -
             state[name] = (values * weight).contiguous().view(torch.uint8)
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
 def is_tracked(state: object) -> bool:
     """Whether a parameter's state holds a tracked second moment."""
     return isinstance(state, Mapping) and COUNT in state and any(name in state for name in TENSORS)
@@ -224,16 +214,14 @@ def is_tracked(state: object) -> bool:
 
 def moment(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Tensor:
     """The tracked second moment, of the parameter's shape, or of another where it is another parameter's."""
-    v, rows, columns = (
-        state[name].to(torch.uint8).contiguous().view(torch.float32) if name in state else None for name in TENSORS
-    )
-    if rows is not None and columns is not None:
-        v = rows * columns / rows.mean().clamp(min=torch.finfo(torch.float32).tiny)
-    if v is None:
-        raise KeyError(WHOLE)
+    tensors: dict[str, Tensor] = {name: state[name] for name in TENSORS if name in state}
+    floats = {name: stored.to(torch.uint8).contiguous().view(torch.float32) for name, stored in tensors.items()}
+    if ROWS in floats:
+        mean = floats[ROWS].mean().clamp(min=torch.finfo(torch.float32).tiny)
+        floats[WHOLE] = floats[ROWS] * floats[COLUMNS] / mean
+    v = floats[WHOLE]
     return v.reshape(shape) if v.shape == _sides(shape) else v
 
 
 def _sides(shape: torch.Size) -> tuple[int, int]:
-    """Those of the matrix (first dimension, all others)."""
     return (shape[0], shape[1:].numel()) if shape else (1, 1)
