@@ -159,16 +159,12 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
 
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
-    probes = {
-        name: (state[PROBE_KEY], probe(weights[name]))
-        for name, state in outline_of(optimizer["state"]).items()
-        if name in weights and PROBE_KEY in state
-    }
+    states = outline_of(optimizer["state"])
+    saved = {n: state[PROBE_KEY] for n, state in states.items() if n in weights and PROBE_KEY in state}
+    read = {name: probe(weights[name]) for name in saved}
     # Other shapes are refused by name once states are matched.
-    if not probes or any(saved.shape != read.shape for saved, read in probes.values()):
-        return
-    saved, read = ({name: pair[i] for name, pair in probes.items()} for i in (0, 1))
-    if not same_weights(saved, read):
+    is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
+    if is_alike and not same_weights(saved, read):
         raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 

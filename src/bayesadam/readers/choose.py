@@ -137,12 +137,11 @@ def _pairs(asked: tuple[Network, ...], networks: tuple[Network, ...], states: Ma
     """Every choice that nothing contradicts: the networks asked for, else one, else the fewest in some order."""
     pairs: list[Choice] = []
     for path, state in states.items():
-        sizes = [len(asked)] if asked else range(1, min(len(networks), _MOST_TOGETHER) + 1)
-        for size in sizes:
+        for size in range(1, min(len(networks), _MOST_TOGETHER) + 1):
             orders = [asked] if asked else itertools.permutations(networks, size)
             choices = [Choice(order, path, (why,)) for order in orders if (why := fit(Choice(order, path), state))]
             pairs += choices
-            if choices:
+            if choices or asked:
                 break
     return pairs
 

@@ -49,13 +49,11 @@ class Rotation:
 
     def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
         """Q_L X Q_Rᵀ."""
-        back = (None if basis is None else basis.mT for basis in (self.left, self.right))
-        return Rotation(*back).into(coordinates, dims)
+        return self.each(lambda basis: basis.mT).into(coordinates, dims)
 
     def diagonal(self, values: Tensor) -> Tensor:
         """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
-        squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
-        return Rotation(*squared).out_of(values, values.dim())
+        return self.each(torch.square).out_of(values, values.dim())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Rotation:
         """The same with its bases changed."""
