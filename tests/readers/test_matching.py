@@ -296,6 +296,11 @@ def test_an_inconsistent_state_dict_is_refused(keys: list[int]) -> None:
         read_state_dict(model, saved)
 
 
+def test_a_state_dict_without_groups_is_refused() -> None:
+    with pytest.raises(MatchError, match="leaves no parameter to read: 2 not in the optimiser"):
+        read_state_dict(mlp(3, 1), {"state": {}, "param_groups": []})
+
+
 @pytest.mark.parametrize(("place", "entry"), [("state", "step"), ("group", "betas")])
 def test_a_state_without_what_the_correction_needs_is_refused(place: str, entry: str) -> None:
     model, optimizer = trained(3, 1)

@@ -400,7 +400,7 @@ def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bo
         yield "shapes that occur once", [([slot], shapes) for slot in slots if slot.needed]
     if not ordered:
         return
-    if len(groups) == 1:
+    if len(groups) < 2:
         yield "one group in the model's order", [(slots, shapes)]
         return
     yield _EACH_IN_ORDER, [(group, shapes) for group in groups]
