@@ -129,7 +129,7 @@ def inspect(
     Args:
         source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-        **options: how the file is read, see `CheckpointOptions`.
+        **options: how the file is read, see `CheckpointKeywords`.
     """
     gaussian, n = _opened(source, n_data, options)
     opened = gaussian.source

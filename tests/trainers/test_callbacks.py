@@ -121,7 +121,7 @@ def test_the_posterior_is_kept_saved_and_logged(tmp_path):
     assert numbers["posterior/snr_below_1"] == approx(float((snr < 1).double().mean()))
 
 
-@pytest.mark.parametrize("track", ["factored", {"what": "kronecker", "every": 2, "batch_size": BATCH}])
+@pytest.mark.parametrize("track", ["factored", {"what": "diagonal", "every": 2, "batch_size": BATCH}])
 def test_what_keeps_no_moment_is_tracked(track):
     keeper = PosteriorKeeper(track=track)
     model, optimizers, _ = fit(keeper, "muon", None)

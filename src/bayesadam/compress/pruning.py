@@ -118,7 +118,7 @@ def prune_checkpoint(
         path: a file or folder that the trainer saved, see `read_checkpoint`.
         out: the file to write; with the ending `.safetensors` the weights alone.
         fraction, ranking, scope, exclude: as in `masks`; of the kinds only `"biases"` needs no model.
-        **options: how the file is read, see `CheckpointOptions`.
+        **options: how the file is read, see `CheckpointKeywords`.
     """
     checkpoint = read_checkpoint(path, **options)
     # N does not change the order.

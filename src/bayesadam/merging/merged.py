@@ -74,7 +74,7 @@ def merge(
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
         trim: the share of each model's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
-        **options: how files are read, see `CheckpointOptions`; a state in a file of its own is given in a pair.
+        **options: how files are read, see `CheckpointKeywords`; a state in a file of its own is given in a pair.
     """
     merging = _Merging.of(models, method, base, weights, trim, options)
     merged: dict[str, Tensor] = {}

@@ -30,8 +30,8 @@ class PosteriorKeeper:
         n_data: N, the number of training examples: what the loss is an average over. None takes the length of the
             training data set. A language model's loss averages over tokens; N sequences of T tokens are N T there.
         path: where the posterior is saved; None is `posterior.safetensors` in the trainer's own folder.
-        track: for optimisers that keep no second moment, `"diagonal"`, `"factored"` or `"kronecker"`: as `ba.track`
-            does, from before the first step to the end. A mapping has its other arguments too, such as `every`.
+        track: for optimisers that keep no second moment, `"diagonal"` or `"factored"`: as `ba.track` does, from before
+            the first step to the end. A mapping has its other arguments too, such as `every`.
         **options: those of `Posterior.from_optimizer`, such as `likelihood` and `prior_precision`. `power=1` needs
             `batch_size`: the examples behind one step, over all processes and accumulated batches.
     """

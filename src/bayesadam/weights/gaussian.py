@@ -116,20 +116,19 @@ class GaussianWeights:
             n_data: N, the number of training examples; None takes what the file says, as of batch_size.
             prior_precision, power, batch_size: as in `Posterior.from_optimizer`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
-            **how: how the file is read, see `CheckpointOptions`.
+            **how: how the file is read, see `CheckpointKeywords`.
         """
-        options = readers.CheckpointOptions(**how)
         file = path.path if isinstance(path, Checkpoint) else Path(path)
-        if is_saved(path, options.optimizer_path):
+        if is_saved(path, how.get("optimizer_path")):
             if (power, batch_size, structure) != (0.5, None, "diagonal"):
                 raise SettingError(
                     f"{file} is a saved posterior with a power, batch_size and structure of its own: open it without "
                     "them, and change settings with .replace(...)"
                 )
             return _open_saved(file, n_data, prior_precision)
-        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, options)
+        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, **how)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
-        match = readers.match_checkpoint(checkpoint, options=options)
+        match = readers.match_checkpoint(checkpoint, **how)
         q = of_match(match, Reading(n_data, prior_precision, power, batch_size, structure))
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:

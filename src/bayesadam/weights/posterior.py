@@ -189,12 +189,11 @@ class Posterior(GaussianWeights):
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            **how: how the file is read, such as `optimizer_path`: see `CheckpointOptions`.
+            **how: how the file is read, such as `optimizer_path`: see `CheckpointKeywords`.
         """
-        options = readers.CheckpointOptions(**how)
-        checkpoint = readers.read_checkpoint(path, options)
+        checkpoint = readers.read_checkpoint(path, **how)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
-        match = readers.match_checkpoint(checkpoint, model, options)
+        match = readers.match_checkpoint(checkpoint, model, **how)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
         reading = Reading(n_data, prior_precision, power, batch_size, structure)
