@@ -120,10 +120,10 @@ class GaussianWeights:
         """
         file = path.path if isinstance(path, Checkpoint) else Path(path)
         if is_saved(path, how.get("optimizer_path")):
-            if (power, batch_size, structure) != (0.5, None, "diagonal"):
+            if (power, batch_size, structure) != (0.5, None, "diagonal") or any(how.values()):
                 raise SettingError(
-                    f"{file} is a saved posterior with a power, batch_size and structure of its own: open it without "
-                    "them, and change settings with .replace(...)"
+                    f"{file} is a saved posterior with a power, batch_size and structure of its own: open it with "
+                    "n_data and prior_precision alone, and change settings with .replace(...)"
                 )
             return _open_saved(file, n_data, prior_precision)
         checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, **how)
