@@ -117,8 +117,8 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
     hidden = False
     if entry is None:
-        part = gaussian.part(name) if gaussian.structure.by_parameter else gaussian
-        v = part.structure.diagonal(name)
+        part = gaussian.part(name) if gaussian.curvature.by_parameter else gaussian
+        v = part.curvature.diagonal(name)
     else:
         ends, v = read_entry(entry)
         # Squaring or clamping may hide it; the reader refuses it all the same.
@@ -147,7 +147,7 @@ def diagnose(
     count = f"{gaussian.n_weights:,} weights in {len(examined)} parameters"
     findings = [*_values(examined), *_dead(examined, {} if match else gaussian.prior_precision)]
     if match is None:
-        origin, summary = gaussian.origin, f"a {gaussian.structure.kind} posterior of {count}"
+        origin, summary = gaussian.origin, f"a {gaussian.structure} posterior of {count}"
         optimizers = origin.optimizers
         findings += _few_steps(dict.fromkeys(gaussian.mode, (origin.fewest, origin.beta)))
     else:
@@ -158,7 +158,7 @@ def diagnose(
         findings += _few_steps(steps)
         findings += [] if source is None or source.apart is None else [Finding("other-epoch", "warning", source.apart)]
         findings += _of_match(match, n_data)
-        findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
+        findings += _batch_norms(readable, gaussian.curvature.second_moment, norm_widths(buffers))
     if tracked := gaussian.origin.tracked:
         findings.append(Finding("tracked", "note", f"track kept the second moment of {tracked}"))
     findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))

@@ -46,7 +46,7 @@ def test_kronecker():
     q = ba.Posterior.load(OLD / "kronecker.safetensors", build())
     for each in (q, ba.GaussianWeights.open(OLD / "kronecker.safetensors")):
         agrees(each, "kronecker")
-        assert (each.structure.kind, each.n_data) == ("kronecker", 64)
+        assert (each.structure, each.n_data) == ("kronecker", 64)
 
 
 def test_without_weights_and_in_eight_bits():
@@ -67,12 +67,12 @@ def test_of_low_rank_ones_the_diagonal_is_read(kind):
     with pytest.warns(BayesAdamWarning):
         opened = ba.GaussianWeights.open(path)
     tensors = load_file(path)
-    for name, v in q.structure.second_moment.items():
+    for name, v in q.curvature.second_moment.items():
         rows = tensors[f"directions.{name}"].double().square()
         exact = torch.tensordot(tensors["eigenvalues.directions"].double(), rows, dims=1)
         exact = exact + tensors[f"rest.{name}"].double() if kind != "low-rank" else exact
         assert_close(v.double(), exact, rtol=1e-5)
-        assert torch.equal(opened.structure.second_moment[name], v)
+        assert torch.equal(opened.curvature.second_moment[name], v)
 
 
 def test_mixtures():

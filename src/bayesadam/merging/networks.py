@@ -52,14 +52,14 @@ class Network:
 
     def has_bases(self, name: str) -> bool:
         """Whether a parameter has eigenbases."""
-        return self.gaussian is not None and self.owners.get(name) in self.gaussian.structure.bases
+        return self.gaussian is not None and self.owners.get(name) in self.gaussian.curvature.bases
 
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
         if name not in self.owners:
             return None
         try:
-            return self.gaussian.structure.diagonal(self.owners[name])  # type: ignore[union-attr]
+            return self.gaussian.curvature.diagonal(self.owners[name])  # type: ignore[union-attr]
         except BayesAdamError as error:
             raise type(error)(f"{self.label}: {error}") from error
 

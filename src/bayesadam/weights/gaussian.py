@@ -73,7 +73,7 @@ class GaussianWeights:
 
     Attributes:
         mode: θ_t, the trained weights, by name.
-        structure: the curvature, diagonal or richer.
+        curvature: v̂, and the bases in which it is the diagonal of V.
         settings: N, δ, p and the rest.
         omitted: parameters of the network that are not in it, with the reason.
         origin: where the second moments come from: whose state, of how many gradients.
@@ -85,7 +85,7 @@ class GaussianWeights:
     """
 
     mode: Named
-    structure: Diagonal
+    curvature: Diagonal
     settings: Settings
     omitted: Mapping[str, str] = field(default_factory=dict)
     _: KW_ONLY
@@ -141,13 +141,13 @@ class GaussianWeights:
     def mean(self) -> dict[str, Tensor]:
         """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
         self.require_weights()
-        mean = self.structure.mean(self.mode, self.settings)
+        mean = self.curvature.mean(self.mode, self.settings)
         return mean if self.settings.form == "map" else self._with_padding(mean)
 
     @property
     def variance(self) -> dict[str, Tensor]:
         """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
-        return self.structure.variance(self.settings)
+        return self.curvature.variance(self.settings)
 
     @property
     def stddev(self) -> dict[str, Tensor]:
@@ -162,12 +162,17 @@ class GaussianWeights:
     @cached_property
     def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
-        return self.structure.coordinate_variance(self.settings)
+        return self.curvature.coordinate_variance(self.settings)
+
+    @property
+    def structure(self) -> str:
+        """`"diagonal"`, `"inputs"` (the input sides of layers are known) or `"kronecker"` (both sides)."""
+        return "inputs" if self.curvature.inputs else "kronecker" if self.curvature.bases else "diagonal"
 
     @property
     def effective_dimension(self) -> float:
         """γ = tr(w c Σ): how many directions in weight space the data determine, and not the prior."""
-        return self.structure.effective_dimension(self.settings)
+        return self.curvature.effective_dimension(self.settings)
 
     @property
     def n_data(self) -> float:
@@ -204,7 +209,7 @@ class GaussianWeights:
         settings = replace(self.settings, prior_precision={name: self.prior_precision[name]})
         padding, types = {n: row for n, row in self.padding.items() if n == name}, {name: self.draw_types()[name]}
         how: Any = {"origin": self.origin, "padding": padding, "dtypes": types, "has_weights": self.has_weights}
-        return GaussianWeights({name: self.mode[name]}, self.structure.part(name), settings, **how)
+        return GaussianWeights({name: self.mode[name]}, self.curvature.part(name), settings, **how)
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of draws by parameter name."""
@@ -225,7 +230,7 @@ class GaussianWeights:
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
         self.require_weights()
         self.require_proper()
-        drawn = self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
+        drawn = self.curvature.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
     def log_prob(self, params: Named) -> Tensor:
@@ -241,8 +246,8 @@ class GaussianWeights:
         wrong = [name for name, shape in shapes.items() if params[name].shape != (*leading, *shape)]
         if wrong:
             raise MatchError(f"{wrong[:4]}: expected the parameters' shapes, behind the same leading dimensions")
-        squared = self.structure.squared_distance(params, self.mode, self.settings)
-        return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.structure.log_det(self.settings))
+        squared = self.curvature.squared_distance(params, self.mode, self.settings)
+        return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.curvature.log_det(self.settings))
 
     def replace(self, **changes: Any) -> Self:
         """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
@@ -267,7 +272,7 @@ class GaussianWeights:
         return replace(
             self,
             mode={name: change(theta) for name, theta in self.mode.items()},
-            structure=self.structure.each(change),
+            curvature=self.curvature.each(change),
             settings=replace(self.settings, prior_precision=prior),
         )
 
@@ -288,13 +293,13 @@ class GaussianWeights:
         mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
         for name in (name for name in self.mode if name in later.mode):
             check_growth(name, self.mode[name].shape, mode[name].shape, "the first posterior", "the second")
-        structure, settings = summed([(q.structure, q.settings) for q in (self, later)], mode)
+        curvature, settings = summed([(q.curvature, q.settings) for q in (self, later)], mode)
         omitted = {name: reason for name, reason in later.omitted.items() if name not in mode}
         omitted |= dict.fromkeys(gone, "the model has no such parameter any more")
         padding = {name: row for name, row in {**self.padding, **later.padding}.items() if name in mode}
         types = {**(self.dtypes or {}), **(later.dtypes or {})}
         types = {name: types.get(name, mu.dtype) for name, mu in mode.items()}
-        gaussian: Any = {"mode": mode, "structure": structure, "settings": settings, "omitted": omitted}
+        gaussian: Any = {"mode": mode, "curvature": curvature, "settings": settings, "omitted": omitted}
         return replace(later, **gaussian, origin=UNKNOWN, padding=padding, dtypes=types, source=None)
 
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
@@ -332,7 +337,7 @@ class GaussianWeights:
     def __repr__(self) -> str:
         over = f"{type(self.model).__name__}, " if hasattr(self, "model") else ""
         return (
-            f"{type(self).__name__}({over}{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} "
+            f"{type(self).__name__}({over}{self.structure}, {self.n_weights:,} weights in {len(self.mode)} "
             f"parameters, N={self.n_data:g}, power={self.settings.power:g}, form={self.settings.form!r})"
         )
 
@@ -349,7 +354,7 @@ class GaussianWeights:
 
     def require_proper(self) -> None:
         """Raise unless every weight has a finite variance."""
-        if flat := self.structure.flat_weights(self.settings):
+        if flat := self.curvature.flat_weights(self.settings):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
@@ -468,7 +473,7 @@ def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> Gaussi
     q = unpacked(path, tensors, header, None).replace(**changes)
     weights = "with" if q.has_weights else "without"
     kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
-    why = f"{path}: a {q.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
+    why = f"{path}: a {q.structure} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
     return replace(q, source=Source(path, "posterior", (why,), q.mode))
 
 

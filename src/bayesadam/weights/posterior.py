@@ -303,7 +303,7 @@ class Posterior(GaussianWeights):
     def _over(cls, model: nn.Module, q: GaussianWeights, **changes: Any) -> Posterior:
         """A Gaussian with a model."""
         how = {"mode": q.mode, "origin": q.origin, **changes}
-        return cls(structure=q.structure, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
+        return cls(curvature=q.curvature, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
 
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:  # noqa: D102
         tensors, header = super().packed(weights=weights, compress=compress)
@@ -376,9 +376,9 @@ class Posterior(GaussianWeights):
             forward: `forward(model, inputs)` for models whose call is unusual.
         """
         self.require_whole("the input side")
-        if not self.structure.independent:
-            raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        v, prior = self.structure.second_moment, dict(self.prior_precision)
+        if not self.curvature.independent:
+            raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure}")
+        v, prior = self.curvature.second_moment, dict(self.prior_precision)
         sides = input_sides(self, inputs, forward=forward)
         sides = {name: side for name, side in sides.items() if side.bias is None or side.bias in v}
         joined = {*sides, *(side.bias for side in sides.values())}
@@ -389,7 +389,7 @@ class Posterior(GaussianWeights):
             moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
             prior |= {} if side.bias is None else {side.bias: prior[name]}
         settings = replace(self.settings, prior_precision=prior)
-        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
+        return replace(self, curvature=Diagonal(moments, {}, sides), settings=settings)
 
     def replace(self, **changes: Any) -> Self:
         """A new one with other settings.
@@ -404,7 +404,7 @@ class Posterior(GaussianWeights):
         positive("temperature", outputs["temperature"], "by which logits are divided")
         prior = changes.get("prior_precision")
         if isinstance(prior, CovariantPrior):
-            named = prior.at(self.model, self.mode, self.structure.bases)
+            named = prior.at(self.model, self.mode, self.curvature.bases)
             changes = {"covariant": True, **changes, "prior_precision": named}
         return replace(super().replace(**changes), **outputs)
 
@@ -486,7 +486,7 @@ class Posterior(GaussianWeights):
     def __str__(self) -> str:
         settings, default = self.settings, " (1 where there is no weight decay)" if self.settings.default_prior else ""
         lines = {
-            "structure": f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters",
+            "structure": f"{self.structure}, {self.n_weights:,} weights in {len(self.mode)} parameters",
             "data": f"N = {self.n_data:,.10g}" + (f", B = {settings.batch_size}" if settings.batch_size else ""),
             "curvature": f"v̂^{settings.power:g}, {settings.form} form",
             "likelihood": self.likelihood,

@@ -47,7 +47,7 @@ def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[
     of the later format, which older releases refuse.
     """
     compression.check_compression(compress)
-    mode, settings, roles, sides = q.mode, q.settings, q.structure.tensors(), q.structure.inputs
+    mode, settings, roles, sides = q.mode, q.settings, q.curvature.tensors(), q.curvature.inputs
     moments, deltas = roles.pop(_MOMENT), settings.prior_precision
     roles["prior_precision"] = {name: delta for name, delta in deltas.items() if isinstance(delta, Tensor)}
     roles["probe"] = {} if weights else {name: compression.probe(mode[name]) for name in mode}
@@ -69,7 +69,7 @@ def packed(q: GaussianWeights, *, weights: bool, compress: str | None) -> tuple[
     header = {
         "format": storage.FORMAT_VERSION if weights and compress is None else storage.COMPACT_VERSION,
         "version": __version__,
-        "structure": q.structure.kind,
+        "structure": q.structure,
         "inputs": {name: [side.bias, side.inputs_first] for name, side in sides.items()} or None,
         "parameters": list(mode),
         "settings": {**plain, "prior_precision": numbers},
