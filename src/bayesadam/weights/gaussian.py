@@ -15,19 +15,19 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
-from bayesadam._shards import box, is_sharded, own_part
+from bayesadam._shards import box, is_first_rank, is_sharded, on_first_rank, own_part, whole
+from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
-from bayesadam.weights import store
 from bayesadam.weights.bases import built
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.draws import fresh_seed
 from bayesadam.weights.named import AnyPath, Named, outlined
 from bayesadam.weights.settings import CovariantPrior, Plain, Precision, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, Stored
+from bayesadam.weights.store import SETTING_NAMES, Stored, damage_told, tensors_of
 from bayesadam.weights.sums import check_growth, summed
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ _FEWEST_BATCHES = 100
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The file that a `GaussianWeights` was opened from, in the format `"posterior"`, without a `match`, where saved.
+    """The file behind a `GaussianWeights`, in the format `"posterior"`, without a `match`, where it was saved by us.
 
-    `weights` are every tensor of the network, buffers too, read when accessed. `why` says how the file was read, and
-    `apart`, if they do, how weights and state differ in age.
+    `weights` are every tensor of the network, read when accessed; `why` says how the file was read, `apart`, if they
+    do, how weights and state differ in age.
     """
 
     path: Path
@@ -114,7 +114,6 @@ class GaussianWeights:
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
             n_data: N, the number of training examples; None takes what the file says, as of batch_size.
-            prior_precision, power, batch_size: as in `Posterior.from_optimizer`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **how: how the file is read, see `CheckpointOptions`.
         """
@@ -126,11 +125,18 @@ class GaussianWeights:
                     f"{file} is a saved posterior with a power, batch_size and structure of its own: open it without "
                     "them, and change settings with .replace(...)"
                 )
-            return _open_saved(file, n_data, prior_precision)
+            tensors, header = storage.read_mapped(file)
+            changes = {"n_data": n_data, "prior_precision": prior_precision}
+            q = unpacked(file, tensors, header, None)
+            q = q.replace(**{key: value for key, value in changes.items() if value is not None})
+            weights = "with" if q.has_weights else "without"
+            kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
+            why = f"{file}: a {q.structure} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
+            return replace(q, source=Source(file, "posterior", (why,), q.mode))
         checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, options)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
         match = readers.match_checkpoint(checkpoint, options=options)
-        q = of_match(match, Reading(n_data, prior_precision, power, batch_size, structure))
+        q = of_match(match, n_data, prior_precision, power, batch_size, structure)
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
@@ -305,19 +311,19 @@ class GaussianWeights:
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
         """Write one safetensors file, tensor by tensor, in place of an older one once complete.
 
-        A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
+        Of a sharded posterior every process must call it; the first one gathers the tensors, and writes.
 
         Args:
             weights: False leaves out θ_t, for a file beside the weights, which stands for their optimiser state.
             compress: `"factored"`, rows and columns of v̂ alone: next to no bytes, and coarser.
         """
-        if not weights or compress is not None:
-            self.require_whole("a file without weights, or a compressed one,")
-        tensors, header = self.packed(weights=weights, compress=compress)
         if self.is_sharded:
-            store.write_folder(Path(path), tensors, header)
-        else:
-            storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
+            first = is_first_rank()
+            gathered = self.each(lambda tensor: whole(tensor).to("cpu" if first else "meta"))
+            on_first_rank(lambda: gathered.save(path, weights=weights, compress=compress))
+            return
+        tensors, header = self.packed(weights=weights, compress=compress)
+        storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
 
     def export(self, out: AnyPath, *, compress: str | None = None) -> None:
         """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use."""
@@ -328,7 +334,25 @@ class GaussianWeights:
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         self.require_weights()
-        return store.packed(self, weights=weights, compress=compress)
+        settings, plain = self.settings, weights and compress is None
+        numbers = {name: delta for name, delta in settings.prior_precision.items() if not isinstance(delta, Tensor)}
+        header = {
+            # Releases that know the first format alone refuse what is not plain.
+            "format": storage.FORMAT_VERSION if plain else storage.COMPACT_VERSION,
+            "version": __version__,
+            "structure": self.structure,
+            "inputs": {n: [side.bias, side.inputs_first] for n, side in self.curvature.inputs.items()} or None,
+            "parameters": list(self.mode),
+            "settings": {key: value for key, value in vars(settings).items() if value not in (None, False)}
+            | {"prior_precision": numbers},
+            **self.origin.header(),
+            "omitted": dict(self.omitted),
+            "has_weights": weights,
+            "compress": compress,
+        }
+        return tensors_of(
+            self.mode, self.curvature, settings.prior_precision, weights=weights, compress=compress
+        ), header
 
     def network_tensors(self) -> Named | None:
         """Every tensor of the network by name; None where only those of the Gaussian are known."""
@@ -375,27 +399,24 @@ class GaussianWeights:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """What makes a Gaussian of an optimiser's state, as `Posterior.from_optimizer` has it."""
-
-    n_data: float
-    prior_precision: Prior | None = None
-    power: float = 0.5
-    batch_size: int | None = None
-    structure: str = "diagonal"
-
-
 def of_match(
-    match: Match, reading: Reading, *, curvature: Curvature | None = None, gradients: Named | None = None
+    match: Match,
+    n_data: float,
+    prior: Prior | None = None,
+    power: float = 0.5,
+    batch_size: int | None = None,
+    structure: str = "diagonal",
+    *,
+    curvature: Curvature | None = None,
+    gradients: Named | None = None,
 ) -> GaussianWeights:
     """The Gaussian of parameters matched to optimiser states; a prior that follows the weights is left to them.
 
     Without `curvature`, which has v̂ of them in memory, tensors are read, and checked, when they are accessed. With
     recorded `gradients` these stand for the optimiser's state.
     """
-    prior, batch_size = reading.prior_precision, readers.batch_size_or_tracked(match, reading.batch_size)
-    settings = Settings(reading.n_data, {}, reading.power, batch_size, covariant=isinstance(prior, CovariantPrior))
+    batch_size = readers.batch_size_or_tracked(match, batch_size)
+    settings = Settings(n_data, {}, power, batch_size, covariant=isinstance(prior, CovariantPrior))
     _warn_of_batches(settings, match)
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
@@ -418,8 +439,8 @@ def of_match(
         settings = replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in decays.values())
     else:
         settings = replace(settings, prior_precision=prior_by_name(prior, like))
-    structure = built(reading.structure, match, moments, gradients)
-    return GaussianWeights(mode, structure, settings, omitted, origin=readers.origin_of(match), dtypes=types)
+    diagonal = built(structure, match, moments, gradients)
+    return GaussianWeights(mode, diagonal, settings, omitted, origin=readers.origin_of(match), dtypes=types)
 
 
 def _warn_of_batches(settings: Settings, match: Match) -> None:
@@ -444,19 +465,17 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         raise FileError(f"{path} holds a mixture of posteriors: read it with Mixture.load, or save a member by itself")
     if kind not in ("diagonal", "inputs", "kronecker", "low-rank", "low-rank+diagonal"):
         raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
-    try:
+    with damage_told(path):
         names, numbers = list(header["parameters"]), dict(header["settings"])
-        stored = Stored(path, tensors, names, parameters)
-        structure, has_weights = stored.structure(kind, header), bool(header.get("has_weights", True))
-        mode = stored.mode(structure, has_weights=has_weights)
-        known, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
-        prior = {name: tensors[key] if key in tensors else known[name] for name, key in keys.items()}
+        stored, has_weights = Stored(path, tensors, names, parameters), bool(header.get("has_weights", True))
+        curvature = stored.curvature(kind, header)
+        mode = stored.mode(curvature, has_weights=has_weights)
+        plain, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
+        prior = {name: tensors[key] if key in tensors else plain[name] for name, key in keys.items()}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
         omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its header or tensors lack something ({error})") from None
     has_weights = has_weights or parameters is not None
-    return GaussianWeights(mode, structure, settings, omitted, origin=origin, has_weights=has_weights)
+    return GaussianWeights(mode, curvature, settings, omitted, origin=origin, has_weights=has_weights)
 
 
 def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) -> bool:
@@ -464,17 +483,6 @@ def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) 
     if isinstance(path, Checkpoint):
         return path.optimizer_path is None and path.format == "posterior"
     return optimizer_path is None and readers.format_of(Path(path)).name == "posterior"
-
-
-def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> GaussianWeights:
-    tensors, header = storage.read_mapped(path)
-    settings = {"n_data": n_data, "prior_precision": prior}
-    changes = {key: value for key, value in settings.items() if value is not None}
-    q = unpacked(path, tensors, header, None).replace(**changes)
-    weights = "with" if q.has_weights else "without"
-    kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
-    why = f"{path}: a {q.structure} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
-    return replace(q, source=Source(path, "posterior", (why,), q.mode))
 
 
 def require_safetensors(out: AnyPath) -> None:

@@ -25,7 +25,7 @@ from bayesadam.predict import Forward, input_sides, predicting, tuning
 from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 from bayesadam.weights.diagonal import Diagonal
-from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match, unpacked
+from bayesadam.weights.gaussian import GaussianWeights, of_match, unpacked
 from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.running import (
     other_statistics,
@@ -34,7 +34,7 @@ from bayesadam.weights.running import (
     writes_to_statistics,
 )
 from bayesadam.weights.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, read_folder
+from bayesadam.weights.store import SETTING_NAMES, damage_told, read_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -122,7 +122,7 @@ class Posterior(GaussianWeights):
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
         match = match_optimizers(model, optimizer, reader)
-        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
+        return cls._of_match(model, match, likelihood, n_data, prior_precision, power, batch_size, structure)
 
     @classmethod
     def from_recorder(
@@ -140,8 +140,9 @@ class Posterior(GaussianWeights):
         """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size; as above."""
         require_kind(recorder, Recorder, "recorder")
         match = match_optimizers(model, list(recorder.optimizers), "ogd")
-        reading = Reading(n_data, prior_precision, power, batch_size or recorder.batch_size, structure)
-        q = cls._of_match(model, match, reading, likelihood, recorder=recorder)
+        size = batch_size or recorder.batch_size
+        how = (n_data, prior_precision, power, size, structure)
+        q = cls._of_match(model, match, likelihood, *how, recorder=recorder)
         readers.warn_of_few(q.origin, "the posterior")
         return q
 
@@ -167,7 +168,7 @@ class Posterior(GaussianWeights):
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
         match = match_state_dict(model, state_dict, optimizer, param_names)
-        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
+        return cls._of_match(model, match, likelihood, n_data, prior_precision, power, batch_size, structure)
 
     @classmethod
     def from_checkpoint(
@@ -197,9 +198,9 @@ class Posterior(GaussianWeights):
         match = readers.match_checkpoint(checkpoint, model, options)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
-        reading = Reading(n_data, prior_precision, power, batch_size, structure)
+        settings = (n_data, prior_precision, power, batch_size, structure)
         load = partial(readers.load_weights, checkpoint, model)
-        return cls._of_match(model, match, reading, likelihood, load=load)
+        return cls._of_match(model, match, likelihood, *settings, load=load)
 
     @classmethod
     def from_second_moment(
@@ -250,15 +251,20 @@ class Posterior(GaussianWeights):
         cls,
         model: nn.Module,
         match: Match,
-        reading: Reading,
         likelihood: str | None,
+        n_data: float,
+        prior: Prior | None,
+        power: float,
+        batch_size: int | None,
+        structure: str,
         *,
         recorder: Recorder | None = None,
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
-        q = of_match(match, reading, curvature=curvature, gradients=gradients)
+        how = (n_data, prior, power, batch_size, structure)
+        q = of_match(match, *how, curvature=curvature, gradients=gradients)
         if load is not None:
             load()
             match.settle()
@@ -267,7 +273,7 @@ class Posterior(GaussianWeights):
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         posterior = cls._over(model, q, mode=mode, origin=origin, likelihood=likelihood)
-        return posterior.replace(prior_precision=reading.prior_precision) if q.settings.covariant else posterior
+        return posterior.replace(prior_precision=prior) if q.settings.covariant else posterior
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
@@ -275,11 +281,9 @@ class Posterior(GaussianWeights):
 
         A file without weights leaves the model's as they are, which must be those that were trained: they are compared
         with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
-        not those it was saved with. The model may be plain or sharded, over any number of processes, whatever the
-        posterior was saved from; a folder is read by all processes together.
+        not those it was saved with. The model may be plain or sharded, whatever the posterior was saved from.
         """
-        parameters = own_parameters(model)
-        tensors, header = read_folder(path, parameters) if os.path.isdir(path) else storage.read(path)
+        tensors, header = read_folder(path) if os.path.isdir(path) else storage.read(path)
         posterior = cls.unpacked(path, tensors, header, model)
         warn_of_calibration(path, header)
         if header.get("has_weights", True):
@@ -293,11 +297,13 @@ class Posterior(GaussianWeights):
         q = unpacked(path, tensors, header, parameters)
         for name in q.mode:
             readers.check_parameter(name, parameters[name])
-        warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
-        # Files of releases before 0.3 have it in their calibration alone.
-        likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
-        noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
-        return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
+        with damage_told(path):
+            warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
+            # Files of releases before 0.3 have it in their calibration alone.
+            likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
+            noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
+            positive("temperature", temperature, "by which logits are divided")
+            return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
 
     @classmethod
     def _over(cls, model: nn.Module, q: GaussianWeights, **changes: Any) -> Posterior:
