@@ -319,8 +319,14 @@ class GaussianWeights:
         """
         if self.is_sharded:
             first = is_first_rank()
-            gathered = self.each(lambda tensor: whole(tensor).to("cpu" if first else "meta"))
-            on_first_rank(lambda: gathered.save(path, weights=weights, compress=compress))
+
+            def gathered(tensor: Tensor) -> Tensor:
+                full = whole(tensor)
+                # The others keep one number of each.
+                return full.cpu() if first else torch.zeros((), dtype=full.dtype).expand(full.shape)
+
+            q = self.each(gathered)
+            on_first_rank(lambda: q.save(path, weights=weights, compress=compress))
             return
         tensors, header = self.packed(weights=weights, compress=compress)
         storage.write(path, outlined(tensors), header, load=tensors.__getitem__)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import Prediction
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.predict import Forward, input_sides, predicting, tuning
 from bayesadam.readers import CheckpointKeywords, Recorder
@@ -41,15 +43,25 @@ if TYPE_CHECKING:
 
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
+# One batch: what `model(inputs)`, `model(*inputs)` or `model(**inputs)` takes.
+Inputs = Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...] | list[Tensor] | Mapping[str, Any]
+
+
+class PredictKeywords(TypedDict, total=False):
+    """The options of `Posterior.predict`."""
+
+    draws: int | None
+    covariance: bool | Literal["joint"]
+    forward: Forward | None
+    generator: torch.Generator | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior(GaussianWeights):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
-    A `GaussianWeights` with a model and a likelihood: see there for the equation, `sample`, `log_prob` and `save`.
-    Frozen: `replace` returns a new one that shares its tensors. It has its own copy of the weights, so training may
-    continue. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
+    A `GaussianWeights`, which has the equation, with a model and a likelihood. Frozen, with its own copy of the
+    weights: training may continue. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -137,7 +149,7 @@ class Posterior(GaussianWeights):
         batch_size: int | None = None,
         structure: str = "kronecker",
     ) -> Posterior:
-        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size; as above."""
+        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size."""
         require_kind(recorder, Recorder, "recorder")
         match = match_optimizers(model, list(recorder.optimizers), "ogd")
         size = batch_size or recorder.batch_size
@@ -161,7 +173,7 @@ class Posterior(GaussianWeights):
         batch_size: int | None = None,
         structure: str = "diagonal",
     ) -> Posterior:
-        """The same from `optimizer.state_dict()`, with the model's weights as they are now; the rest as above.
+        """The same from `optimizer.state_dict()`, with the model's weights as they are now.
 
         Args:
             optimizer: the name of the optimiser that wrote it, or a reader.
@@ -234,17 +246,18 @@ class Posterior(GaussianWeights):
     def from_moments(
         cls, model: nn.Module, mean: Named, variance: Named, n_data: float, likelihood: str | None = None
     ) -> Posterior:
-        """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
+        """A diagonal Gaussian of known mean and variance (SWAG, Bayes by Backprop, …).
 
-        Kept as power 1 with v = 1/(N σ²) and no prior, so that it can do all that one read off an optimiser can.
+        Kept as power 1 with v = 1/(N σ²) and no prior.
         """
         for name, sigma in variance.items():
             if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
                 raise SettingError(f"the variance of {name!r} must be finite and positive")
         wide = {name: sigma.detach().to(readers.working_dtype(sigma.dtype)) for name, sigma in variance.items()}
         v = {name: (n_data * sigma).reciprocal() for name, sigma in wide.items()}
-        how: Any = {"mean": mean, "prior_precision": 0.0, "power": 1.0, "batch_size": 1}
-        return cls.from_second_moment(model, v, n_data, likelihood, **how)
+        return cls.from_second_moment(
+            model, v, n_data, likelihood, mean=mean, prior_precision=0.0, power=1.0, batch_size=1
+        )
 
     @classmethod
     def _of_match(
@@ -277,11 +290,11 @@ class Posterior(GaussianWeights):
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
-        """Read a saved posterior for `model`, which gets its mean as weights.
+        """Read a saved posterior for `model`, plain or sharded, which gets its mean as weights.
 
         A file without weights leaves the model's as they are, which must be those that were trained: they are compared
         with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
-        not those it was saved with. The model may be plain or sharded, whatever the posterior was saved from.
+        not those it was saved with.
         """
         tensors, header = read_folder(path) if os.path.isdir(path) else storage.read(path)
         posterior = cls.unpacked(path, tensors, header, model)
@@ -321,6 +334,14 @@ class Posterior(GaussianWeights):
         }
         return tensors, header
 
+    @overload
+    def predict(  # type: ignore[overload-overlap]
+        self, inputs: Inputs, **how: Unpack[PredictKeywords]
+    ) -> Prediction: ...
+
+    @overload
+    def predict(self, inputs: Iterable[Any], **how: Unpack[PredictKeywords]) -> Iterator[Prediction]: ...
+
     def predict(
         self,
         inputs: Any,
@@ -329,7 +350,7 @@ class Posterior(GaussianWeights):
         covariance: bool | Literal["joint"] = False,
         forward: Forward | None = None,
         generator: torch.Generator | None = None,
-    ) -> Any:
+    ) -> Prediction | Iterator[Prediction]:
         """The prediction of a batch, f ~ N(f(x; μ), J Σ Jᵀ), exactly; the model is as before when it returns.
 
         Of a loader an iterator of predictions, one for each batch, whose targets are left out. Where the inputs require
@@ -344,8 +365,9 @@ class Posterior(GaussianWeights):
             forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs.
             generator: makes draws reproducible.
         """
-        how: Any = {"draws": draws, "covariance": covariance, "forward": forward, "generator": generator}
-        return predicting.predict((self,), (1.0,), inputs, **how)
+        return predicting.predict(
+            (self,), (1.0,), inputs, draws=draws, covariance=covariance, forward=forward, generator=generator
+        )
 
     def draw(self, seed: int, *, forward: Forward | None = None) -> predicting.Function:
         """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
@@ -361,11 +383,7 @@ class Posterior(GaussianWeights):
         return predicting.novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
 
     def tune(
-        self,
-        held_out: Any,
-        *,
-        method: Literal["evidence", "validation"] | None = None,
-        forward: Forward | None = None,
+        self, held_out: Any, *, method: Literal["evidence", "validation"] | None = None, forward: Forward | None = None
     ) -> Posterior:
         """N's scale s, δ and σ² or T fitted to held-out data, by evidence or validation; see `tuning`."""
         return tuning.tune(self, held_out, method=method, forward=forward)
