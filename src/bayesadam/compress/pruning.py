@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,10 +87,6 @@ class PruningReport:
         counts = {name: int(mask.sum()) for name, mask in kept.items()}
         rows = {name: (p.numel(), counts.get(name, p.numel())) for name, p in parameters.items()}
         return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [["parameter", "weights", "kept", "removed"]]
