@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +127,7 @@ class Anchor(Hooked):
         return {name: group for name, group in named if name is not None}
 
     @torch.no_grad()
-    def _after_step(self, index: int, *_: Any) -> None:
+    def _after_step(self, index: int, *_: object) -> None:
         # Under a GradScaler a fused optimiser skips overflows inside its own step.
         overflow = getattr(self.optimizers[index], "found_inf", None)
         if overflow is not None and bool(overflow):

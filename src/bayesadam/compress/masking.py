@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class Owner(NamedTuple):
     """A module that holds a parameter, the parameter's key in it, and its name by that path."""
 
     name: str
-    module: Any
+    module: nn.Module | None
     key: str
 
 
@@ -79,7 +79,7 @@ def keep_pruned(model: nn.Module, masks: Named, optimizer: Optimizer | Sequence[
     optimizers, removals = listed_optimizers(optimizer), _removals(unwrap(model), masks)
 
     @torch.no_grad()
-    def to_zero(*_: Any) -> None:
+    def to_zero(*_: object) -> None:
         for parameter, removed in removals:
             parameter.masked_fill_(removed, 0)
 

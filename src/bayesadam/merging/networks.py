@@ -128,8 +128,8 @@ def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases:
         raise SettingError("merging takes one list of two or more models, merge([a, b]): posteriors, or paths")
     if options.get("optimizer_path") is not None:
         raise SettingError("pass the pair (weights, state) in place of a path: optimizer_path= is of one file")
-    paths = [source[0] if isinstance(source, tuple) else source for source in models]
-    paths = [path if isinstance(path, str | os.PathLike) else f"model {i}" for i, path in enumerate(paths, 1)]
+    firsts = [source[0] if isinstance(source, tuple) else source for source in models]
+    paths = [first if isinstance(first, str | os.PathLike) else f"model {i}" for i, first in enumerate(firsts, 1)]
     names = [Path(path).name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
     networks = [network_of(source, label, options, bases=bases) for source, label in zip(models, labels, strict=True)]

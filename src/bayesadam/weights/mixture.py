@@ -23,7 +23,7 @@ from bayesadam.likelihoods import Prediction
 from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
 from bayesadam.weights.named import AnyPath, Named
-from bayesadam.weights.posterior import Inputs, Posterior, PredictKeywords, copy_into, warn_of_calibration
+from bayesadam.weights.posterior import DrawKeywords, Inputs, Posterior, copy_into, warn_of_calibration
 from bayesadam.weights.running import running_statistics
 from bayesadam.weights.store import damage_told
 
@@ -122,10 +122,10 @@ class Mixture:
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
 
     @overload
-    def predict(self, inputs: Inputs, **how: Unpack[PredictKeywords]) -> Prediction: ...  # type: ignore[overload-overlap]
+    def predict(self, inputs: Inputs, **how: Unpack[DrawKeywords]) -> Prediction: ...  # type: ignore[overload-overlap]
 
     @overload
-    def predict(self, inputs: Iterable[Any], **how: Unpack[PredictKeywords]) -> Iterator[Prediction]: ...
+    def predict(self, inputs: Iterable[Any], **how: Unpack[DrawKeywords]) -> Iterator[Prediction]: ...
 
     def predict(
         self,

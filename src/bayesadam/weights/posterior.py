@@ -47,13 +47,29 @@ _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
 Inputs = Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...] | list[Tensor] | Mapping[str, Any]
 
 
-class PredictKeywords(TypedDict, total=False):
-    """The options of `Posterior.predict`."""
+class ReadingKeywords(TypedDict, total=False):
+    """The options of `Posterior.from_optimizer`."""
+
+    likelihood: str | None
+    prior_precision: Prior | None
+    power: float
+    batch_size: int | None
+    structure: str
+    reader: str | readers.StateReader | None
+
+
+class DrawKeywords(TypedDict, total=False):
+    """The options of `Mixture.predict`."""
 
     draws: int | None
-    covariance: bool | Literal["joint"]
     forward: Forward | None
     generator: torch.Generator | None
+
+
+class PredictKeywords(DrawKeywords, total=False):
+    """The options of `Posterior.predict`."""
+
+    covariance: bool | Literal["joint"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
