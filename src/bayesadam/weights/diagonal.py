@@ -55,6 +55,12 @@ class Diagonal:
         """Whether parameters are independent of each other: no bias has joined its matrix."""
         return not any(side.bias for side in self.inputs.values())
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter."""
+        coordinates, sides = outlined(self.second_moment), self.inputs
+        shapes = {name: sides[name].shape if name in sides else v.shape for name, v in coordinates.items()}
+        return shapes | {side.bias: coordinates[n].shape[:1] for n, side in sides.items() if side.bias is not None}
+
     def into(self, named: Named) -> Named:
         """Weights by name, with any leading dimensions, as coordinates."""
         if self.independent:

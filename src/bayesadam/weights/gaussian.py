@@ -476,6 +476,8 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         stored, has_weights = Stored(path, tensors, names, parameters), bool(header.get("has_weights", True))
         curvature = stored.curvature(kind, header)
         mode = stored.mode(curvature, has_weights=has_weights)
+        if not names or {name: theta.shape for name, theta in outlined(mode).items()} != curvature.shapes():
+            raise stored.damaged("its weights and its second moments are not of the same shapes")
         plain, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
         prior = {name: tensors[key] if key in tensors else plain[name] for name, key in keys.items()}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))

@@ -584,6 +584,6 @@ def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:
         return None
     noise = torch.as_tensor(value)
     noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
-    if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
+    if not noise.numel() or not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise
