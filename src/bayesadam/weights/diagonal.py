@@ -35,10 +35,7 @@ class Diagonal:
 
     One whose inputs are known has Q_R alone, and v̂_ij = g_i λ_j there: its curvature is c = g_iᵖ λ_j = v̂ᵖ λ^(1−p).
 
-    Attributes:
-        second_moment: v̂ in the coordinates; tensors may be on the disk. A bias that is a column of its matrix has none.
-        bases: Q_L and Q_R of parameters that have them.
-        inputs: the input sides of layers, by the names of their weights.
+    Tensors may be on the disk. A bias that is a column of its matrix, one of `inputs`, has no moment of its own.
     """
 
     second_moment: Named

@@ -74,14 +74,11 @@ class GaussianWeights:
     Attributes:
         mode: θ_t, the trained weights, by name.
         curvature: v̂, and the bases in which it is the diagonal of V.
-        settings: N, δ, p and the rest.
         omitted: parameters of the network that are not in it, with the reason.
-        origin: where the second moments come from: whose state, of how many gradients.
-        padding: the rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every
-            draw. A file does not say which they are.
-        dtypes: the types of draws by parameter name; None for those of `mode`.
+        origin: whose state the second moments come from, of how many gradients.
+        padding: the rows of embeddings that stand for padding, held at θ in every draw.
+        dtypes: the types of draws; None for those of `mode`.
         has_weights: False for a published file without weights, of which only the variances are known.
-        source: the file it was opened from.
     """
 
     mode: Named
@@ -226,8 +223,7 @@ class GaussianWeights:
 
         Args:
             n: the number of draws, a leading dimension; None for one draw without it.
-            generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
-                alone. Of a sharded posterior the first process's counts.
+            generator: makes the draws reproducible; a parameter's depend on it and on the parameter's name alone.
         """
         count("n", 1 if n is None else n, "draws, or None for one")
         return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
