@@ -171,13 +171,6 @@ def test_empty_posteriors_and_parameters() -> None:
     assert removed(found) == 1
 
 
-def test_half_precision_models_have_masks_of_their_shapes() -> None:
-    model = net().to(torch.bfloat16)
-    found = masks(posterior_of(model), 0.5)
-    assert {name: mask.shape for name, mask in found.items()} == {n: p.shape for n, p in model.named_parameters()}
-    assert removed(found) == round(0.5 * sum(p.numel() for p in model.parameters()))
-
-
 @pytest.mark.cuda
 def test_masks_are_on_the_parameters_device() -> None:
     model = net(dtype=torch.float32)

@@ -93,21 +93,6 @@ def test_the_density_is_a_sum_of_densities_where_they_underflow():
     assert float(mixed.log_prob(far)) == approx(float(scores[best]) + math.log(WEIGHTS[best]), rel=1e-12)
 
 
-def test_equal_members_are_one_posterior_and_their_order_does_not_matter():
-    one = members()[1]
-    mixed = Mixture([one, one, copy.deepcopy(one)], (0.1, 0.6, 0.3))
-    values = one.sample(5, generator=seeded())
-    assert_close(mixed.mean, one.mean, rtol=1e-13)
-    assert_close(mixed.variance, one.variance, rtol=1e-13)
-    assert_close(mixed.log_prob(values), one.log_prob(values), rtol=1e-13)
-    backward = Mixture(members()[::-1], WEIGHTS[::-1])
-    assert_close(backward.log_prob(values), mixture().log_prob(values), rtol=1e-13)
-    assert_close(backward.variance, mixture().variance, rtol=1e-12)
-    # Each member has a stream of its own, also where two are equal.
-    draws = Mixture([one, one]).sample(50, generator=seeded())["odd"]
-    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 50
-
-
 def test_a_variance_without_bound_is_infinite_and_cannot_be_drawn():
     improper = copy.deepcopy(members()[0].replace(prior_precision=0.0))
     improper.curvature.second_moment["odd"][0, 0] = 0.0
