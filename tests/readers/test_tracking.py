@@ -142,7 +142,7 @@ def test_a_saved_state_is_read(way, tmp_path):
     assert from_file.origin.steps == (30, 30)
     for name, v in live.items():
         assert torch.equal(saved[name], v)
-        assert_close(from_file.structure.second_moment[name], v)
+        assert_close(from_file.curvature.second_moment[name], v)
 
 
 @pytest.mark.parametrize(("kind", "unscaled"), [(torch.optim.SGD, True), (torch.optim.AdamW, False)])

@@ -91,7 +91,7 @@ def calibrate(
     seen = _observed(tapped, kind, held_out)
     f, y = seen.outputs, seen.targets
 
-    state = None if q is None else from_structure(layers, q.structure)
+    state = None if q is None else from_structure(layers, q.curvature)
     leverage, log_h = from_inputs(layers, seen.pooled, state)
     ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
     # r of the example that each row belongs to.

@@ -115,7 +115,7 @@ class _Task:
         cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool, budget: int
     ) -> _Task:
         leaves = {name: mu.requires_grad_() for name, mu in means(posterior).items()}
-        return cls(Call(posterior.model, forward), leaves, variances, posterior.structure, covariance, budget)
+        return cls(Call(posterior.model, forward), leaves, variances, posterior.curvature, covariance, budget)
 
     @property
     def params(self) -> dict[str, Tensor]:

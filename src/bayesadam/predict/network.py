@@ -37,7 +37,7 @@ class Gaussian(Protocol):
         """μ by parameter name."""
 
     @property
-    def structure(self) -> Diagonal:
+    def curvature(self) -> Diagonal:
         """The coordinates in which Σ is diagonal."""
 
     @property
