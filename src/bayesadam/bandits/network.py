@@ -26,8 +26,8 @@ from bayesadam.bandits.observations import MOST_ROOM, Floats, Indices, Observati
 from bayesadam.bandits.settings import HybridSettings
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
-from bayesadam.engine.rules import Adam, Dropout
-from bayesadam.engine.stack import Stack, constant
+from bayesadam.engine.rules import Adam
+from bayesadam.engine.stack import Stack, constant, train
 from bayesadam.engine.streams import Streams
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
@@ -105,10 +105,7 @@ class Hybrid(Learner):
     def __init__(self, settings: HybridSettings, n_features: int, n_arms: int, seed: int) -> None:
         super().__init__(settings, n_features, n_arms, seed)
         self.network = Network(n_features, settings.hidden, n_arms, dropout=settings.dropout)
-        rule = (Dropout if settings.dropout else Adam)(betas=(0.9, 0.999))
-        self.stack = Stack(self.network, rule, [seed], self._batch, average=settings.average, clip=_CLIP, predraw=True)
-        self._penalty = torch.zeros(1, 1)
-        self.stack.penalty = self._penalty if settings.l2 else None
+        self.stack = Stack(self.network, Adam(), [seed], self._batch, average=settings.average, clip=_CLIP)
         self.streams |= {"batches": Streams([seed], "batches"), "training": self.stack.streams}
         linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
         self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
@@ -205,11 +202,10 @@ class Hybrid(Learner):
         errors = old.hidden.scale * (old.units[1] / self._units[1]) ** 2
         new = replace(old, hidden=replace(old.hidden, scale=errors), units=self._units)
         noise = min(self._variance(new, new.hidden), 1) if done else 1.0
-        self._penalty.fill_(noise * own.l2 * _PENALISED / (_PENALISED + seen.total))
+        self.stack.penalty = noise * own.l2 * _PENALISED / (_PENALISED + seen.total)
         try:
             rows = torch.from_numpy(self._rows(seen)).unsqueeze(1)
-            self.stack.prepare(rows, constant(own.lr))
-            self.stack.run(own.train_steps)
+            train(self.stack, [rows], constant(own.lr))
             new.layers = self._layers()
             new.linear = self._fit_linear(new)
             self._fit_hidden(new)
@@ -322,11 +318,7 @@ class Hybrid(Learner):
         arrays |= {"share": np.array(belief.share), "ends": np.array(belief.ends), "due": np.array(self._next)}
         arrays |= {"shift": np.array(belief.units[0]), "scale": np.array(belief.units[1])}
         arrays |= {"dropped.at": np.array(self._dropped_at), "steps": np.array(self.stack.done)}
-        return arrays | {name: tensor.numpy() for name, tensor in self._weights().items()}
-
-    def _weights(self) -> dict[str, Tensor]:
-        # Rewards are scaled before the network sees them, and "scale" is theirs.
-        return {name: tensor for name, tensor in self.stack.tensors().items() if name != "scale"}
+        return arrays | {name: tensor.numpy() for name, tensor in self.stack.tensors().items()}
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over all of it. A file of release 0.2 has dropped nothing."""
