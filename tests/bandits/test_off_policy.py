@@ -10,7 +10,14 @@ import pytest
 
 import bayesadam as ba
 from bayesadam.bandits import Agent, Estimate, Log, compare, evaluate, make_agent, read_log, replay
-from bayesadam.bandits.off_policy import lower_bounds, mean, predicted_before, self_normalised
+from bayesadam.bandits.off_policy import (
+    doubly_robust_terms,
+    lower_bounds,
+    mean,
+    predicted_before,
+    self_normalised,
+    sequence_terms,
+)
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from floats import approx, assert_close, close
 
@@ -142,10 +149,13 @@ def test_a_window_judges_its_decisions_by_a_model_of_all_before_them():
     log = drawn(90, 5)
     whole, found = quietly(log, policy), quietly(log, policy, since=30, until=70)
     assert (found.decisions, found.left_out["without a reward"]) == (40, 0)
-    np.testing.assert_array_equal(found.judged.log.ids, np.arange(30, 70))
-    np.testing.assert_array_equal(found.judged.predicted, predicted_before(log)[30:70])
+    np.testing.assert_array_equal(found.log.ids, np.arange(30, 70))
+    np.testing.assert_array_equal(found.predicted, predicted_before(log)[30:70])
     weighted = whole.shares[range(90), log.arms] / log.probabilities * log.rewards
-    for one, terms in ((found.ips, weighted), (found.doubly_robust, whole.judged.doubly_robust(whole.shares))):
+    for one, terms in (
+        (found.ips, weighted),
+        (found.doubly_robust, doubly_robust_terms(whole.log, whole.predicted, whole.shares)),
+    ):
         assert one.value == approx(terms[30:70].mean())
         assert one.error == approx(terms[30:70].std(ddof=1) / np.sqrt(40))
     parts = [quietly(log, policy, until=30), quietly(log, policy, since=30)]
@@ -239,7 +249,8 @@ def test_terms_of_a_sequence_have_the_value_as_their_mean_over_every_log(depth, 
             )
             one_policy = quietly(log, policy)
             pair = one_policy.shares, np.full((2, 3), against)
-            terms = np.array([one_policy.judged.terms(*ends, 0, 1, depth) for ends in (pair, pair[::-1])])
+            terms = [sequence_terms(log, one_policy.predicted, *both, (0, 1), depth) for both in (pair, pair[::-1])]
+            terms = np.array(terms)
             found, least = found + one * other * terms, min(least, terms.min())
     rival = against * float(P_CONTEXT @ P_REWARD.sum(axis=1))
     means = np.array([TRUTH - rival + 3 * against, rival - TRUTH + 1])
@@ -301,7 +312,7 @@ def test_sequences_follow_the_mean_so_far_where_rewards_drift():
 def test_two_policies_are_compared_decision_by_decision():
     log, _ = learning_log(1)
     found = compare(log, contrary, lambda contexts: np.full((len(contexts), 3), 1 / 3), since=20)
-    one, other = (each.judged.doubly_robust(each.shares) for each in (found.first, found.second))
+    one, other = (doubly_robust_terms(each.log, each.predicted, each.shares) for each in (found.first, found.second))
     assert found.difference.value == approx(found.first.doubly_robust.value - found.second.doubly_robust.value)
     assert found.difference.error == approx(np.std(one - other, ddof=1) / np.sqrt(280))
     assert found.first.doubly_robust == evaluate(log, contrary, since=20).doubly_robust
