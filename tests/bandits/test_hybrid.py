@@ -170,14 +170,6 @@ def test_rewards_of_nothing_but_zeros_do_not_end_exploration():
     assert min(np.bincount(arms[50:], minlength=4)) > 2
 
 
-def test_exploration_settles():
-    bold, settled = (
-        played(RINGS, RINGS_PAY, 150, exploration=share, train_steps=20)[0].predictive(RINGS[:1])[1]
-        for share in (1.0, 0.1)
-    )
-    assert (settled < bold).all()
-
-
 def test_trainings_grow_rarer():
     trained, following = 0, 0
     for count in range(5, 401, 5):

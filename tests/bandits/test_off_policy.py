@@ -291,21 +291,6 @@ def test_sequences_of_rewards_outside_their_range_are_refused():
         found.sequence(95, reward_range=(0, 1))
 
 
-def test_sequences_follow_the_mean_so_far_where_rewards_drift():
-    rng = np.random.default_rng(0)
-    chances = np.where(np.arange(3000) < 1500, 0.9, 0.1)
-    arms = rng.integers(2, size=3000)
-    rewards = (rng.random(3000) < np.where(arms == 1, chances, 0.5)).astype(float)
-    log = Log.of(
-        contexts=np.zeros((3000, 1)), arms=arms, probabilities=np.full((3000, 2), 0.5), rewards=rewards, n_arms=2
-    )
-    found = evaluate(log, lambda contexts: np.ones(len(contexts), int)).sequence(0.95, reward_range=(0, 1))
-    average = chances.cumsum() / np.arange(1, 3001)
-    assert ((found.lower <= average) & (average <= found.upper)).all()
-    assert found.lower[1499] > 0.8
-    assert found.upper[2999] < 0.6
-
-
 # --- two policies ---------------------------------------------------------------------------------------------------
 
 
@@ -334,13 +319,6 @@ def test_a_policy_differs_from_itself_by_nothing():
     assert (of_both.lower < 0).all()
     assert (of_both.upper > 0).all()
     assert of_both.upper[-1] - of_both.lower[-1] < (of_one.upper[-1] - of_one.lower[-1]) / 2
-
-
-def test_doubts_of_either_policy_are_told():
-    with pytest.warns(BayesAdamWarning):
-        found = compare(uniform_log(60), first, lambda contexts: np.full((len(contexts), 3), 1 / 3))
-    assert "not to be trusted: first: the effective sample size is" in str(found)
-    assert "second: " not in str(found)
 
 
 # --- agents that learn ----------------------------------------------------------------------------------------------
@@ -507,31 +485,19 @@ def doubts(log: Log, of=first) -> str:
     return "; ".join(found.doubts)
 
 
-def test_a_log_with_overlap_raises_no_doubt():
+def test_doubts_say_why():
     assert evaluate(uniform_log(300), first).doubts == ()
-
-
-def test_a_small_effective_sample_size_is_doubtful():
     assert "the effective sample size is" in doubts(uniform_log(60))
-
-
-def test_one_decision_with_most_of_the_weight_is_doubtful():
-    probabilities = np.full(300, 1 / 3)
-    log = uniform_log(300)
-    probabilities[np.flatnonzero(log.arms == 0)[0]] = 0.01
-    assert "one decision has 27% of all the weight" in doubts(uniform_log(300, probabilities=probabilities))
-
-
-def test_arms_that_were_never_chosen_are_doubtful():
-    log = Log.of(
-        **{name: getattr(uniform_log(300), name) for name in ("contexts", "arms", "probabilities", "rewards")}, n_arms=4
-    )
-    found = doubts(log, lambda contexts: np.tile([0.5, 0.2, 0.2, 0.1], (len(contexts), 1)))
-    assert "10.0% of the policy's probability is on arms that the log never chose" in found
-
-
-def test_wrong_probabilities_are_found_out():
     assert "the mean weight is 0.5" in doubts(uniform_log(900, probabilities=np.full(900, 0.6)))
+    rare = np.full(300, 1 / 3)
+    rare[np.flatnonzero(uniform_log(300).arms == 0)[0]] = 0.01
+    assert "one decision has 27% of all the weight" in doubts(uniform_log(300, probabilities=rare))
+    never = doubts(uniform_log(300, n_arms=4), lambda contexts: np.tile([0.5, 0.2, 0.2, 0.1], (len(contexts), 1)))
+    assert "10.0% of the policy's probability is on arms that the log never chose" in never
+    with pytest.warns(BayesAdamWarning):
+        both = compare(uniform_log(60), first, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+    assert "not to be trusted: first: the effective sample size is" in str(both)
+    assert "second: " not in str(both)
 
 
 def test_an_agent_that_learnt_from_the_log_is_doubtful(tmp_path):
