@@ -414,10 +414,7 @@ class Agent:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._alone():
             standing = self._standing
-            contexts, arms = (
-                [context for context, _ in standing.waiting.values()],
-                [arm for _, arm in standing.waiting.values()],
-            )
+            contexts, arms = ([pair[at] for pair in standing.waiting.values()] for at in (0, 1))
             tensors = {
                 **self._seen.state(),
                 **{f"learner.{name}": torch.from_numpy(array) for name, array in self._learner.state().items()},

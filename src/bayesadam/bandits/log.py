@@ -12,6 +12,7 @@ The first line says whose log it is. The others are events, dictionaries here as
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -83,27 +84,32 @@ class Standing:
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
+        contexts, arms, numbers = list[Any](), list[int](), list[float]()
         match event:
-            case {"event": "decision", "decision": decision, "context": context, "arms": arms, "probabilities": shares}:
-                if decision < self.next_id or event["arm"] not in arms or not 0 < event["probability"] <= 1 + 1e-9:
+            case {"event": "decision", "decision": decision, "arm": arm, "arms": arms, "probabilities": numbers}:
+                contexts = [event["context"]]
+                possible = 0 < event["probability"] <= 1 + 1e-9 and len(arms) == len(numbers)
+                if decision < self.next_id or arm not in arms or not possible:
                     raise ValueError(f"decision {decision} is out of order, or its arm impossible")
-                rows = [(context, arm, share) for arm, share in zip(arms, shares, strict=True)]
-            case {"event": "reward" | "forget" as kind, "decision": decision}:
-                rows = [(*self.waiting[decision], event["reward"] if kind == "reward" else 0.0)]
-            case {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}:
-                rows = list(zip(contexts, arms, rewards, strict=True))
+            case {"event": "reward", "decision": decision, "reward": reward} if decision in self.waiting:
+                numbers = [reward]
+            case {"event": "forget", "decision": decision} if decision in self.waiting:
+                pass
+            case {"event": "update", "contexts": contexts, "arms": arms, "rewards": numbers}:
+                if not len(contexts) == len(arms) == len(numbers):
+                    raise ValueError("as many contexts, arms and rewards must be there")
             case {"event": "arm", "change": change, "arm": arm}:
-                possible = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-                rows = []
-                if arm not in possible[change]:
+                changeable = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
+                if arm not in changeable[change]:
                     raise ValueError(f"arm {arm} cannot be {change} here")
             case _:
                 raise ValueError("no event that can be here")
-        for context, arm, number in rows:
-            if len(context) != self.n_features or not all(map(math.isfinite, (*context, number))):
-                raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
-            if arm not in range(self.n_arms):
-                raise ValueError(f"there is no arm {arm} yet")
+        if any(len(context) != self.n_features for context in contexts):
+            raise ValueError(f"a context must have {self.n_features} numbers")
+        if not all(map(math.isfinite, itertools.chain(numbers, *contexts))):
+            raise ValueError("contexts, rewards and probabilities must be finite numbers")
+        if not set(arms) <= set(range(self.n_arms)):
+            raise ValueError(f"there are {self.n_arms} arms here, not all of {arms}")
 
     def arms(self) -> list[int]:
         """Those to choose from."""
