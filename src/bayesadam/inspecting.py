@@ -193,8 +193,8 @@ def _rule(gaussian: GaussianWeights, n_data: float | None, is_checkpoint: bool) 
         return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {n_data:g}."
     if is_checkpoint:
         return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
-    of = gaussian.settings
-    text = f"σ is that of the {gaussian.structure} posterior: N = {of.n_data:g}, 1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
+    of, kind = gaussian.settings, gaussian.structure
+    text = f"σ is that of the {kind} posterior: N = {of.n_data:g}, 1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
     if gaussian.has_weights:
         return text
     return f"{text}\nFor |μ|/σ inspect the weights' file, with this one as optimizer_path (--optimizer-file)."
