@@ -17,7 +17,6 @@ from torch import Tensor
 from bayesadam.engine import rules
 from bayesadam.engine.network import ACTIVATIONS, Network, linear, unflatten
 from bayesadam.engine.rules import (
-    EPS,
     Dropped,
     Number,
     State,
@@ -45,8 +44,7 @@ Drawn = tuple[dict[str, Tensor], list[Tensor] | None]
 class Rule(rules.Rule):
     """A rule of the engine, and what it ends with."""
 
-    # Whether the rule starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
-    starts_trained: ClassVar[bool] = False
+    # Its usual rate, where Adam's does not suit.
     lr: ClassVar[float | None] = None
 
     @classmethod
@@ -54,10 +52,6 @@ class Rule(rules.Rule):
         """The rule with those of the settings that it has."""
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in settings.items() if name in own})
-
-    def steps(self, given: int) -> int:
-        """The number of steps it takes where Adam takes `given`."""
-        return given
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian | None:
         """The Gaussian over the weights that the rule ends with; None where it ends with a point."""
@@ -73,18 +67,7 @@ class Rule(rules.Rule):
 
 @dataclass(frozen=True)
 class Adam(rules.Adam, Rule):
-    """The engine's, with `sparsity`: λ of a Laplace prior exp(−λ|θ|), a proximal step that v never sees.
-
-    In Adam's metric |θ| loses α λ/(√v̂ + ε), not below 0.
-    """
-
-    sparsity: float = 0.0
-
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        super().update(weights, gradient, state, noise, step)
-        if self.sparsity:
-            metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
-            weights.copy_(weights.sign() * (weights.abs() - step.lr * self.sparsity / metric).clamp_(min=0))
+    """The engine's: it ends with a point."""
 
 
 @dataclass(frozen=True)
@@ -233,68 +216,12 @@ class IVON(Perturbed):
         return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
-@dataclass(frozen=True)
-class SWAG(Rule):
-    """SWAG (Maddox et al. 2019): the moments of SGD's iterates around an optimum.
-
-    θ ← θ − α (g + λθ) with the weight decay λ; `every` few steps the iterate enters a running mean, variance and the
-    last K (`rank`) deviations, until there are so many `snapshots`.
-    """
-
-    starts_trained = True
-    lr = 1e-2
-    betas = (0.0, 0.0)
-    weight_decay: float = 0.0
-    snapshots: int = 100
-    every: int = 10
-    rank: int = 20
-
-    def steps(self, given: int) -> int:
-        return self.snapshots * self.every
-
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        """Zero moments; the deviations have one slot more, into which iterates that do not count are written."""
-        counts = {name: torch.zeros((), dtype=torch.int64, device=weights.device) for name in ("steps", "count")}
-        moments = {name: torch.zeros_like(weights) for name in ("mean", "squares")}
-        return {**moments, "deviations": weights.new_zeros(len(weights), self.rank + 1, weights.shape[1]), **counts}
-
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """SGD, then Welford's sums: w² less w̄² would leave the difference of two large numbers."""
-        weights.sub_(gradient.add_(weights, alpha=self.weight_decay).mul_(step.lr))
-        state["steps"] += 1
-        counts = (state["steps"] % self.every == 0).to(torch.int64)
-        state["count"] += counts
-        away = (weights - state["mean"]) * counts
-        state["mean"] += away / state["count"].clamp(min=1)
-        deviation = weights - state["mean"]
-        state["squares"].addcmul_(away, deviation)
-        slot = torch.where(counts > 0, (state["count"] - 1) % self.rank, self.rank)
-        state["deviations"].index_copy_(1, slot.reshape(1), deviation.unsqueeze(1))
-
-    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=1e-12))
-
-    def deviations(self, state: State) -> Tensor:
-        """D, the last deviations from the running mean, oldest first, (s, K, weights)."""
-        count = int(state["count"])
-        return state["deviations"][:, [number % self.rank for number in range(max(0, count - self.rank), count)]]
-
-    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
-        """θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
-        mean, variance = self.gaussian(mean, state, n_data)
-        columns = self.deviations(state)
-        low_rank = torch.bmm(streams.normal(n, columns.shape[1]), columns) / math.sqrt(columns.shape[1] - 1)
-        drawn = streams.normal(n, mean.shape[1]) * variance.sqrt().unsqueeze(1) + low_rank
-        return unflatten(network, (mean.unsqueeze(1) + drawn / math.sqrt(2)).flatten(0, 1)), None
-
-
 RULES: Mapping[str, type[Rule]] = {
     "adam": Adam,
     "mc-dropout": Dropout,
     "bbb": BayesByBackprop,
     "vadam": Vadam,
     "ivon": IVON,
-    "swag": SWAG,
 }
 
 

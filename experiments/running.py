@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from bayesadam import __version__
 from bayesadam._files import replacing
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, SettingError
 from bayesadam.weights.draws import stream_seed
 
 MISSING = "–"
@@ -104,6 +104,15 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
         return "\n".join([f"{self.title}. {self.note}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+# --- methods ------------------------------------------------------------------------------------------------------
+
+
+def check_methods(methods: Sequence[str], titles: Collection[str]) -> None:
+    """Refuse a method that is not among those with a title."""
+    if not methods or any(name not in titles for name in methods):
+        raise SettingError(f"--methods must be some, separated by commas, of {', '.join(titles)}, got {methods!r}")
 
 
 # --- seeds ----------------------------------------------------------------------------------------------------------
