@@ -106,29 +106,22 @@ def data_set(name: str) -> dict[str, DataFile]:
     return DATA_SETS[name]
 
 
-def _data_folder() -> Path | None:
-    """The folder named by BAYESADAM_DATA, if any is."""
-    named = os.environ.get("BAYESADAM_DATA")
-    if not named:
-        return None
-    folder = Path(named).expanduser()
-    if not folder.is_dir():
-        raise SettingError(f"BAYESADAM_DATA names {folder}, which is not a folder: correct it, or unset it")
-    return folder
-
-
-def _cache_folder() -> Path | None:
-    """The folder for downloads: BAYESADAM_CACHE, or pooch's for this user; None where pooch is not installed."""
+def _folders() -> tuple[Path | None, Path | None]:
+    """The folder that BAYESADAM_DATA names, and BAYESADAM_CACHE or pooch's; None for what there is not."""
+    named, cache = os.environ.get("BAYESADAM_DATA"), os.environ.get("BAYESADAM_CACHE")
+    if named and not Path(named).expanduser().is_dir():
+        raise SettingError(f"BAYESADAM_DATA names {named}, which is not a folder: correct it, or unset it")
     try:
-        return Path(os.environ.get("BAYESADAM_CACHE") or require("pooch").os_cache("bayesadam")).expanduser()
+        cache = cache or require("pooch").os_cache("bayesadam")
     except MissingExtraError:
-        return None
+        cache = None
+    return Path(named).expanduser() if named else None, Path(cache).expanduser() if cache else None
 
 
 def find(name: str) -> dict[str, Path]:
     """The files of a data set on this machine, by published name; nothing is downloaded."""
     paths: dict[str, Path] = {}
-    for place in filter(None, (_data_folder(), _cache_folder())):
+    for place in filter(None, _folders()):
         for file, about in data_set(name).items():
             for form in (file, f"{file}.gz", f"{file}.xz"):
                 if (path := place / about.folder / form).is_file():
@@ -156,17 +149,17 @@ def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
 
 def _download(name: str, file: str, about: DataFile) -> Path:
     """Download one file to the cache."""
-    folder = _cache_folder()
+    named, cache = _folders()
     absent = (
-        f"{file} of the data set {name!r} is neither in BAYESADAM_DATA ({_data_folder() or 'not set'}) nor in "
-        f"{folder}, below {about.folder}: put it there by hand"
+        f"{file} of the data set {name!r} is neither in BAYESADAM_DATA ({named or 'not set'}) nor in {cache}, below "
+        f"{about.folder}: put it there by hand"
     )
     try:
         # A server that packs what it sends would have it unpacked on arrival, .gz files included.
         download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
     except MissingExtraError as error:
         raise FileError(f"{absent}; to download it, {error}") from error
-    target = (folder or Path()) / about.folder / file
+    target = (cache or Path()) / about.folder / file
     print(f"{name}: {about.n_bytes:,} bytes from {about.url}", file=sys.stderr)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +193,6 @@ _IMAGE_FILES: dict[Split, tuple[str, str]] = {
 class Images:
     """Images x, float32 of shape (n, height · width) in [0, 1], and their classes y, int64 of shape (n,)."""
 
-    name: str
     train_x: Tensor
     train_y: Tensor
     test_x: Tensor
@@ -214,7 +206,7 @@ class Images:
 
 def load_images(name: str) -> Images:
     """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs scikit-learn alone."""
-    return Images(name, *load_split(name, "train"), *load_split(name, "test"))
+    return Images(*load_split(name, "train"), *load_split(name, "test"))
 
 
 def load_split(name: str, split: Split) -> tuple[Tensor, Tensor]:
@@ -257,20 +249,19 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
 class Table:
     """A table row by row: contexts (rows, features) and labels (rows,), from 0 to n_labels − 1.
 
-    The labels are 1 for an edible mushroom, the occupation, the class; None for financial and jester.
+    The labels are 1 for an edible mushroom, the occupation, the class; None for financial and jester. A categorical
+    column is one of zeros and ones for each value that occurs in it, in sorted order.
     """
 
-    name: str
     contexts: Numbers
     labels: npt.NDArray[np.int64] | None = None
     n_labels: int = 0
 
 
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32) -> Table:
-    """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype, census or census-1000.
+    """One of the bandits' tables, neither scaled nor shuffled.
 
-    The contexts are neither scaled nor shuffled. A categorical column becomes one of zeros and ones for each value that
-    occurs in it, in sorted order. The `dtype` is that of the contexts: with uint8 the one-hot census takes 1 GB, not 4.
+    The `dtype` is that of the contexts: with uint8 the one-hot census takes 1 GB, not 4.
     """
     if name not in _READERS:
         raise SettingError(f"{name!r} is not a table: choose from {', '.join(_READERS)}")
@@ -280,12 +271,12 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32) -> Table:
 def read_mushroom(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
     rows = _read(path, ",", 23, str)
-    return Table("mushroom", _one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
+    return Table(_one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
 
 
 def read_financial(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
-    return Table("financial", _read(path, None, 21, np.float64, skip=1).astype(dtype))
+    return Table(_read(path, None, 21, np.float64, skip=1).astype(dtype))
 
 
 def read_jester(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -293,18 +284,17 @@ def read_jester(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     ratings = _read(path, ",", 101, np.float64)[:, 1:]
     rated = ratings != 99.0
     jokes = np.sort(np.argsort(-rated.sum(axis=0), kind="stable")[:40])
-    users = rated[:, jokes].all(axis=1)
-    return Table("jester", ratings[np.ix_(users, jokes)].astype(dtype))
+    return Table(ratings[np.ix_(rated[:, jokes].all(axis=1), jokes)].astype(dtype))
 
 
-def _read_classes(name: str, separator: str | None, width: int, path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def _read_classes(separator: str | None, width: int, path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """Integer columns, then the class, 1 to 7 in the file."""
     rows = _read(path, separator, width + 1, np.int32)
-    return Table(name, rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+    return Table(rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
-read_statlog = partial(_read_classes, "statlog", None, 9)
-read_covertype = partial(_read_classes, "covertype", ",", 54)
+read_statlog = partial(_read_classes, None, 9)
+read_covertype = partial(_read_classes, ",", 54)
 
 
 def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -320,7 +310,7 @@ def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Tab
     others = [column for index, column in enumerate(rows.T) if index not in (*numeric, occupation)]
     contexts = np.concatenate([rows[:, numeric].astype(dtype), _one_hot(others, dtype)], axis=1)
     occupations, labels = np.unique(rows[:, occupation], return_inverse=True)
-    return Table("adult", contexts, labels.astype(np.int64), len(occupations))
+    return Table(contexts, labels.astype(np.int64), len(occupations))
 
 
 def read_census(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -329,7 +319,7 @@ def read_census(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
         header = stream.readline().strip().split(",")
     rows = _read(path, ",", 69, np.int32, skip=1)
     features = [column for name, column in zip(header, rows.T, strict=True) if name not in ("caseid", "dOccup")]
-    return Table("census", _one_hot(features, dtype), _classes(path, rows[:, header.index("dOccup")], 9), 9)
+    return Table(_one_hot(features, dtype), _classes(path, rows[:, header.index("dOccup")], 9), 9)
 
 
 _READERS: dict[str, Callable[..., Table]] = {
@@ -339,7 +329,8 @@ _READERS: dict[str, Callable[..., Table]] = {
     "statlog": read_statlog,
     "adult": read_adult,
     "covertype": read_covertype,
-    **dict.fromkeys(("census", "census-1000"), read_census),
+    "census": read_census,
+    "census-1000": read_census,
 }
 
 
@@ -395,8 +386,7 @@ TEST_INTERVAL: Interval = (-0.5, 1.2)
 _NOISE_STD = 0.02
 
 
-@dataclass(frozen=True, eq=False)
-class ToyData:
+class ToyData(NamedTuple):
     """Inputs x and targets y, both float32 of shape (n, 1)."""
 
     x: Tensor
@@ -427,7 +417,7 @@ def toy_points(n: int, *, generator: torch.Generator, intervals: Sequence[Interv
     return ToyData(x.unsqueeze(1), toy_function(x, noise).unsqueeze(1))
 
 
-def toy_grid(n: int = 341, interval: Interval = TEST_INTERVAL) -> ToyData:
+def toy_grid() -> ToyData:
     """Evenly spaced points with y the function without noise."""
-    x = torch.linspace(*interval, n).unsqueeze(1)
+    x = torch.linspace(*TEST_INTERVAL, 341).unsqueeze(1)
     return ToyData(x, toy_function(x))

@@ -118,8 +118,29 @@ class Perturbed(Rule):
         return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
 
 
+class TwoAdams(Perturbed):
+    """Rules that learn the means and ρ, from which the deviations follow, by an Adam each."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    initial_std: float
+
+    def first_rho(self) -> float:
+        """ρ of `initial_std`."""
+        return math.log(self.initial_std)
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
+        return {"rho": torch.full_like(weights, self.first_rho()), **adam_state(weights), **own}
+
+    def descend(self, weights: Tensor, state: State, by_mean: Tensor, by_rho: Tensor, step: Step) -> None:
+        """One step of both."""
+        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
+        adam_update(weights, by_mean, state, step.lr, rules.Adam(self.betas))
+        adam_update(state["rho"], by_rho, own, step.lr, rules.Adam(self.betas))
+
+
 @dataclass(frozen=True)
-class BayesByBackprop(Perturbed):
+class BayesByBackprop(TwoAdams):
     """Bayes by Backprop (Blundell et al. 2015): Adam on the evidence bound of q = N(μ, softplus(ρ)²).
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N and ∂/∂σ = gε + (δσ − 1/σ)/N, with g the
@@ -130,19 +151,15 @@ class BayesByBackprop(Perturbed):
     prior_precision: float = 1.0
     initial_std: float = 0.02
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        rho = torch.full_like(weights, math.log(math.expm1(self.initial_std)))
-        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
-        return {"rho": rho, **adam_state(weights), **own}
+    def first_rho(self) -> float:
+        return math.log(math.expm1(self.initial_std))
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         std = F.softplus(state["rho"])
         by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data)
         by_std.add_((gradient * noise).div_(std))
         gradient.add_(weights * (self.prior_precision / step.n_data))
-        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(weights, gradient, state, step.lr, rules.Adam(self.betas))
-        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, rules.Adam(self.betas))
+        self.descend(weights, state, gradient, by_std.mul_(state["rho"].sigmoid()), step)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         return Gaussian(weights, F.softplus(state["rho"]).square())

@@ -24,7 +24,7 @@ def images() -> Images:
     source = torch.Generator().manual_seed(0)
     x = torch.rand(200, 6, generator=source)
     y = (x[:, 0] > 0.5).long() + (x[:, 1] > 0.5).long()
-    return Images("squares", x[:150], y[:150], x[150:], y[150:])
+    return Images(x[:150], y[:150], x[150:], y[150:])
 
 
 def problem(images: Images, seeds=(1, 2), **changes):
