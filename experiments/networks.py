@@ -78,7 +78,7 @@ class Buffer:
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
-        mean, square = (self.sums / max(self.count, 1)).split(1, dim=1)
+        mean, square = torch.split(self.sums / max(self.count, 1), 1, dim=1)
         variance = square - mean.square()
         return mean, torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
 

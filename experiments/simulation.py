@@ -119,7 +119,7 @@ def playing(
                 learner.train()
         yield None
     with torch.cuda.stream(stream):
-        arms = buffer.arms.cpu().numpy()
+        chosen_arms = buffer.arms.cpu().numpy()
         reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)
     optimum = np.stack([one.optimum for one in played]).cumsum(axis=1)
     regret, points = optimum - reward, np.linspace(1, rounds, min(rounds, _CURVE_POINTS)).round()
@@ -132,7 +132,7 @@ def playing(
         reward=reward[:, points - 1],
         regret=regret[:, points - 1],
         lost=reward[:, -1] <= [one.single.sum() for one in played],
-        arms=arms,
+        arms=chosen_arms,
         seconds=time.perf_counter() - start,
     )
 
