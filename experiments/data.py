@@ -16,11 +16,11 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -129,16 +129,14 @@ def find(name: str) -> dict[str, Path]:
     return paths
 
 
-def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
-    """Where the wanted files of a data set are, by published name; missing ones are downloaded to the cache.
+def locate(name: str) -> dict[str, Path]:
+    """Where the files of a data set are, by published name; missing ones are downloaded to the cache.
 
     Raises:
         FileError: a file has the wrong size, or is absent and cannot be downloaded.
     """
     present, paths = find(name), {}
     for file, about in data_set(name).items():
-        if files is not None and file not in files:
-            continue
         path = paths[file] = present.get(file) or _download(name, file, about)
         # A truncated file is caught without reading it.
         if path.name == file and (size := path.stat().st_size) != about.n_bytes:
@@ -180,13 +178,8 @@ def _download(name: str, file: str, about: DataFile) -> Path:
 
 # --- images ---------------------------------------------------------------------------------------------------------
 
-Split = Literal["train", "test"]
 IMAGE_SETS = ("mnist", "fashion-mnist", "digits")
 _DIGITS_TEST = 360
-_IMAGE_FILES: dict[Split, tuple[str, str]] = {
-    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
-    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,25 +199,27 @@ class Images:
 
 def load_images(name: str) -> Images:
     """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs scikit-learn alone."""
-    return Images(*load_split(name, "train"), *load_split(name, "test"))
-
-
-def load_split(name: str, split: Split) -> tuple[Tensor, Tensor]:
-    """The images and classes of one split, `"train"` or `"test"`; the other split's files may be absent."""
-    if name not in IMAGE_SETS or split not in _IMAGE_FILES:
-        raise SettingError(f"images are 'train' or 'test' of {', '.join(IMAGE_SETS)}, got {split!r} of {name!r}")
+    if name not in IMAGE_SETS:
+        raise SettingError(f"images are those of {', '.join(IMAGE_SETS)}, got {name!r}")
     if name == "digits":
         x, y = require("sklearn.datasets").load_digits(return_X_y=True)
         # The same images are held out for ever: numpy never changes this old generator.
         order = np.random.RandomState(0).permutation(len(x))
-        rows = order[:_DIGITS_TEST] if split == "test" else order[_DIGITS_TEST:]
-        return torch.from_numpy(x[rows]).float().div_(16), torch.from_numpy(y[rows]).long()
-    paths = locate(name, _IMAGE_FILES[split])
-    images, labels = (np.array(read_idx(paths[file])) for file in _IMAGE_FILES[split])
+        splits = [(16, x[rows], y[rows]) for rows in (order[_DIGITS_TEST:], order[:_DIGITS_TEST])]
+    else:
+        paths = locate(name)
+        splits = [(255, *_read_split(paths, split)) for split in ("train", "t10k")]
+    parts = [(torch.tensor(x).flatten(1).float().div_(largest), torch.tensor(y).long()) for largest, x, y in splits]
+    return Images(*parts[0], *parts[1])
+
+
+def _read_split(paths: Mapping[str, Path], split: str) -> tuple[Numbers, Numbers]:
+    files = [paths[f"{split}-{kind}-ubyte.gz"] for kind in ("images-idx3", "labels-idx1")]
+    images, labels = map(read_idx, files)
     if images.ndim < 2 or labels.shape != images.shape[:1]:
         shapes = f"images of shape {images.shape}, labels of shape {labels.shape}"
-        raise FileError(f"{' and '.join(map(str, paths.values()))} do not belong together: {shapes}")
-    return torch.from_numpy(images).flatten(start_dim=1).float().div_(255), torch.from_numpy(labels).long()
+        raise FileError(f"{' and '.join(map(str, files))} do not belong together: {shapes}")
+    return images, labels
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:

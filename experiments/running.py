@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -171,7 +170,7 @@ class Run:
     def finish(
         self, files: Mapping[str, Content], results: Mapping[str, Any], *, name: str = "metrics.json"
     ) -> tuple[Path, ...]:
-        """Write the files, by name, and `metrics.json`, all or none, then print and return their paths."""
+        """Write the files, by name, and `metrics.json` last, then print and return their paths."""
         paths = self.write({**files, name: self.metrics(results)})
         self.ledger.unlink(missing_ok=True)
         print(*paths, sep="\n")
@@ -183,17 +182,14 @@ class Run:
         return json.dumps(_plain({**about, **rest}), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, files: Mapping[str, Content]) -> tuple[Path, ...]:
-        """Write files by name, all or none, and return their paths."""
-        paths = tuple(self.out / name for name in files)
-        with ExitStack() as stack:
-            # None gets its name before the last is complete.
-            temporaries = [stack.enter_context(replacing(path)) for path in paths]
-            for temporary, content in zip(temporaries, files.values(), strict=True):
+        """Write files by name, each whole or not at all, and return their paths."""
+        for name, content in files.items():
+            with replacing(self.out / name) as temporary:
                 if isinstance(content, str):
                     temporary.write_text(content, encoding="utf-8")
                 else:
                     content(temporary)
-        return paths
+        return tuple(self.out / name for name in files)
 
 
 def run_parts(

@@ -20,7 +20,7 @@ import numpy as np
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.weights.draws import stream_seed
-from experiments.data import load_split
+from experiments.data import load_images
 from experiments.problems import BanditProblem, Numbers, Rounds, classification_problem, reward_problem
 
 PASSES, MOST_ROUNDS = 4, 20_000
@@ -95,9 +95,10 @@ def _guesses(name: str, arms: int) -> BanditProblem:
 
 def _images(name: str, split: str) -> tuple[Numbers, Numbers]:
     try:
-        x, y = load_split(name, split)  # type: ignore[arg-type]
+        images = load_images(name)
     except BayesAdamError as error:
         raise Absent(str(error)) from None
+    x, y = (images.train_x, images.train_y) if split == "train" else (images.test_x, images.test_y)
     return x[:MOST_ROUNDS].numpy().astype(np.float64), y[:MOST_ROUNDS].numpy()
 
 
