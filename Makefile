@@ -115,7 +115,7 @@ peers-test: $(PEERS)/.ready
 	$(PEERS)/bin/python -m pytest $(shell find benchmarks -name "test_*.py")
 
 # A benchmark whose peer cannot be imported fails. The others run by name: benchmarks/README.md.
-BENCHES := doubt.error_bars speed.run speed.training speed.peers
+BENCHES := doubt.error_bars speed.run speed.training
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python -m benchmarks.$$name --out $(OUT)/bench $(if $(QUICK),--quick); done
 

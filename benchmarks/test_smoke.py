@@ -23,12 +23,11 @@ SCRIPTS = sorted(
 RUNS = [*((script,) for script in SCRIPTS), ("benchmarks.tables.run", "--gap")]
 PEERS = {
     "benchmarks.doubt.run": "laplace",
-    "benchmarks.speed.peers": "laplace",
     "benchmarks.speed.training": "ivon",
     "benchmarks.tables.run": "ngboost",
 }
 MODULES = ("ivon", "vowpalwabbit", "mabwiser.mab", "calvera.bandits", "laplace", "laplace.curvature", "asdl")
-MODULES += ("backpack", "curvlinops", "torchmetrics", "ngboost", "river.drift")
+MODULES += ("backpack", "curvlinops", "torchmetrics", "ngboost")
 LIMIT = 1800
 
 

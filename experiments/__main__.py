@@ -5,8 +5,7 @@ All write `metrics.json` and a picture or a table to a folder; stopped, they res
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from ast import literal_eval
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ def _count(text: str) -> int:
 
 def _parser() -> ArgumentParser:
     whole: Any = {"type": _count, "metavar": "N"}
-    parser = ArgumentParser(
-        "python -m experiments", description="The paper's experiments: Figure 1, Figure 2, Table 1, costs, the report."
-    )
+    names: Any = {"type": _split, "metavar": "NAMES"}
+    title = "The paper's experiments: Figure 1, Figure 2, Table 1, costs, the report."
+    parser = ArgumentParser("python -m experiments", description=title)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, words: str, *, device: bool = False) -> ArgumentParser:
@@ -39,26 +38,22 @@ def _parser() -> ArgumentParser:
         return one
 
     one = command("figure1", "The paper's toy regression with every method.")
-    one.add_argument("--methods", metavar="NAMES", help="separated by commas, by default all")
+    one.add_argument("--methods", **names, help="separated by commas, by default all")
     one.add_argument("--epochs", **whole, default=20_000, help="passes over the 200 training points, %(default)s")
-    one.add_argument("--seeds", **whole, default=5, help="data sets and networks for each method, %(default)s")
-    one.add_argument("--gap", action="store_true", help="train with a hole in the middle of the range")
+    one.add_argument("--seeds", **whole, dest="n_seeds", default=5, help="data sets and networks, %(default)s")
 
     one = command("figure2", "Accuracy after pruning, with every method.", device=True)
     one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
-    one.add_argument("--methods", metavar="NAMES", help="separated by commas, by default all")
+    one.add_argument("--methods", **names, help="separated by commas, by default all")
     one.add_argument("--epochs", **whole, default=100, help="passes over the training images, %(default)s")
-    one.add_argument("--seeds", **whole, default=5, help="networks for each method, %(default)s")
-    one.add_argument("--activation", default="relu", help="of the hidden units, %(default)s")
-    one.add_argument("--sparse", action="store_true", help="networks trained to be pruned, in their own ways")
+    one.add_argument("--seeds", **whole, dest="n_seeds", default=5, help="networks for each method, %(default)s")
 
     one = command("table1", "Thompson sampling on the bandit problems.", device=True)
-    one.add_argument("--problems", metavar="NAMES", help="wheel:0.95 has δ = 0.95; by default the paper's")
-    one.add_argument("--agents", metavar="NAMES", help="by default the paper's")
+    one.add_argument("--problems", **names, help="wheel:0.95 has δ = 0.95; by default the paper's")
+    one.add_argument("--agents", **names, help="by default the paper's")
     one.add_argument("--runs", **whole, default=10, help="runs of each cell, %(default)s")
     one.add_argument("--rounds", **whole, help="rounds of each run; by default the problem's")
     one.add_argument("--settings", default="tuned", metavar="tuned|paper", help="the agents': or what the paper states")
-    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="epsilon=0.02; repeatable")
 
     one = command("cost", "What a step, a posterior and a prediction cost, next to Adam.")
     one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
@@ -73,47 +68,19 @@ def _parser() -> ArgumentParser:
 
 def _run(asked: Namespace) -> None:
     module = import_module(f"experiments.{asked.command}")
-    common: Any = {"seed": asked.seed, "out": asked.out, "quiet": asked.quiet}
+    # What is not said has the settings' own default.
+    options = {name: value for name, value in vars(asked).items() if value is not None and name != "command"}
+    common = {name: options.pop(name) for name in ("seed", "out", "quiet")}
     if hasattr(asked, "device"):
-        common["device"] = _device(asked.device)
-    match asked.command:
-        case "figure1":
-            names = _names(asked.methods, module.TITLES)
-            common["settings"] = module.RegressionSettings(names, asked.seeds, asked.epochs, gap=asked.gap)
-        case "figure2":
-            names, own = _names(asked.methods, module.TITLES), {"activation": asked.activation, "sparse": asked.sparse}
-            common["settings"] = module.PruningSettings(asked.data, names, asked.seeds, asked.epochs, **own)
-        case "table1":
-            chosen = {name: _split(getattr(asked, name)) for name in ("problems", "agents") if getattr(asked, name)}
-            own = {name: getattr(asked, name) for name in ("runs", "rounds", "settings")}
-            common["settings"] = module.BanditSettings(**chosen, **own, changes=dict(map(_change, asked.set)))
-        case "cost":
-            common["settings"] = module.CostSettings(asked.data, asked.rounds)
-        case "report":
-            common["quick"] = asked.quick
-    module.run(**common)
+        common["device"] = _device(options.pop("device", None))
+    if asked.command == "report":
+        module.run(**common, **options)
+    else:
+        module.run(**common, settings=module.Settings(**options))
 
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _names(text: str | None, known: Collection[str]) -> tuple[str, ...]:
-    names = tuple(known) if text is None else _split(text)
-    if not names or any(name not in known for name in names):
-        raise SettingError(f"--methods must be some, separated by commas, of {', '.join(known)}, got {text!r}")
-    return names
-
-
-def _change(text: str) -> tuple[str, Any]:
-    """Name and value: one of Python's numbers or tuples, True, False, None, or else text."""
-    name, _, value = (part.strip() for part in text.partition("="))
-    if not (name and value):
-        raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
-    try:
-        return name, literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _device(asked: str | None) -> str:

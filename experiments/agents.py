@@ -15,11 +15,9 @@ from experiments.networks import (
     Buffer,
     EachRun,
     GreedySettings,
-    Learner,
     NetworkLearner,
     NetworkSettings,
     Uniform,
-    UniformSettings,
     VariationalSettings,
     adam,
     badam,
@@ -32,7 +30,7 @@ from experiments.showdown import SHOWDOWN, ShowdownSettings, local_bayes_by_back
 class Entry(NamedTuple):
     """An agent: its learner, the class of its settings, and the values that differ from those that all agents share."""
 
-    learner: Callable[[Any, Buffer, int, Sequence[int]], Learner]
+    learner: Callable[[Any, Buffer, int, Sequence[int]], Uniform]
     settings: type[AgentSettings]
     tuned: Mapping[str, Any] = MappingProxyType({})
     paper: Mapping[str, Any] = MappingProxyType({})
@@ -50,7 +48,7 @@ _VADAM |= {"n_per_round": 10.0, "noise_variance": 0.003, "initial_std": 0.0732}
 _RELEASED = {"prior_variance": 0.01}
 # With the paper's settings: searched on problems that are not in its table.
 _PAPER_VADAM = {"noise_variance": 0.01, "prior_variance": 1e-3, "initial_std": 0.03}
-_RARE, _DROPPED = {"epsilon": 0.05}, {"dropout": 0.2}
+_DROPPED = {"dropout": 0.2}
 _BADAM_NETWORKS = partial(NetworkLearner, badam)
 AGENTS: Mapping[str, Entry] = {
     "hybrid": Entry(partial(EachRun, Hybrid), HybridSettings),
@@ -63,8 +61,7 @@ AGENTS: Mapping[str, Entry] = {
         partial(NetworkLearner, variational(BayesByBackprop)), VariationalSettings, _BBB, {"noise_variance": 0.01}
     ),
     "vadam": Entry(partial(NetworkLearner, variational(Vadam)), VariationalSettings, _VADAM, _PAPER_VADAM),
-    "uniform": Entry(Uniform, UniformSettings),
-    "epsilon-greedy": Entry(partial(NetworkLearner, adam), GreedySettings, _RARE, _RARE),
+    "uniform": Entry(Uniform, AgentSettings),
     "mc-dropout-showdown": Entry(partial(NetworkLearner, rmsprop, drops=True), GreedySettings, _DROPPED, _DROPPED),
     "bbb-showdown": Entry(partial(NetworkLearner, local_bayes_by_backprop), ShowdownSettings, SHOWDOWN, SHOWDOWN),
     "greedy-showdown": Entry(partial(NetworkLearner, rmsprop), GreedySettings),
@@ -88,15 +85,15 @@ def agent_settings(agent: str, settings: str | AgentSettings = "tuned", **change
     """
     if agent not in AGENTS:
         raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {agent!r}")
-    own, names = AGENTS[agent], AGENTS[agent].settings.names()
+    entry, names = AGENTS[agent], AGENTS[agent].settings.names()
     if unknown := sorted(set(changes) - set(names)):
         raise SettingError(f"{agent} has no setting {', '.join(unknown)}: choose from {', '.join(sorted(names))}")
     if isinstance(settings, AgentSettings):
-        if type(settings) is not own.settings:
-            raise SettingError(f"{agent} takes {own.settings.__name__}, not {type(settings).__name__}")
+        if type(settings) is not entry.settings:
+            raise SettingError(f"{agent} takes {entry.settings.__name__}, not {type(settings).__name__}")
         return replace(settings, **changes)
     if settings not in _SHARED:
         raise SettingError(f"settings must be one of {tuple(_SHARED)} or an AgentSettings, got {settings!r}")
-    shared = _SHARED[settings] if issubclass(own.settings, NetworkSettings) else {}
+    shared = _SHARED[settings] if issubclass(entry.settings, NetworkSettings) else {}
     values = {name: value for name, value in shared.items() if name in names}
-    return own.settings(**{**values, **getattr(own, settings), **changes})
+    return entry.settings(**{**values, **getattr(entry, settings), **changes})

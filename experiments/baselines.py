@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from bayesadam import Posterior, calibrate
+from bayesadam import Posterior
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import ACTIVATIONS, forward, linear, member
-from bayesadam.engine.stack import constant, cosine
+from bayesadam.engine.stack import constant
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
 from experiments.rules import RULES, Adam, Dropout, Rule, functions
 from experiments.stacks import Network as Network
@@ -58,8 +58,7 @@ class Data:
 class Training:
     """How a network is trained; the defaults are the paper's for its toy problem.
 
-    The loss has the penalties (`weight_decay`/2)|θ|² and `sparsity` |θ|₁, a Laplace prior that Adam's second moment
-    never sees; an epoch is counted in examples, and a `"cosine"` schedule ends at nothing.
+    The loss has the penalty (`weight_decay`/2)|θ|²; an epoch is counted in examples.
     """
 
     epochs: int = 20_000
@@ -67,8 +66,6 @@ class Training:
     lr: float = 1e-3
     weight_decay: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
-    sparsity: float = 0.0
-    schedule: Literal["constant", "cosine"] = "constant"
 
     def steps(self, n: int) -> int:
         return max(1, round(self.epochs * n / min(self.batch_size, n)))
@@ -87,14 +84,13 @@ class Problem:
     @cached_property
     def optimum(self) -> Stack:
         """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
-        return trained(self, Dropout if self.network.dropout or self.network.input_dropout else Adam)
+        return trained(self, Dropout if self.network.dropout else Adam)
 
     def networks(self) -> list[nn.Sequential]:
         return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]
 
 
-# From inputs to f's mean and variance, and y's distribution: a `Prediction`, or a calibrated network's `Answer`.
-Predictor = Callable[[Tensor], Any]
+Predictor = Callable[[Tensor], Prediction]
 # One predictor for each seed.
 Method = Callable[[Problem], list[Predictor]]
 
@@ -135,14 +131,12 @@ def trained(
 
         return data.x[index, rows], slope
 
-    weights = problem.optimum.weights.clone() if rule.starts_trained else None
-    stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
+    stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, device=device)
     if needs_noise and not learn_noise:
         error = data.loss(forward(problem.network, problem.optimum.params, data.x_held_out), data.y_held_out)
         stack.scale.copy_(0.5 / error.clamp(min=1e-12).unsqueeze(1))
-    steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
-    schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
-    train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
+    rows = blocks(n, min(training.batch_size, n), problem.seeds, training.steps(n))
+    train(stack, rows, constant(lr or rule.lr or training.lr))
     return stack
 
 
@@ -241,14 +235,11 @@ def read(problem: Problem, **settings: Any) -> list[Posterior]:
     return [Posterior.from_state_dict(*pair, n, kind, **settings) for pair in pairs]
 
 
-def fit_badam(problem: Problem, *, calibrated: bool = False) -> list[Predictor]:
-    """The paper's method: the posterior is read off Adam's state, tuned by evidence, and the network linearised.
-
-    A `calibrated` network's variance grows with the leverage of an input instead.
-    """
+def fit_badam(problem: Problem) -> list[Predictor]:
+    """The paper's method: the posterior is read off Adam's state, tuned by evidence, and the network linearised."""
     held_out = zip(problem.data.x_held_out, problem.data.y_held_out, strict=True)
     pairs = zip(read(problem, prior_precision=1.0), held_out, strict=True)
-    return [calibrate(q, data) if calibrated else q.tune(data).predict for q, data in pairs]
+    return [posterior.tune(data).predict for posterior, data in pairs]
 
 
 def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:

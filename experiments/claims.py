@@ -8,26 +8,19 @@ the table holds only with the settings that the paper states; with our own it ho
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.cost import CostSettings
-from experiments.figure1 import RegressionSettings
-from experiments.figure2 import PruningSettings
+from experiments import cost, figure1, figure2, table1
 from experiments.running import Sample, digits, fixed, percent
-from experiments.table1 import HEADINGS, PAPER, SHOWDOWN, BanditSettings, published
+from experiments.table1 import HEADINGS, PAPER, SHOWDOWN, published
 
-_PAPER: Mapping[str, Any] = {
-    "figure1": RegressionSettings(),
-    "figure2": PruningSettings(),
-    "table1": BanditSettings(),
-    "cost": CostSettings(),
-}
-EXPERIMENTS = tuple(_PAPER)
+EXPERIMENTS: Mapping[str, Any] = {"figure1": figure1, "figure2": figure2, "table1": table1, "cost": cost}
+_PAPER: Mapping[str, Any] = {name: module.Settings() for name, module in EXPERIMENTS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +55,18 @@ class Finished:
     @property
     def complete(self) -> bool:
         """Whether every requested part is there; Table 1 writes its cells as they come."""
-        pairs = [(p, a) for p in self.settings.get("problems", ()) for a in self.settings["agents"]]
-        return all(agent in self.results.get(problem, {}) for problem, agent in pairs)
+        problems, agents = self.settings.get("problems", ()), self.settings.get("agents", ())
+        return all(agent in self.results.get(problem, {}) for problem in problems for agent in agents)
 
     @property
     def command(self) -> str:
         """What repeats the run: every setting that differs from its default, as an option."""
         words = ["python", "-m", "experiments", self.experiment, "--seed", str(self.metrics.get("seed", 0))]
         for name, usual in vars(_PAPER[self.experiment]).items():
-            value, option = self.settings.get(name, usual), f"--{name.removeprefix('n_')}"
-            if name == "changes":
-                words += [word for key, each in value.items() for word in ("--set", f"{key}={_as_typed(each)}")]
-            elif value not in (usual, list(usual) if isinstance(usual, tuple) else usual):
-                words += [option] if value is True else [option, _as_typed(value)]
+            value = self.settings.get(name, usual)
+            if value not in (usual, list(usual) if isinstance(usual, tuple) else usual):
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                words += [f"--{name.removeprefix('n_')}", text]
         if self.experiment in ("figure2", "table1"):
             words += ["--device", self.metrics.get("device", "cpu")]
         return shlex.join(words)
@@ -89,60 +81,45 @@ class Finished:
     @property
     def other_data(self) -> str:
         """How its data differ from the paper's, in words; empty where they do not."""
-        if self.settings.get("data", "mnist") != "mnist":
-            return f"on {self.settings['data']}, not on MNIST"
-        return "trained with a gap in the data" if self.settings.get("gap") else ""
+        data = self.settings.get("data", "mnist")
+        return "" if data == "mnist" else f"on {data}, not on MNIST"
 
     @property
     def own_settings(self) -> bool:
         """Whether a run of the table has settings that the paper does not state."""
-        return self.settings.get("settings", "paper") != "paper" or bool(self.settings.get("changes"))
+        return bool(self.settings.get("settings", "paper") != "paper")
 
     @property
     def departures(self) -> str:
         """All the ways in which the run differs from the paper's, in words."""
         asked, paper, words = self.settings, _PAPER[self.experiment], [self.other_data]
-        name, what = ("runs", "runs") if self.experiment == "table1" else ("n_seeds", "seeds")
         if self.own_settings:
-            changes = [f"{name} = {value}" for name, value in (asked.get("changes") or {}).items()]
-            words.append(f"with our own settings, {', '.join([asked['settings'], *changes])}")
+            words.append(f"with our own settings, {asked['settings']}")
         if "census:1000" in self.results:
             words.append("census of 1,000 rounds instead of 10,000")
         if self.too_short:
             epochs = asked.get("epochs", 0)
             words.append(f"{epochs:,} epochs instead of {paper.epochs:,}" if epochs else f"{asked['rounds']:,} rounds")
-        if name in asked and asked[name] < getattr(paper, name):
-            words.append(f"{asked[name]} {what} instead of {getattr(paper, name)}")
+        for name in ("runs", "n_seeds"):
+            if name in asked and asked[name] < getattr(paper, name):
+                words.append(f"{asked[name]} {name.removeprefix('n_')} instead of {getattr(paper, name)}")
         return ", ".join(filter(None, words))
-
-
-def _as_typed(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
-def above(first: Sample, second: Sample) -> bool | None:
-    """Whether the first mean lies above the second by more than 2 √(s₁²/n₁ + s₂²/n₂); None where they are too close.
+def above(first: Sample, second: Sample, by: float = 0.0) -> bool | None:
+    """Whether the first mean lies above the second by more than `by` and 2 √(s₁²/n₁ + s₂²/n₂); None: too close to tell.
 
     >>> above(Sample((3.0, 3.1)), Sample((1.0, 1.1))), above(Sample((3.0, 1.0)), Sample((2.0, 2.1)))
     (True, None)
     """
-    difference = first.mean - second.mean
+    difference = first.mean - second.mean - by
     error = math.hypot(first.standard_error, second.standard_error)
     if not math.isfinite(difference) or not math.isfinite(error) or abs(difference) <= 2 * error:
         return None
     return difference > 0
-
-
-def below(first: Sample, second: Sample) -> bool | None:
-    """The same, the other way round."""
-    return above(second, first)
-
-
-def _less(sample: Sample, by: float) -> Sample:
-    return Sample(tuple(value - by for value in sample.values))
 
 
 def _difference(first: Sample, second: Sample) -> Sample:
@@ -160,24 +137,24 @@ class Test(NamedTuple):
 
 _TESTS: Mapping[str, Test] = {
     "above": Test(above),
-    "below": Test(below),
+    "below": Test(lambda ours, theirs: above(theirs, ours)),
     "above in each": Test(lambda ours, theirs: above(_difference(ours, theirs), Sample((0.0, 0.0)))),
     "alike": Test(lambda ours, theirs: 1 / 2 <= ours.mean / theirs.mean <= 2, "{:.1f}".format, "{} and {} times"),
-    "keeps as much": Test(lambda ours, theirs: below(ours, theirs) is not True, percent, "{} against {} %"),
+    "keeps as much": Test(lambda ours, theirs: above(theirs, ours) is not True, percent, "{} against {} %"),
     "more accurate": Test(above, percent, "{} against {} %"),
-    "loses less": Test(below, percent, "{} against {} points"),
+    "loses less": Test(lambda ours, theirs: above(theirs, ours), percent, "{} against {} points"),
     "as accurate": Test(lambda ours, theirs: ours.mean >= theirs.mean - 0.002, percent, "{} and {} %"),
     "half as much again": Test(lambda ours, theirs: ours.mean > 1.5 * theirs.mean, digits, "{} against {} times"),
     "no dearer": Test(lambda ours, theirs: ours.mean <= 1.1 * theirs.mean, digits, "{} against {} times"),
     "under a tenth": Test(lambda ours, theirs: ours.mean < theirs.mean / 10, digits, "{} against {} of training"),
     "under a hundredth": Test(lambda ours, theirs: ours.mean < theirs.mean / 100, digits, "{} of training"),
     # By more than .1 nats, two standard errors counted.
-    "clearly worse": Test(lambda ours, theirs: above(_less(ours, 0.1), theirs) is True, digits, "{} against {} nats"),
+    "clearly worse": Test(lambda ours, theirs: above(ours, theirs, 0.1) is True, digits, "{} against {} nats"),
     # At most .08 below, two standard errors counted; open where they are too wide to tell.
-    "comparable": Test(lambda ours, theirs: above(ours, _less(theirs, 0.08))),
+    "comparable": Test(lambda ours, theirs: above(ours, theirs, -0.08)),
     # Not below beyond two standard errors; one run alone has none.
     "reaches": Test(
-        lambda ours, theirs: None if len(ours.values) < 2 else not below(ours, theirs), fixed, "{}, the paper {}"
+        lambda ours, theirs: None if len(ours.values) < 2 else not above(theirs, ours), fixed, "{}, the paper {}"
     ),
 }
 
@@ -196,28 +173,29 @@ def sample_at(run: Finished, path: str, column: str = "") -> Sample:
     problem/method/measure.
     """
     first, *rest = path.split("/")
-    if first == "best other" and run.experiment == "figure2":
-        return _best(run.accuracy(m, next(iter(c)), 0.0) for m, c in run.results.items() if "badam" not in m)
-    if run.experiment == "figure2":
-        method, ranking, fraction = rest if first == "lost" else (first, *rest)
-        accuracy = run.accuracy(method, ranking, float(fraction))
-        return _difference(run.accuracy(method, ranking, 0.0), accuracy) if first == "lost" else accuracy
-    if first in ("largest", "smallest"):
-        swept = [run.sample(m, *rest) for m in run.results if m == "vadam" or m.startswith("vadam-precision")]
-        extreme = max if first == "largest" else min
-        return extreme(swept, key=lambda s: s.mean) if len(swept) > 1 else Sample(())
-    if rest == ["growth"]:
-        near, far = run.sample(first, "std_in"), run.sample(first, "std_out")
-        return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [])
-    if run.experiment != "table1":
-        return run.sample(first, *rest)
+    match run.experiment:
+        case "figure2" if first == "best other":
+            return _best(run.accuracy(m, next(iter(c)), 0.0) for m, c in run.results.items() if "badam" not in m)
+        case "figure2":
+            method, ranking, fraction = rest if first == "lost" else (first, *rest)
+            accuracy = run.accuracy(method, ranking, float(fraction))
+            return _difference(run.accuracy(method, ranking, 0.0), accuracy) if first == "lost" else accuracy
+        case "figure1" if first in ("largest", "smallest"):
+            swept = [run.sample(m, *rest) for m in run.results if m == "vadam" or m.startswith("vadam-precision")]
+            extreme = max if first == "largest" else min
+            return extreme(swept, key=lambda s: s.mean) if len(swept) > 1 else Sample(())
+        case "figure1" if rest == ["growth"]:
+            near, far = run.sample(first, "std_in"), run.sample(first, "std_out")
+            return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [])
+        case "figure1" | "cost":
+            return run.sample(first, *rest)
     problem, agent = (first, *rest) if rest else (column, first)
     if agent == "best other":
         return _best(sample_at(run, rival, problem) for rival in PAPER if rival != "vadam")
     if agent == "the paper's badam":
         mean, sd = published(problem, "badam") or (math.nan, math.nan)
         # Two values with the mean and the standard error of the paper's ten.
-        error = sd / math.sqrt(BanditSettings.runs)
+        error = sd / math.sqrt(_PAPER["table1"].runs)
         return Sample((mean - error, mean + error))
     theirs = run.sample(problem, agent + SHOWDOWN, "reward_ratio")
     return theirs if theirs.values else run.sample(problem, agent.removeprefix("our "), "reward_ratio")
@@ -255,15 +233,15 @@ class Check:
 class Claim:
     """A claim of the paper, in our words, its position in the paper, and the criterion by which it is judged.
 
-    Each of the `comparisons` has a name, two paths of `sample_at`, a test, and "beside" if it is to be shown alone; "*"
-    is every column of the table. Of `all_others` a single one that does
-    better refutes it; with `most` it must hold for more than half of its checks, which count as one.
+    A comparison has a name, two paths of `sample_at`, a test, and "beside" if it is to be shown alone; "*" is every
+    column of the table. Of `all_others` a single one that does better refutes the claim; with `most` it must hold for
+    more than half of its checks, which count as one.
     """
 
     key: str
     words: str
     criterion: str
-    comparisons: tuple[Any, ...] = ()
+    checks: tuple[Any, ...] = ()
     place: str = "section 4"
     all_others: bool = False
     most: bool = False
@@ -272,47 +250,32 @@ class Claim:
     def experiment(self) -> str:
         return self.key.partition("-")[0]
 
-    def checks(self, run: Finished) -> list[Check]:
+    def checked(self, run: Finished) -> list[Check]:
         """Every comparison that the run has measured."""
         checks = []
         # The paper's problems that it has played; a part of one, such as `"census:1000"`, is shown alone.
         played = [name for name in run.results if published(name, "badam")]
-        for what, first, second, name, *beside in self.comparisons:
+        for what, first, second, name, *beside in self.checks:
             for column in played if "*" in what else [""]:
                 ours, theirs = (sample_at(run, path, column) for path in (first, second))
                 if ours.values and theirs.values:
                     test, means = _TESTS[name], (ours.mean, theirs.mean)
-                    named = what.replace("*", HEADINGS.get(column, column))
+                    title = what.replace("*", HEADINGS.get(column, column))
                     numbers, counts = test.words.format(*map(test.show, means)), not beside and ":" not in column
-                    checks.append(Check(named, test.passes(ours, theirs), numbers, means, counts))
+                    checks.append(Check(title, test.passes(ours, theirs), numbers, means, counts))
         counted = [check for check in checks if check.counts]
         if not self.most or not counted:
             return checks
         n, clearly = len(counted), sum(check.passed is True for check in counted)
         led = [check.what for check in counted if check.values[0] > check.values[1]]
         passed = True if clearly > n / 2 else None if len(led) > n / 2 else False
-        named = f" ({', '.join(led)})" if led else ""
-        numbers = f"ahead in {len(led)} of {n}{named}, {clearly} of them beyond two standard errors"
+        columns = f" ({', '.join(led)})" if led else ""
+        numbers = f"ahead in {len(led)} of {n}{columns}, {clearly} of them beyond two standard errors"
         return [Check("most columns", passed, numbers, (float(len(led)), float(n)))]
 
 
-def _comparisons(checks: list[list[Any]]) -> Iterator[list[str]]:
-    """One for each fraction pruned, where a check ends with percentages: "F" stands for them."""
-    for check in checks:
-        if isinstance(check[-1], list):
-            for percentage in check.pop():
-                what, *others = check
-                yield [
-                    what.replace("F", str(percentage), 1),
-                    *(w.replace("/F", f"/{percentage / 100}") for w in others),
-                ]
-        else:
-            yield check
-
-
 CLAIMS = tuple(
-    Claim(comparisons=tuple(_comparisons(record.pop("checks"))), **record)
-    for record in json.loads(Path(__file__).with_name("claims.json").read_text("utf-8"))
+    Claim(**record) for record in json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
 )
 
 
@@ -347,7 +310,7 @@ class Judged:
 
 def judged(claim: Claim, run: Finished | None) -> Judged:
     """What the run says to the claim; one on other data than the paper's, or a shorter one, shows its checks alone."""
-    checks = () if run is None or run.experiment != claim.experiment else tuple(claim.checks(run))
+    checks = () if run is None or run.experiment != claim.experiment else tuple(claim.checked(run))
     if run is None or not checks:
         return Judged(claim, Verdict.UNMEASURED)
     outcomes = {check.passed for check in checks if check.counts}

@@ -30,7 +30,7 @@ Calls = Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class CostSettings:
+class Settings:
     """Which images; and the number of rounds, each of which has one ratio of every kind."""
 
     data: str = "mnist"
@@ -55,9 +55,9 @@ def ratios(calls: Calls, rounds: int, clock: Callable[[], float] = time.perf_cou
 def problem_named(name: str, seed: int, data: str) -> Problem:
     """The problem of Figure 1 or of Figure 2, with the paper's settings and one network."""
     if name == "regression":
-        toy = figure1.RegressionSettings()
+        toy = figure1.Settings()
         return figure1.problem_of([figure1.drawn(seed, toy)], (seed,), toy)
-    settings, images = figure2.PruningSettings(data), load_images(data)
+    settings, images = figure2.Settings(data), load_images(data)
     training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
     network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, dropout=settings.dropout)
     return figure2.problem_of(images, network, training, (seed,), "cpu")
@@ -128,7 +128,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     return Table(f"Costs, mean of {settings['rounds']} rounds", ("network, method", *MEASURES.values()), rows, note)
 
 
-def run(*, seed: int, out: Path, quiet: bool, settings: CostSettings) -> tuple[Path, ...]:
+def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path, ...]:
     """The command."""
     task = Run("cost", seed, out, asdict(settings), quiet=quiet)
     results = {name: costs(problem_named(name, seed, settings.data), settings.rounds) for name in PROBLEMS}

@@ -16,11 +16,11 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,29 +106,22 @@ def data_set(name: str) -> dict[str, DataFile]:
     return DATA_SETS[name]
 
 
-def _data_folder() -> Path | None:
-    """The folder named by BAYESADAM_DATA, if any is."""
-    named = os.environ.get("BAYESADAM_DATA")
-    if not named:
-        return None
-    folder = Path(named).expanduser()
-    if not folder.is_dir():
-        raise SettingError(f"BAYESADAM_DATA names {folder}, which is not a folder: correct it, or unset it")
-    return folder
-
-
-def _cache_folder() -> Path | None:
-    """The folder for downloads: BAYESADAM_CACHE, or pooch's for this user; None where pooch is not installed."""
+def _folders() -> tuple[Path | None, Path | None]:
+    """The folder that BAYESADAM_DATA names, and BAYESADAM_CACHE or pooch's; None for what there is not."""
+    named, cache = os.environ.get("BAYESADAM_DATA"), os.environ.get("BAYESADAM_CACHE")
+    if named and not Path(named).expanduser().is_dir():
+        raise SettingError(f"BAYESADAM_DATA names {named}, which is not a folder: correct it, or unset it")
     try:
-        return Path(os.environ.get("BAYESADAM_CACHE") or require("pooch").os_cache("bayesadam")).expanduser()
+        cache = cache or require("pooch").os_cache("bayesadam")
     except MissingExtraError:
-        return None
+        cache = None
+    return Path(named).expanduser() if named else None, Path(cache).expanduser() if cache else None
 
 
 def find(name: str) -> dict[str, Path]:
     """The files of a data set on this machine, by published name; nothing is downloaded."""
     paths: dict[str, Path] = {}
-    for place in filter(None, (_data_folder(), _cache_folder())):
+    for place in filter(None, _folders()):
         for file, about in data_set(name).items():
             for form in (file, f"{file}.gz", f"{file}.xz"):
                 if (path := place / about.folder / form).is_file():
@@ -136,16 +129,14 @@ def find(name: str) -> dict[str, Path]:
     return paths
 
 
-def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
-    """Where the wanted files of a data set are, by published name; missing ones are downloaded to the cache.
+def locate(name: str) -> dict[str, Path]:
+    """Where the files of a data set are, by published name; missing ones are downloaded to the cache.
 
     Raises:
         FileError: a file has the wrong size, or is absent and cannot be downloaded.
     """
     present, paths = find(name), {}
     for file, about in data_set(name).items():
-        if files is not None and file not in files:
-            continue
         path = paths[file] = present.get(file) or _download(name, file, about)
         # A truncated file is caught without reading it.
         if path.name == file and (size := path.stat().st_size) != about.n_bytes:
@@ -156,17 +147,17 @@ def locate(name: str, files: Collection[str] | None = None) -> dict[str, Path]:
 
 def _download(name: str, file: str, about: DataFile) -> Path:
     """Download one file to the cache."""
-    folder = _cache_folder()
+    named, cache = _folders()
     absent = (
-        f"{file} of the data set {name!r} is neither in BAYESADAM_DATA ({_data_folder() or 'not set'}) nor in "
-        f"{folder}, below {about.folder}: put it there by hand"
+        f"{file} of the data set {name!r} is neither in BAYESADAM_DATA ({named or 'not set'}) nor in {cache}, below "
+        f"{about.folder}: put it there by hand"
     )
     try:
         # A server that packs what it sends would have it unpacked on arrival, .gz files included.
         download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
     except MissingExtraError as error:
         raise FileError(f"{absent}; to download it, {error}") from error
-    target = (folder or Path()) / about.folder / file
+    target = (cache or Path()) / about.folder / file
     print(f"{name}: {about.n_bytes:,} bytes from {about.url}", file=sys.stderr)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -187,20 +178,14 @@ def _download(name: str, file: str, about: DataFile) -> Path:
 
 # --- images ---------------------------------------------------------------------------------------------------------
 
-Split = Literal["train", "test"]
 IMAGE_SETS = ("mnist", "fashion-mnist", "digits")
 _DIGITS_TEST = 360
-_IMAGE_FILES: dict[Split, tuple[str, str]] = {
-    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
-    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
-}
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
     """Images x, float32 of shape (n, height · width) in [0, 1], and their classes y, int64 of shape (n,)."""
 
-    name: str
     train_x: Tensor
     train_y: Tensor
     test_x: Tensor
@@ -214,25 +199,27 @@ class Images:
 
 def load_images(name: str) -> Images:
     """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs scikit-learn alone."""
-    return Images(name, *load_split(name, "train"), *load_split(name, "test"))
-
-
-def load_split(name: str, split: Split) -> tuple[Tensor, Tensor]:
-    """The images and classes of one split, `"train"` or `"test"`; the other split's files may be absent."""
-    if name not in IMAGE_SETS or split not in _IMAGE_FILES:
-        raise SettingError(f"images are 'train' or 'test' of {', '.join(IMAGE_SETS)}, got {split!r} of {name!r}")
+    if name not in IMAGE_SETS:
+        raise SettingError(f"images are those of {', '.join(IMAGE_SETS)}, got {name!r}")
     if name == "digits":
         x, y = require("sklearn.datasets").load_digits(return_X_y=True)
         # The same images are held out for ever: numpy never changes this old generator.
         order = np.random.RandomState(0).permutation(len(x))
-        rows = order[:_DIGITS_TEST] if split == "test" else order[_DIGITS_TEST:]
-        return torch.from_numpy(x[rows]).float().div_(16), torch.from_numpy(y[rows]).long()
-    paths = locate(name, _IMAGE_FILES[split])
-    images, labels = (np.array(read_idx(paths[file])) for file in _IMAGE_FILES[split])
+        splits = [(16, x[rows], y[rows]) for rows in (order[_DIGITS_TEST:], order[:_DIGITS_TEST])]
+    else:
+        paths = locate(name)
+        splits = [(255, *_read_split(paths, split)) for split in ("train", "t10k")]
+    parts = [(torch.tensor(x).flatten(1).float().div_(largest), torch.tensor(y).long()) for largest, x, y in splits]
+    return Images(*parts[0], *parts[1])
+
+
+def _read_split(paths: Mapping[str, Path], split: str) -> tuple[Numbers, Numbers]:
+    files = [paths[f"{split}-{kind}-ubyte.gz"] for kind in ("images-idx3", "labels-idx1")]
+    images, labels = map(read_idx, files)
     if images.ndim < 2 or labels.shape != images.shape[:1]:
         shapes = f"images of shape {images.shape}, labels of shape {labels.shape}"
-        raise FileError(f"{' and '.join(map(str, paths.values()))} do not belong together: {shapes}")
-    return torch.from_numpy(images).flatten(start_dim=1).float().div_(255), torch.from_numpy(labels).long()
+        raise FileError(f"{' and '.join(map(str, files))} do not belong together: {shapes}")
+    return images, labels
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
@@ -257,20 +244,19 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
 class Table:
     """A table row by row: contexts (rows, features) and labels (rows,), from 0 to n_labels − 1.
 
-    The labels are 1 for an edible mushroom, the occupation, the class; None for financial and jester.
+    The labels are 1 for an edible mushroom, the occupation, the class; None for financial and jester. A categorical
+    column is one of zeros and ones for each value that occurs in it, in sorted order.
     """
 
-    name: str
     contexts: Numbers
     labels: npt.NDArray[np.int64] | None = None
     n_labels: int = 0
 
 
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32) -> Table:
-    """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype, census or census-1000.
+    """One of the bandits' tables, neither scaled nor shuffled.
 
-    The contexts are neither scaled nor shuffled. A categorical column becomes one of zeros and ones for each value that
-    occurs in it, in sorted order. The `dtype` is that of the contexts: with uint8 the one-hot census takes 1 GB, not 4.
+    The `dtype` is that of the contexts: with uint8 the one-hot census takes 1 GB, not 4.
     """
     if name not in _READERS:
         raise SettingError(f"{name!r} is not a table: choose from {', '.join(_READERS)}")
@@ -280,12 +266,12 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32) -> Table:
 def read_mushroom(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
     rows = _read(path, ",", 23, str)
-    return Table("mushroom", _one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
+    return Table(_one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
 
 
 def read_financial(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
-    return Table("financial", _read(path, None, 21, np.float64, skip=1).astype(dtype))
+    return Table(_read(path, None, 21, np.float64, skip=1).astype(dtype))
 
 
 def read_jester(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -293,18 +279,17 @@ def read_jester(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     ratings = _read(path, ",", 101, np.float64)[:, 1:]
     rated = ratings != 99.0
     jokes = np.sort(np.argsort(-rated.sum(axis=0), kind="stable")[:40])
-    users = rated[:, jokes].all(axis=1)
-    return Table("jester", ratings[np.ix_(users, jokes)].astype(dtype))
+    return Table(ratings[np.ix_(rated[:, jokes].all(axis=1), jokes)].astype(dtype))
 
 
-def _read_classes(name: str, separator: str | None, width: int, path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def _read_classes(separator: str | None, width: int, path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
     """Integer columns, then the class, 1 to 7 in the file."""
     rows = _read(path, separator, width + 1, np.int32)
-    return Table(name, rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+    return Table(rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
-read_statlog = partial(_read_classes, "statlog", None, 9)
-read_covertype = partial(_read_classes, "covertype", ",", 54)
+read_statlog = partial(_read_classes, None, 9)
+read_covertype = partial(_read_classes, ",", 54)
 
 
 def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -320,7 +305,7 @@ def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Tab
     others = [column for index, column in enumerate(rows.T) if index not in (*numeric, occupation)]
     contexts = np.concatenate([rows[:, numeric].astype(dtype), _one_hot(others, dtype)], axis=1)
     occupations, labels = np.unique(rows[:, occupation], return_inverse=True)
-    return Table("adult", contexts, labels.astype(np.int64), len(occupations))
+    return Table(contexts, labels.astype(np.int64), len(occupations))
 
 
 def read_census(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -329,7 +314,7 @@ def read_census(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
         header = stream.readline().strip().split(",")
     rows = _read(path, ",", 69, np.int32, skip=1)
     features = [column for name, column in zip(header, rows.T, strict=True) if name not in ("caseid", "dOccup")]
-    return Table("census", _one_hot(features, dtype), _classes(path, rows[:, header.index("dOccup")], 9), 9)
+    return Table(_one_hot(features, dtype), _classes(path, rows[:, header.index("dOccup")], 9), 9)
 
 
 _READERS: dict[str, Callable[..., Table]] = {
@@ -339,7 +324,8 @@ _READERS: dict[str, Callable[..., Table]] = {
     "statlog": read_statlog,
     "adult": read_adult,
     "covertype": read_covertype,
-    **dict.fromkeys(("census", "census-1000"), read_census),
+    "census": read_census,
+    "census-1000": read_census,
 }
 
 
@@ -395,8 +381,7 @@ TEST_INTERVAL: Interval = (-0.5, 1.2)
 _NOISE_STD = 0.02
 
 
-@dataclass(frozen=True, eq=False)
-class ToyData:
+class ToyData(NamedTuple):
     """Inputs x and targets y, both float32 of shape (n, 1)."""
 
     x: Tensor
@@ -427,7 +412,7 @@ def toy_points(n: int, *, generator: torch.Generator, intervals: Sequence[Interv
     return ToyData(x.unsqueeze(1), toy_function(x, noise).unsqueeze(1))
 
 
-def toy_grid(n: int = 341, interval: Interval = TEST_INTERVAL) -> ToyData:
+def toy_grid() -> ToyData:
     """Evenly spaced points with y the function without noise."""
-    x = torch.linspace(*interval, n).unsqueeze(1)
+    x = torch.linspace(*TEST_INTERVAL, 341).unsqueeze(1)
     return ToyData(x, toy_function(x))

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from experiments import plots
-from experiments.baselines import METHODS, Data, Method, Network, Predictor, Problem, Training, fit_badam, fit_rule
+from experiments.baselines import METHODS, Data, Method, Network, Predictor, Problem, Training, fit_rule
 from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from experiments.released import fit_letter, fit_script
-from experiments.running import Run, Sample, Table, digits, generator, run_parts, seeds_of
+from experiments.running import Run, Sample, Table, check_methods, digits, generator, run_parts, seeds_of
 
 # Vadam from other initial precisions than its usual 10⁴.
 _PRECISIONS = (1e1, 1e2, 1e3, 1e5)
@@ -26,7 +26,6 @@ _PRECISIONS = (1e1, 1e2, 1e3, 1e5)
 VARIANTS: Mapping[str, Method] = {
     "badam-released": fit_script,
     "badam-letter": fit_letter,
-    "badam-leverage": partial(fit_badam, calibrated=True),
     "bbb-learnt": partial(fit_rule, "bbb", learn_noise=True),
     "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
     **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
@@ -38,12 +37,10 @@ TITLES = {
     "map": "MAP",
     "laplace-diagonal": "Laplace, diagonal GGN",
     "laplace-full": "Laplace, full GGN",
-    "swag": "SWAG",
     "ivon": "IVON",
     "ensemble": "Ensemble of 5",
     "badam-released": "Badam, as the released code",
     "badam-letter": "Badam, to the letter of the paper",
-    "badam-leverage": "Badam, calibrated by leverage",
     "bbb-learnt": "Bayes by Backprop, noise learnt",
     "vadam-learnt": "Vadam, noise learnt",
     **{f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS},
@@ -53,15 +50,8 @@ METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "cov
 _NEAR = 0.5
 
 
-def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
-    """The range of the training data, without its middle third if there is a gap."""
-    low, high = TRAIN_INTERVAL
-    third = (high - low) / 3
-    return ((low, low + third), (high - third, high)) if gap else (TRAIN_INTERVAL,)
-
-
 @dataclass(frozen=True)
-class RegressionSettings:
+class Settings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     `n_held_out` points calibrate, `n_test` in range and as many outside give the scores.
@@ -75,21 +65,22 @@ class RegressionSettings:
     weight_decay: float = 1e-4
     n_held_out: int = 50
     n_test: int = 500
-    gap: bool = False
+
+    def __post_init__(self) -> None:
+        check_methods(self.methods, TITLES)
 
 
-def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
+def drawn(seed: int, settings: Settings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
     """Training, held-out, in-range and outside points of one seed."""
     source = generator(seed, "toy")
     low, high = TRAIN_INTERVAL
     counts = (N_TRAIN, settings.n_held_out, settings.n_test)
-    inside = training_intervals(gap=settings.gap)
-    train, held_out, near = (toy_points(n, generator=source, intervals=inside) for n in counts)
+    train, held_out, near = (toy_points(n, generator=source) for n in counts)
     outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
     return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
-def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], settings: RegressionSettings) -> Problem:
+def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], settings: Settings) -> Problem:
     """The paper's network of two layers of 50 units on what `drawn` gives for each seed."""
     x, y, x_held_out, y_held_out = (
         torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
@@ -102,7 +93,7 @@ def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], sett
 Row = dict[str, Any]
 
 
-def fit_methods(methods: Sequence[str], *, seed: int, settings: RegressionSettings) -> Iterator[tuple[str, Row]]:
+def fit_methods(methods: Sequence[str], *, seed: int, settings: Settings) -> Iterator[tuple[str, Row]]:
     """Fit some methods on every seed at once, and score them."""
     seeds = seeds_of(seed, settings.n_seeds)
     sets = [drawn(s, settings) for s in seeds]
@@ -155,7 +146,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     return Table(f"Scores, mean of {settings['n_seeds']} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
 
-def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
+def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
     """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations.
 
     Of the variants only the released code's is drawn, unless there is nothing else.
@@ -166,8 +157,7 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
     x = grid.x.squeeze(1).numpy()
 
     def panel(axes: Axes, method: str, row: Row) -> None:
-        for interval in training_intervals(gap=settings.gap):
-            axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+        axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
         shade, mean, std = plots.colour(method), np.array(row["mean"]), np.array(row["std"])
         for width in (1, 2):
             axes.fill_between(x, mean - width * std, mean + width * std, color=shade, alpha=0.16, linewidth=0)
@@ -183,7 +173,7 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
         return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
 
 
-def run(*, seed: int, out: Path, quiet: bool, settings: RegressionSettings) -> tuple[Path, ...]:
+def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path, ...]:
     """The command."""
     task = Run("figure1", seed, out, asdict(settings), quiet=quiet)
     parts = run_parts(task, settings.methods, partial(fit_methods, seed=seed, settings=settings))

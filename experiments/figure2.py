@@ -1,4 +1,4 @@
-"""Figure 2: accuracy of MNIST networks after pruning, every method's ranking; and networks trained to be pruned."""
+"""Figure 2: accuracy of MNIST networks after pruning, by every method's ranking."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +16,7 @@ from experiments import plots, released
 from experiments.baselines import Data, Network, Problem, Training, diagonal_ggn, read, trained
 from experiments.data import Images, load_images
 from experiments.rules import RULES, gaussian
-from experiments.running import Run, Table, percent, run_parts, seeds_of
+from experiments.running import Run, Table, check_methods, percent, run_parts, seeds_of
 
 FRACTIONS = (
     *(round(0.1 * k, 1) for k in range(8)),
@@ -46,11 +46,10 @@ _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
 
 @dataclass(frozen=True)
-class PruningSettings:
+class Settings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
-    Badam's and MC dropout's networks have `dropout`; `beta2` is Badam's, the other methods have Adam's usual .999. With
-    `sparse` there are networks trained to be pruned, by the `RECIPES`, instead of the methods.
+    Badam's and MC dropout's networks have `dropout`; `beta2` is Badam's, the other methods have Adam's usual .999.
     """
 
     data: str = "mnist"
@@ -58,21 +57,13 @@ class PruningSettings:
     n_seeds: int = 5
     epochs: int = 100
     hidden: tuple[int, ...] = (400, 400)
-    activation: str = "relu"
     dropout: float = 0.2
     batch_size: int = 128
     lr: float = 1e-3
     beta2: float = 0.99999
-    sparse: bool = False
 
-
-# Ways of training to be pruned, with a Laplace prior's penalty λ|θ|₁ and a learning rate that falls to nothing: changes
-# to the network, λ, and how many times the usual epochs.
-RECIPES: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
-    **{f"2×400, λ = {penalty:g}": ({"hidden": (400, 400)}, penalty, 1) for penalty in (1e-5, 3e-5, 6e-5)},
-    "2×1200, λ = 2e-05": ({"hidden": (1200, 1200)}, 2e-5, 1),
-    "2×1200, λ = 2e-05, input dropout 0.1, 2 × epochs": ({"hidden": (1200, 1200), "input_dropout": 0.1}, 2e-5, 2),
-}
+    def __post_init__(self) -> None:
+        check_methods(self.methods, TITLES)
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
@@ -126,7 +117,6 @@ _TRAINERS: Mapping[str, Callable[[Problem], Ranked]] = {
     "mc-dropout": lambda problem: _from_adam(_usual(problem)),
     "bbb": partial(_from_rule, "bbb"),
     "vadam": lambda problem: _from_rule("vadam", problem, prior_precision=len(problem.data) / 600),
-    "swag": partial(_from_rule, "swag"),
     "ivon": partial(_from_rule, "ivon", lr=0.1, initial_hessian=0.1),
     "laplace-diagonal": _from_ggn,
 }
@@ -156,7 +146,7 @@ def path_scores(snr: Weights) -> Weights:
 
 
 def curves_of(method: str, problem: Problem) -> dict[str, Any]:
-    """Train one method, or Adam for a recipe, on every seed at once, and prune by each ranking that it has.
+    """Train one method on every seed at once, and prune by each ranking that it has.
 
     The accuracies of a ranking are (seeds, fractions), as plain data.
     """
@@ -192,22 +182,17 @@ def pruned_accuracy(problem: Problem, weights: Weights, scores: Weights) -> Any:
 
 
 def fit_part(
-    names: Sequence[str], *, seed: int, settings: PruningSettings, device: str
+    names: Sequence[str], *, seed: int, settings: Settings, device: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The curves of each method or recipe."""
+    """The curves of each method."""
     images = load_images(settings.data)
     inputs, classes, seeds = images.train_x.shape[1], images.n_classes, seeds_of(seed, settings.n_seeds)
     for name in names:
         training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
         training = replace(training, **VARIANTS.get(name, {}))
-        network = Network(inputs, settings.hidden, classes, settings.activation, settings.dropout)
+        network = Network(inputs, settings.hidden, classes, dropout=settings.dropout)
         if name == RELEASED:
             network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
-        if settings.sparse:
-            changes, penalty, longer = RECIPES[name]
-            network = replace(network, **changes)
-            epochs = longer * settings.epochs
-            training = replace(training, epochs=epochs, sparsity=penalty, schedule="cosine")
         yield name, curves_of(name, problem_of(images, network, training, seeds, device))
 
 
@@ -263,16 +248,10 @@ def picture(results: Mapping[str, Any], title: str) -> Figure:
     return figure
 
 
-def run(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
+def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -> tuple[Path, ...]:
     """The command."""
-    if settings.sparse:
-        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
-        names, file = tuple(RECIPES), "figure2-sparse.png"
-    else:
-        units = f"{settings.activation} units, {settings.epochs} epochs"
-        title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
-        names, file = settings.methods, "figure2.png"
     task = Run("figure2", seed, out, asdict(settings), device=device, quiet=quiet)
-    results = run_parts(task, names, partial(fit_part, seed=seed, settings=settings, device=device))
+    results = run_parts(task, settings.methods, partial(fit_part, seed=seed, settings=settings, device=device))
     task.show(table(results, asdict(settings)))
-    return task.finish({file: plots.png(picture(results, title))}, results)
+    title = f"Pruning {settings.data} networks, {settings.epochs} epochs, mean of {settings.n_seeds} seeds"
+    return task.finish({"figure2.png": plots.png(picture(results, title))}, results)

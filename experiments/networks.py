@@ -40,7 +40,6 @@ def _are_betas(value: Any) -> bool:
 
 Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
-Never = Annotated[float | None, Check(lambda v: v is None, "None: of the agents here, hybrid and linear forget")]
 
 
 class Buffer:
@@ -50,12 +49,12 @@ class Buffer:
     """
 
     def __init__(self, contexts: Tensor) -> None:
-        self.runs, rounds, _ = contexts.shape
+        runs, rounds, self.n_features = contexts.shape
         self.contexts, self.count, device = contexts, 0, contexts.device
-        self.arms = torch.zeros(self.runs, rounds, dtype=torch.int64, device=device)
-        self.rewards = torch.zeros(self.runs, rounds, device=device)
-        self.sums = torch.zeros(self.runs, 2, dtype=torch.float64, device=device)
-        self._first_row = torch.arange(self.runs, device=device)[:, None] * rounds
+        self.arms = torch.zeros(runs, rounds, dtype=torch.int64, device=device)
+        self.rewards = torch.zeros(runs, rounds, device=device)
+        self.sums = torch.zeros(runs, 2, dtype=torch.float64, device=device)
+        self._first_row = torch.arange(runs, device=device)[:, None] * rounds
 
     def add(self, arms: Tensor, rewards: Tensor) -> slice:
         """The next observations of every run, (runs, k) each; returns their rows."""
@@ -72,37 +71,26 @@ class Buffer:
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of contexts (runs, b, features), arms and rewards (runs, b) at rows (runs, b)."""
         index = (rows + self._first_row).flatten()
-        contexts = self.contexts.view(-1, self.contexts.shape[2]).index_select(0, index)
+        contexts = self.contexts.view(-1, self.n_features).index_select(0, index)
         arms, rewards = (of.view(-1).index_select(0, index).view(rows.shape) for of in (self.arms, self.rewards))
         return contexts.view(*rows.shape, -1), arms, rewards
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
-        means = self.sums / max(self.count, 1)
-        mean, square = means[:, :1], means[:, 1:]
+        mean, square = torch.split(self.sums / max(self.count, 1), 1, dim=1)
         variance = square - mean.square()
         return mean, torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
 
 
-class Learner:
-    """Chooses arms for contexts, with an independent draw for each, and learns from a buffer; one seed per run."""
+class Uniform:
+    """Chooses every arm with the same probability. Every learner has its members, and one seed per run."""
 
-    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        self.settings, self.buffer, self.n_arms, self.seeds = settings, buffer, n_arms, tuple(seeds)
-        self.device = buffer.contexts.device
-        self._explore = Streams(seeds, "explore", self.device)
+    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        self.n_arms, self._explore = n_arms, Streams(seeds, "explore", buffer.contexts.device)
 
     def choose(self, contexts: Tensor) -> Tensor:
-        """The arms (runs, k) for contexts (runs, k, features); a share ε of them at random."""
-        scores = self.scores(contexts)
-        if self.settings.epsilon:
-            draws = self._explore.uniform(scores.shape[1], 1 + self.n_arms)
-            scores = torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], scores)
-        return scores.argmax(dim=2)
-
-    def scores(self, contexts: Tensor) -> Tensor:
-        """One draw of the scores for every row, (runs, k, arms)."""
-        raise NotImplementedError
+        """The arms (runs, k) for contexts (runs, k, features), with an independent draw for each."""
+        return self._explore.uniform(contexts.shape[1], self.n_arms).argmax(dim=2)
 
     def observe(self, rows: slice) -> None:
         """Take note of new rows of the buffer."""
@@ -111,37 +99,22 @@ class Learner:
         """Learn from the buffer."""
 
 
-@dataclass(frozen=True)
-class UniformSettings(AgentSettings):
-    """None of its own."""
-
-    forget: Never = None
-
-
-class Uniform(Learner):
-    """Chooses every arm with the same probability."""
-
-    def scores(self, contexts: Tensor) -> Tensor:
-        return self._explore.uniform(contexts.shape[1], self.n_arms)
-
-
-class EachRun(Learner):
+class EachRun(Uniform):
     """The learner of a library's agent for each run."""
 
     def __init__(
         self, kind: type[Hybrid] | type[Linear], settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]
     ) -> None:
-        self.settings, self.buffer, self._arms = settings, buffer, list(range(n_arms))
-        n_features = buffer.contexts.shape[2]
-        self.learners = [kind(settings, n_features, n_arms, seed) for seed in seeds]
-        self.observed = [Observations(n_features, settings.forget) for _ in seeds]
+        self.buffer, self._arms = buffer, list(range(n_arms))
+        self.learners = [kind(settings, buffer.n_features, n_arms, seed) for seed in seeds]
+        self.observed = [Observations(buffer.n_features, settings.forget) for _ in seeds]
 
     def choose(self, contexts: Tensor) -> Tensor:
         pairs = zip(self.learners, contexts.cpu().numpy(), strict=True)
         return torch.tensor([learner.chosen(x, self._arms)[0] for learner, x in pairs], device=contexts.device)
 
     def observe(self, rows: slice) -> None:
-        parts = (of.cpu().numpy() for of in self.buffer.seen(rows))
+        parts = (part.cpu().numpy() for part in self.buffer.seen(rows))
         for learner, seen, *new in zip(self.learners, self.observed, *parts, strict=True):
             learner.observe(seen, seen.add(*new))
 
@@ -157,16 +130,14 @@ class NetworkSettings(AgentSettings):
     """A network per run, trained by a rule.
 
     Attributes:
-        activation: `"relu"`, `"tanh"`, `"sigmoid"`, `"silu"`, `"gelu"` or `"elu"`.
         init_range: weights start in U[−r, r], biases at 0; None for torch's U(±1/√fan-in) of both.
-        lr_decay: κ of the inverse decay lr/(1 + κ t) over mini-batches t; 0 for a constant rate.
+        lr_decay: κ of the inverse decay lr/(1 + κ t) over mini-batches t.
         average: β of the moving average of the weights that acts in their place; 0 for none.
         clip: the norm at which the gradient of each run is clipped; None for no clipping.
         train_steps: t_s, the mini-batches of a training.
         standardise: whether rewards are learnt in units of their mean and standard deviation so far.
     """
 
-    forget: Never = None
     hidden: Widths = (100, 100)
     activation: str = "relu"
     init_range: PositiveOrNone = None
@@ -186,13 +157,7 @@ class NetworkSettings(AgentSettings):
 
 @dataclass(frozen=True)
 class GreedySettings(NetworkSettings):
-    """Adam, with a penalty and dropout as regularisers.
-
-    Attributes:
-        l2: λ of the penalty (λ/2)|θ|².
-        l2_by_noise: whether λ is multiplied by the estimated variance of the rewards' noise.
-        dropout: the rate at which hidden units are dropped in training.
-    """
+    """Adam, with a penalty (λ/2)|θ|² and dropout; `l2_by_noise` multiplies λ by the estimated variance of the noise."""
 
     l2: NotNegative = 0.0
     l2_by_noise: Flag = False
@@ -201,12 +166,7 @@ class GreedySettings(NetworkSettings):
 
 @dataclass(frozen=True)
 class GaussianSettings(NetworkSettings):
-    """A Gaussian over the weights.
-
-    Attributes:
-        n_per_round: N is the number of rounds times this; None for the batch size.
-        prior_variance: of the weights, 1/δ.
-    """
+    """A Gaussian over the weights: N is the number of rounds times `n_per_round`, which is the batch size for None."""
 
     n_per_round: PositiveOrNone = None
     prior_variance: Positive = 0.1
@@ -217,12 +177,7 @@ class GaussianSettings(NetworkSettings):
 
 @dataclass(frozen=True)
 class BadamSettings(GreedySettings, GaussianSettings):
-    """The Gaussian that Adam's state holds.
-
-    Attributes:
-        form: of the posterior, `"likelihood"` or `"map"`.
-        power: p of the curvature c = v̂ᵖ.
-    """
+    """The Gaussian that Adam's state holds, of either form, with the curvature c = v̂ᵖ."""
 
     form: Form = "likelihood"
     power: Positive = 0.5
@@ -230,12 +185,7 @@ class BadamSettings(GreedySettings, GaussianSettings):
 
 @dataclass(frozen=True)
 class VariationalSettings(GaussianSettings):
-    """A rule that learns a Gaussian by perturbing the weights: Bayes by Backprop, Vadam.
-
-    Attributes:
-        noise_variance: of a reward.
-        initial_std: the standard deviation that every weight starts from.
-    """
+    """A rule that learns a Gaussian by perturbing the weights, all from one deviation: Bayes by Backprop, Vadam."""
 
     noise_variance: Positive = 0.5
     initial_std: Positive = 0.02
@@ -268,7 +218,7 @@ def variational(kind: type[Rule]) -> MakeRule:
     )
 
 
-class NetworkLearner(Learner):
+class NetworkLearner(Uniform):
     """A network per run, trained by a rule on the squared error of the chosen arm.
 
     Scores are outputs at draws from the Gaussian that the rule ends with, one for each row; where it ends with a point,
@@ -288,40 +238,48 @@ class NetworkLearner(Learner):
         drops: bool = False,
     ) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        n_inputs, dropout, l2 = buffer.contexts.shape[2], getattr(settings, "dropout", 0.0), getattr(settings, "l2", 0)
-        self.network = Network(n_inputs, settings.hidden, n_arms, settings.activation, dropout)
+        device, dropout, l2 = buffer.contexts.device, getattr(settings, "dropout", 0.0), getattr(settings, "l2", 0)
+        self.settings, self.buffer, self._drops = settings, buffer, drops
+        self.network = Network(buffer.n_features, settings.hidden, n_arms, settings.activation, dropout)
         self.stack = Stack(
             self.network,
-            rule(settings, self.network, self.device),
-            self.seeds,
+            rule(settings, self.network, device),
+            seeds,
             self._batch,
             n_data=settings.n_data(buffer.count),
-            weights=initial_weights(self.network, self.seeds, settings.init_range, self.device),
-            device=self.device,
+            weights=initial_weights(self.network, seeds, settings.init_range, device),
+            device=device,
             average=settings.average,
             clip=settings.clip,
             predraw=True,
         )
-        self.params, self._drops = self.stack.params, drops
-        self._batches = Streams(seeds, "batches", self.device)
-        self._posterior = Streams(seeds, "posterior", self.device)
+        self._batches, self._posterior = Streams(seeds, "batches", device), Streams(seeds, "posterior", device)
         # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        self._shift = torch.zeros(len(self.seeds), 1, device=self.device)
+        self._shift = torch.zeros(len(seeds), 1, device=device)
         self._scale = torch.ones_like(self._shift)
-        self._errors = torch.full((len(self.seeds), 2), _NOISE_START, device=self.device)
+        self._errors = torch.full((len(seeds), 2), _NOISE_START, device=device)
         self._l2 = torch.full_like(self._shift, l2)
         self.stack.penalty = self._l2 if l2 else None
         self.stack.scale.fill_(0.5 / getattr(settings, "noise_variance", 0.5))
 
+    def choose(self, contexts: Tensor) -> Tensor:
+        """The arms of the highest scores, (runs, k); a share ε of them at random."""
+        scores = self.scores(contexts)
+        if self.settings.epsilon:
+            draws = self._explore.uniform(scores.shape[1], 1 + self.n_arms)
+            scores = torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], scores)
+        return scores.argmax(dim=2)
+
     def scores(self, contexts: Tensor) -> Tensor:
-        if self._moments is None and (found := gaussian(self.stack)) is not None:
-            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
+        """One draw of the scores for every row, (runs, k, arms)."""
+        rule, masks = self.stack.rule, None
+        if self._moments is None and (belief := gaussian(self.stack)) is not None:
+            self._moments = unflatten(self.network, belief.mean), unflatten(self.network, belief.variance)
         if self._moments is None:
-            rule, masks = self.stack.rule, None
             if self._drops:
                 masks = rule.masks(rule.noise(self._posterior, self.network, contexts.shape[1]), self.network)
-            return forward(self.network, self.params, contexts, masks=masks)
+            return forward(self.network, self.stack.params, contexts, masks=masks)
         widths = [*self.network.hidden, self.n_arms]
         noise = torch.split(self._posterior.normal(contexts.shape[1], sum(widths)), widths, dim=2)
         return sampled_outputs(self.network, *self._moments, contexts, noise)
@@ -331,7 +289,7 @@ class NetworkLearner(Learner):
         if not (getattr(self.settings, "l2_by_noise", False) and self.stack.done):
             return
         contexts, arms, rewards = self.buffer.seen(rows)
-        predicted = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
+        predicted = forward(self.network, self.stack.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
         errors = predicted.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = rows.stop - rows.start
         new = torch.stack([errors, torch.full_like(errors, count)], dim=1)
@@ -343,8 +301,8 @@ class NetworkLearner(Learner):
         # N, the rewards' scale and the penalty, which a training's steps read.
         self.stack.n_data.fill_(settings.n_data(self.buffer.count))
         if settings.standardise:
-            for own, now in zip((self._shift, self._scale), self.buffer.moments(), strict=True):
-                own.copy_(now)
+            for unit, moment in zip((self._shift, self._scale), self.buffer.moments(), strict=True):
+                unit.copy_(moment)
         if getattr(settings, "l2_by_noise", False):
             torch.mul(self._errors[:, :1] / self._errors[:, 1:], settings.l2, out=self._l2)
         rows = self._batches.rows(self.buffer.count, settings.train_steps, settings.batch_size)

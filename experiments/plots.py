@@ -14,7 +14,7 @@ INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
 # Okabe and Ito's palette, safe for the colour-blind.
 COLOURS: Mapping[str, str] = {
     **dict.fromkeys(("badam", "badam-map"), "#0072B2"),
-    **dict.fromkeys(("gp", "greedy", "epsilon-greedy"), "#009E73"),
+    **dict.fromkeys(("gp", "greedy"), "#009E73"),
     "mc-dropout": "#E69F00",
     "bbb": "#D55E00",
     "vadam": "#CC79A7",
@@ -22,14 +22,12 @@ COLOURS: Mapping[str, str] = {
     "ensemble": "#9A7D0A",
     "ivon": "#8C564B",
     "hybrid": "#1A1A1A",
-    "swag": "#6A5ACD",
 }
 METHOD_TITLES = {
     "badam": "Badam",
     "mc-dropout": "MC dropout",
     "bbb": "Bayes by Backprop",
     "vadam": "Vadam",
-    "swag": "SWAG",
     "ivon": "IVON",
     "laplace-diagonal": "Laplace, diagonal GGN",
 }

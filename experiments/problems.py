@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bayesadam._checks import count
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.weights.draws import stream_seed
-from experiments.data import load_table
+from experiments.data import Table, load_table
 
 Numbers = npt.NDArray[Any]
 
@@ -102,18 +102,18 @@ def problem(name: str) -> BanditProblem:
     table = load_table(table_name(name), dtype=_TYPES.get(kind, np.float32))
     n, width = table.contexts.shape
     if name == "financial":
-        make = partial(_financial_rounds, _Table.of(table.contexts, standardise=False))
+        make = partial(_financial_rounds, table.contexts)
         return BanditProblem(name, width, _FINANCIAL_ARMS, n, n, make)
     if kind == "jester":
         make = partial(_jester_rounds, table.contexts, redrawn=bool(option))
         return BanditProblem(name, _JESTER_FEATURES, width - _JESTER_FEATURES, n, n, make)
     assert table.labels is not None
     if name == "mushroom":
-        make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
+        make = partial(_mushroom_rounds, table)
         return BanditProblem(name, width, 2, n, None, make)
-    found = _known(name, table.contexts, table.labels, table.n_labels)
+    labelled = _known(name, table.contexts, table.labels, table.n_labels)
     # The paper plays fewer rounds of the two largest tables.
-    return replace(found, rounds=min(10_000, n)) if kind in ("covertype", "census") else found
+    return replace(labelled, rounds=min(10_000, n)) if kind in ("covertype", "census") else labelled
 
 
 def table_name(name: str) -> str:
@@ -171,28 +171,13 @@ def _random(seed: int, purpose: str) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(stream_seed(seed, purpose)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """Contexts as they are stored, and what to subtract from and divide their columns by."""
-
-    rows: Numbers
-    shift: Numbers
-    scale: Numbers
-
-    @classmethod
-    def of(cls, rows: Numbers, *, standardise: bool) -> _Table:
-        """Moments are taken in float64, a piece at a time; columns that are constant keep the scale 1."""
-        width = rows.shape[1]
-        if not standardise:
-            return cls(rows, np.zeros(width), np.ones(width))
-        pieces = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
-        shift = np.sum([piece.sum(axis=0, dtype=np.float64) for piece in pieces], axis=0) / len(rows)
-        squares = np.sum([np.square(piece - shift).sum(axis=0) for piece in pieces], axis=0)
-        constant = rows.max(axis=0) == rows.min(axis=0)
-        return cls(rows, np.where(constant, rows[0], shift), np.where(constant, 1.0, np.sqrt(squares / len(rows))))
-
-    def take(self, rows: Numbers) -> Numbers:
-        return np.asarray((self.rows[rows] - self.shift) / self.scale, np.float32)
+def _moments(rows: Numbers) -> tuple[Numbers, Numbers]:
+    """The columns' means and standard deviations, 1 of a constant one: in float64, a piece at a time."""
+    pieces = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
+    shift = np.sum([piece.sum(axis=0, dtype=np.float64) for piece in pieces], axis=0) / len(rows)
+    squares = np.sum([np.square(piece - shift).sum(axis=0) for piece in pieces], axis=0)
+    constant = rows.max(axis=0) == rows.min(axis=0)
+    return np.where(constant, rows[0], shift), np.where(constant, 1.0, np.sqrt(squares / len(rows)))
 
 
 def _shuffled(n: int, seed: int, rounds: int) -> Numbers:
@@ -203,34 +188,33 @@ def _known(name: str, contexts: Numbers, rewards: Numbers, n_arms: int, *, stand
     """A problem whose rewards are known: those of all arms, (rows, arms), or labels (rows,) of which one is right."""
     if n_arms < 2:
         raise FileError(f"{name}: a bandit needs two arms or more, got {n_arms}")
-    n, make = len(contexts), partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
+    n, (shift, scale) = len(contexts), _moments(contexts) if standardise else (0.0, 1.0)
+
+    def make(seed: int, rounds: int) -> Rounds:
+        rows = _shuffled(n, seed, rounds)
+        pays = rewards[rows] if rewards.ndim > 1 else (rewards[rows, None] == np.arange(n_arms)).astype(np.float32)
+        return Rounds(np.asarray((contexts[rows] - shift) / scale, np.float32), pays, pays)
+
     return BanditProblem(name, contexts.shape[1], n_arms, n, n, make)
 
 
-def _known_rounds(table: _Table, rewards: Numbers, n_arms: int, seed: int, rounds: int) -> Rounds:
-    rows = _shuffled(len(rewards), seed, rounds)
-    found = rewards[rows]
-    if found.ndim == 1:
-        found = (found[:, None] == np.arange(n_arms)).astype(np.float32)
-    return Rounds(table.take(rows), found, found)
-
-
-def _mushroom_rounds(table: _Table, labels: Numbers, seed: int, rounds: int) -> Rounds:
+def _mushroom_rounds(table: Table, seed: int, rounds: int) -> Rounds:
     """Pass pays 0; eat pays 5 if edible, otherwise 5 or −35, each with probability ½."""
-    rows = _random(seed, "rows").integers(len(labels), size=rounds)
+    assert table.labels is not None
+    rows = _random(seed, "rows").integers(len(table.labels), size=rounds)
     ill = _random(seed, "rewards").random(rounds) < 0.5
-    edible = labels[rows] == 1
+    edible = table.labels[rows] == 1
     eat = np.where(edible | ~ill, EDIBLE, POISONED)
     expected = np.where(edible, EDIBLE, 0.5 * (EDIBLE + POISONED))
     rewards, expected = (np.stack([0 * eat, eats], axis=1).astype(np.float32) for eats in (eat, expected))
-    return Rounds(table.take(rows), rewards, expected)
+    return Rounds(table.contexts[rows].astype(np.float32), rewards, expected)
 
 
-def _financial_rounds(table: _Table, seed: int, rounds: int) -> Rounds:
+def _financial_rounds(table: Numbers, seed: int, rounds: int) -> Rounds:
     """Arm a is a portfolio that differs by run, x·β_a + N(0, (0.01 (a + 1))²) with |β_a| = 1."""
-    weights = _random(seed, "portfolios").uniform(-1, 1, (table.rows.shape[1], _FINANCIAL_ARMS))
+    weights = _random(seed, "portfolios").uniform(-1, 1, (table.shape[1], _FINANCIAL_ARMS))
     weights /= np.linalg.norm(weights, axis=0)
-    contexts = table.take(_shuffled(len(table.rows), seed, rounds))
+    contexts = table[_shuffled(len(table), seed, rounds)].astype(np.float32)
     expected = contexts.astype(np.float64) @ weights
     noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, _FINANCIAL_ARMS + 1)
     return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))

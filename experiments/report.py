@@ -24,28 +24,25 @@ HEADINGS = {
     "table1": "Table 1: contextual bandits",
     "cost": "Costs: time relative to Adam",
 }
-_MODULES: Mapping[str, Any] = {"figure1": figure1, "figure2": figure2, "table1": table1, "cost": cost}
-# What the experiments were called up to 0.3, in their folders and in `metrics.json`.
-_FORMERLY = {"figure1": "regression", "figure2": "pruning", "table1": "bandits"}
 # The quick version has a folder of its own, so that it never replaces the whole experiment.
 QUICK = "quick"
 QUICK_SETTINGS: dict[str, Any] = {
-    "figure1": figure1.RegressionSettings(n_seeds=2, epochs=500),
-    "figure2": figure2.PruningSettings("digits", ("badam", "mc-dropout", "bbb", "vadam"), n_seeds=2, epochs=20),
-    "table1": table1.BanditSettings(problems=("mushroom", "financial", "statlog", "wheel"), runs=2, rounds=400),
-    "cost": cost.CostSettings("digits", rounds=2),
+    "figure1": figure1.Settings(n_seeds=2, epochs=500),
+    "figure2": figure2.Settings("digits", ("badam", "mc-dropout", "bbb", "vadam"), n_seeds=2, epochs=20),
+    "table1": table1.Settings(problems=("mushroom", "financial", "statlog", "wheel"), runs=2, rounds=400),
+    "cost": cost.Settings("digits", rounds=2),
 }
 SETTINGS: dict[str, Any] = {
-    "figure1": figure1.RegressionSettings(),
-    "figure2": figure2.PruningSettings(),
-    "table1": table1.BanditSettings(agents=table1.OWN_AGENTS, settings="paper"),
-    "cost": cost.CostSettings(),
+    "figure1": figure1.Settings(),
+    "figure2": figure2.Settings(),
+    "table1": table1.Settings(agents=table1.OWN_AGENTS, settings="paper"),
+    "cost": cost.Settings(),
 }
 
 
 def table_of(run: Finished) -> Table:
     """The table of a run."""
-    table: Table = _MODULES[run.experiment].table(run.results, run.settings)
+    table: Table = EXPERIMENTS[run.experiment].table(run.results, run.settings)
     return table
 
 
@@ -119,14 +116,12 @@ def run(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple
 
 def main_runs(root: Path, experiment: str, quick: bool) -> list[Finished]:
     """The whole run, then the quick one where wanted."""
-    names = [experiment, *filter(None, [_FORMERLY.get(experiment)])]
-    return _complete(root, experiment, [*names, *(f"{QUICK}/{name}" for name in names if quick)])
+    return _complete(root, experiment, [experiment, *([f"{QUICK}/{experiment}"] if quick else [])])
 
 
 def further_runs(root: Path, experiment: str) -> list[Finished]:
     """Those in folders such as `table1-paper`."""
-    paths = [path for name in (experiment, _FORMERLY.get(experiment)) for path in root.glob(f"{name}-*/metrics.json")]
-    return _complete(root, experiment, sorted(path.parent.name for path in paths))
+    return _complete(root, experiment, sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json")))
 
 
 def _complete(root: Path, experiment: str, names: Sequence[str]) -> list[Finished]:
@@ -142,7 +137,7 @@ def read(root: Path, name: str, experiment: str) -> Finished:
         command = metrics["command"]
     except (ValueError, KeyError, TypeError):
         raise FileError(f"{path} is not a run's metrics: remove it and run again") from None
-    if command not in (experiment, _FORMERLY.get(experiment)):
+    if command != experiment:
         raise FileError(f"{path} is of `{command}`, not {experiment}: move it, or report on another folder")
     pictures = sorted(path.parent.glob("*.png"))
     return Finished(experiment, name, metrics, pictures[0].read_bytes() if pictures else b"")
@@ -153,7 +148,7 @@ def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> 
     settings = (QUICK_SETTINGS if quick else SETTINGS)[experiment]
     if experiment != "table1":
         on = {"device": device} if experiment == "figure2" else {}
-        _MODULES[experiment].run(**common, **on, settings=settings)
+        EXPERIMENTS[experiment].run(**common, **on, settings=settings)
         return ""
     absent = {name: reason for name in settings.problems if (reason := _absence(table_name(name), quick))}
     played = tuple(name for name in settings.problems if name not in absent)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesadam.engine import rules
 from bayesadam.engine.network import ACTIVATIONS, dropout_mask, linear, unflatten
-from bayesadam.engine.rules import EPS, State
+from bayesadam.engine.rules import State
 from experiments import stacks
 from experiments.stacks import (
     Dropped,
@@ -45,8 +45,7 @@ Drawn = tuple[dict[str, Tensor], list[Tensor] | None]
 class Rule(stacks.Rule):
     """A rule of a stack, and what it ends with."""
 
-    # Whether the rule starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
-    starts_trained: ClassVar[bool] = False
+    # Its usual rate, where Adam's does not suit.
     lr: ClassVar[float | None] = None
 
     @classmethod
@@ -54,10 +53,6 @@ class Rule(stacks.Rule):
         """The rule with those of the settings that it has."""
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in settings.items() if name in own})
-
-    def steps(self, given: int) -> int:
-        """The number of steps it takes where Adam takes `given`."""
-        return given
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian | None:
         """The Gaussian over the weights that the rule ends with; None where it ends with a point."""
@@ -73,18 +68,7 @@ class Rule(stacks.Rule):
 
 @dataclass(frozen=True)
 class Adam(stacks.Adam, Rule):
-    """The stack's, with `sparsity`: λ of a Laplace prior exp(−λ|θ|), a proximal step that v never sees.
-
-    In Adam's metric |θ| loses α λ/(√v̂ + ε), not below 0.
-    """
-
-    sparsity: float = 0.0
-
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        super().update(weights, gradient, state, noise, step)
-        if self.sparsity:
-            metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
-            weights.copy_(weights.sign() * (weights.abs() - step.lr * self.sparsity / metric).clamp_(min=0))
+    """The stack's: it ends with a point."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +119,29 @@ class Perturbed(Rule):
         return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
 
 
+class TwoAdams(Perturbed):
+    """Rules that learn the means and ρ, from which the deviations follow, by an Adam each."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    initial_std: float
+
+    def first_rho(self) -> float:
+        """ρ of `initial_std`."""
+        return math.log(self.initial_std)
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
+        return {"rho": torch.full_like(weights, self.first_rho()), **adam_state(weights), **own}
+
+    def descend(self, weights: Tensor, state: State, by_mean: Tensor, by_rho: Tensor, step: Step) -> None:
+        """One step of both."""
+        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
+        adam_update(weights, by_mean, state, step.lr, rules.Adam(self.betas))
+        adam_update(state["rho"], by_rho, own, step.lr, rules.Adam(self.betas))
+
+
 @dataclass(frozen=True)
-class BayesByBackprop(Perturbed):
+class BayesByBackprop(TwoAdams):
     """Bayes by Backprop (Blundell et al. 2015): Adam on the evidence bound of q = N(μ, softplus(ρ)²).
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N and ∂/∂σ = gε + (δσ − 1/σ)/N, with g the
@@ -147,19 +152,15 @@ class BayesByBackprop(Perturbed):
     prior_precision: float = 1.0
     initial_std: float = 0.02
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        rho = torch.full_like(weights, math.log(math.expm1(self.initial_std)))
-        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
-        return {"rho": rho, **adam_state(weights), **own}
+    def first_rho(self) -> float:
+        return math.log(math.expm1(self.initial_std))
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         std = F.softplus(state["rho"])
         by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data)
         by_std.add_((gradient * noise).div_(std))
         gradient.add_(weights * (self.prior_precision / step.n_data))
-        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(weights, gradient, state, step.lr, rules.Adam(self.betas))
-        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, rules.Adam(self.betas))
+        self.descend(weights, state, gradient, by_std.mul_(state["rho"].sigmoid()), step)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         return Gaussian(weights, F.softplus(state["rho"]).square())
@@ -233,68 +234,12 @@ class IVON(Perturbed):
         return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
-@dataclass(frozen=True)
-class SWAG(Rule):
-    """SWAG (Maddox et al. 2019): the moments of SGD's iterates around an optimum.
-
-    θ ← θ − α (g + λθ) with the weight decay λ; `every` few steps the iterate enters a running mean, variance and the
-    last K (`rank`) deviations, until there are so many `snapshots`.
-    """
-
-    starts_trained = True
-    lr = 1e-2
-    betas = (0.0, 0.0)
-    weight_decay: float = 0.0
-    snapshots: int = 100
-    every: int = 10
-    rank: int = 20
-
-    def steps(self, given: int) -> int:
-        return self.snapshots * self.every
-
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        """Zero moments; the deviations have one slot more, into which iterates that do not count are written."""
-        counts = {name: torch.zeros((), dtype=torch.int64, device=weights.device) for name in ("steps", "count")}
-        moments = {name: torch.zeros_like(weights) for name in ("mean", "squares")}
-        return {**moments, "deviations": weights.new_zeros(len(weights), self.rank + 1, weights.shape[1]), **counts}
-
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """SGD, then Welford's sums: w² less w̄² would leave the difference of two large numbers."""
-        weights.sub_(gradient.add_(weights, alpha=self.weight_decay).mul_(step.lr))
-        state["steps"] += 1
-        counts = (state["steps"] % self.every == 0).to(torch.int64)
-        state["count"] += counts
-        away = (weights - state["mean"]) * counts
-        state["mean"] += away / state["count"].clamp(min=1)
-        deviation = weights - state["mean"]
-        state["squares"].addcmul_(away, deviation)
-        slot = torch.where(counts > 0, (state["count"] - 1) % self.rank, self.rank)
-        state["deviations"].index_copy_(1, slot.reshape(1), deviation.unsqueeze(1))
-
-    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=1e-12))
-
-    def deviations(self, state: State) -> Tensor:
-        """D, the last deviations from the running mean, oldest first, (s, K, weights)."""
-        count = int(state["count"])
-        return state["deviations"][:, [number % self.rank for number in range(max(0, count - self.rank), count)]]
-
-    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
-        """θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
-        mean, variance = self.gaussian(mean, state, n_data)
-        columns = self.deviations(state)
-        low_rank = torch.bmm(streams.normal(n, columns.shape[1]), columns) / math.sqrt(columns.shape[1] - 1)
-        drawn = streams.normal(n, mean.shape[1]) * variance.sqrt().unsqueeze(1) + low_rank
-        return unflatten(network, (mean.unsqueeze(1) + drawn / math.sqrt(2)).flatten(0, 1)), None
-
-
 RULES: Mapping[str, type[Rule]] = {
     "adam": Adam,
     "mc-dropout": Dropout,
     "bbb": BayesByBackprop,
     "vadam": Vadam,
     "ivon": IVON,
-    "swag": SWAG,
 }
 
 

@@ -10,8 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,7 +20,7 @@ import torch
 
 from bayesadam import __version__
 from bayesadam._files import replacing
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, SettingError
 from bayesadam.weights.draws import stream_seed
 
 MISSING = "–"
@@ -106,6 +105,15 @@ class Table(NamedTuple):
         return "\n".join([f"{self.title}. {self.note}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
+# --- methods ------------------------------------------------------------------------------------------------------
+
+
+def check_methods(methods: Sequence[str], titles: Collection[str]) -> None:
+    """Refuse a method that is not among those with a title."""
+    if not methods or any(name not in titles for name in methods):
+        raise SettingError(f"--methods must be some, separated by commas, of {', '.join(titles)}, got {methods!r}")
+
+
 # --- seeds ----------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +170,7 @@ class Run:
     def finish(
         self, files: Mapping[str, Content], results: Mapping[str, Any], *, name: str = "metrics.json"
     ) -> tuple[Path, ...]:
-        """Write the files, by name, and `metrics.json`, all or none, then print and return their paths."""
+        """Write the files, by name, and `metrics.json` last, then print and return their paths."""
         paths = self.write({**files, name: self.metrics(results)})
         self.ledger.unlink(missing_ok=True)
         print(*paths, sep="\n")
@@ -174,17 +182,14 @@ class Run:
         return json.dumps(_plain({**about, **rest}), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, files: Mapping[str, Content]) -> tuple[Path, ...]:
-        """Write files by name, all or none, and return their paths."""
-        paths = tuple(self.out / name for name in files)
-        with ExitStack() as stack:
-            # None gets its name before the last is complete.
-            temporaries = [stack.enter_context(replacing(path)) for path in paths]
-            for temporary, content in zip(temporaries, files.values(), strict=True):
+        """Write files by name, each whole or not at all, and return their paths."""
+        for name, content in files.items():
+            with replacing(self.out / name) as temporary:
                 if isinstance(content, str):
                     temporary.write_text(content, encoding="utf-8")
                 else:
                     content(temporary)
-        return paths
+        return tuple(self.out / name for name in files)
 
 
 def run_parts(

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from bayesadam.bandits.settings import Positive
-from bayesadam.engine import rules
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import unflatten
 from bayesadam.engine.rules import State
 from experiments.networks import GreedySettings, NetworkSettings
-from experiments.rules import Gaussian, Perturbed, Rule, sampled_outputs
-from experiments.stacks import Dropped, Network, Number, Step, Streams, adam_state, adam_update
+from experiments.rules import Gaussian, Rule, TwoAdams, sampled_outputs
+from experiments.stacks import Dropped, Network, Number, Step, Streams
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -75,7 +74,7 @@ class LocalGradient:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalBayesByBackprop(Perturbed):
+class LocalBayesByBackprop(TwoAdams):
     """Adam on the evidence bound of q = N(μ, exp(2ρ)) of the weights, biases being points.
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N, ∂/∂ρ = 2σ² v + (δσ² − 1)/N with v by σ².
@@ -86,11 +85,6 @@ class LocalBayesByBackprop(Perturbed):
 
     precision: Tensor
     initial_std: float = _START
-    betas = (0.9, 0.999)
-
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
-        return {"rho": torch.full_like(weights, math.log(self.initial_std)), **adam_state(weights), **own}
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """ε ~ N(0, 1) for every unit of each example."""
@@ -114,10 +108,8 @@ class LocalBayesByBackprop(Perturbed):
         by_mean, by_variance = torch.split(gradient, weights.shape[1], dim=1)
         variance, uncertain = (2 * state["rho"]).exp(), self.precision > 0
         by_rho = 2 * variance * by_variance + (self.precision * variance - 1) / step.n_data
-        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
         pulled = by_mean + weights * (self.precision / step.n_data)
-        adam_update(weights, pulled, state, step.lr, rules.Adam(self.betas))
-        adam_update(state["rho"], by_rho * uncertain, own, step.lr, rules.Adam(self.betas))
+        self.descend(weights, state, pulled, by_rho * uncertain, step)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         return Gaussian(weights, (2 * state["rho"]).exp() * (self.precision > 0))

@@ -32,6 +32,7 @@ class Simulation:
         reward: cumulative reward there, (runs, points).
         regret: cumulative regret there, what the best arms are expected to pay less the reward, (runs, points).
         lost: whether a run earned no more than one arm, the best, played in every round, is expected to, (runs,).
+        arms: that were chosen, (runs, rounds).
     """
 
     rounds: int
@@ -41,6 +42,7 @@ class Simulation:
     reward: Numbers
     regret: Numbers
     lost: Numbers
+    arms: Numbers
     seconds: float
 
 
@@ -117,6 +119,7 @@ def playing(
                 learner.train()
         yield None
     with torch.cuda.stream(stream):
+        chosen_arms = buffer.arms.cpu().numpy()
         reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)
     optimum = np.stack([one.optimum for one in played]).cumsum(axis=1)
     regret, points = optimum - reward, np.linspace(1, rounds, min(rounds, _CURVE_POINTS)).round()
@@ -129,6 +132,7 @@ def playing(
         reward=reward[:, points - 1],
         regret=regret[:, points - 1],
         lost=reward[:, -1] <= [one.single.sum() for one in played],
+        arms=chosen_arms,
         seconds=time.perf_counter() - start,
     )
 

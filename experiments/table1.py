@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bayesadam.bandits.settings import AgentSettings
-from bayesadam.errors import SettingError
 from experiments import plots
 from experiments.agents import agent_settings
 from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
@@ -27,7 +25,6 @@ TITLES = {
     "greedy-showdown": "Greedy, as the Showdown",
     "greedy": "Greedy",
     "uniform": "Uniform",
-    "epsilon-greedy": "ε-greedy",
     "linear": "Linear, full posterior",
 }
 # Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
@@ -49,63 +46,49 @@ SHOWDOWN = "-showdown"
 OWN_AGENTS = (
     *("badam", "badam-map", f"mc-dropout{SHOWDOWN}", f"bbb{SHOWDOWN}", "bbb", "vadam", f"greedy{SHOWDOWN}", "uniform"),
 )
-# What a lost run is, in a few words; see `experiments.simulation.Simulation`.
-LOST = "Lost are runs that earned no more than the best single arm"
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
 _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
-class BanditSettings:
-    """What the table depends on besides the seed: its columns, its rows, the runs of each cell, the agents' settings.
-
-    These are `"tuned"` or `"paper"`, with changes to single ones, by name, for every agent that has them.
-    """
+class Settings:
+    """What the table depends on besides the seed: its columns, rows, runs of each cell, and the agents' settings."""
 
     problems: tuple[str, ...] = (*_COLUMNS[:6], "census:1000", "jester:redrawn")
     agents: tuple[str, ...] = tuple(PAPER)
     runs: int = 10
     rounds: int | None = None
     settings: str = "tuned"
-    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = sorted({name for agent in self.agents for name in agent_settings(agent, self.settings).names()})
-        if unknown := sorted(set(self.changes) - set(known)):
-            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(known)}")
         for agent in self.agents:
-            self.of(agent)
-
-    def of(self, agent: str) -> AgentSettings:
-        """The settings of an agent, with those changes that concern it."""
-        own = agent_settings(agent, self.settings)
-        return replace(own, **{name: value for name, value in self.changes.items() if name in own.names()})
+            agent_settings(agent, self.settings)
 
 
 Cell = dict[str, Any]
 HEADINGS = {"census:1000": "census, 1,000 rounds", "jester:redrawn": "jester, arms redrawn"}
 
 
-def play(names: Sequence[str], *, seed: int, settings: BanditSettings, device: str) -> Iterator[tuple[str, Cell]]:
+def play(names: Sequence[str], *, seed: int, settings: Settings, device: str) -> Iterator[tuple[str, Cell]]:
     """Finished cells as plain data, as they come."""
-    given: Any = {"runs": settings.runs, "rounds": settings.rounds, "seed": seed, "device": device}
-    pairs = [name.split("/") for name in names]
-    cells = (playing(problem, agent, settings=settings.of(agent), **given) for problem, agent in pairs)
-    for number, found in in_turn(cells, _AT_ONCE[device]):
-        regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
+    options = {**asdict(settings), "seed": seed, "device": device}
+    common = {name: options[name] for name in ("runs", "rounds", "settings", "seed", "device")}
+    cells = (playing(*name.split("/"), **common) for name in names)
+    for number, outcome in in_turn(cells, _AT_ONCE[device]):
+        regret = outcome.regret.mean(axis=0), outcome.regret.std(axis=0, ddof=min(1, settings.runs - 1))
         mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
-        shares = {name: getattr(found, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
-        played = {"rounds": found.rounds, "seconds": round(found.seconds, 3), "points": found.points.tolist()}
+        shares = {name: getattr(outcome, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
+        played = {"rounds": outcome.rounds, "seconds": round(outcome.seconds, 3), "points": outcome.points.tolist()}
         yield names[number], {**shares, **played, "regret_mean": mean, "regret_sd": sd}
 
 
 def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
     """`problem/agent` as `results[problem][agent]`."""
-    found: dict[str, dict[str, Cell]] = {}
+    results: dict[str, dict[str, Cell]] = {}
     for name, cell in cells.items():
         problem, _, agent = name.partition("/")
-        found.setdefault(problem, {})[agent] = cell
-    return found
+        results.setdefault(problem, {})[agent] = cell
+    return results
 
 
 def published(problem: str, agent: str) -> tuple[float, float] | None:
@@ -134,7 +117,7 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
     problems = [problem for problem in settings["problems"] if problem in results]
     agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
     means = {p: {a: Sample.of(cell["reward_ratio"]).mean for a, cell in results[p].items()} for p in problems}
-    best = {p: max((m for m in found.values() if math.isfinite(m)), default=None) for p, found in means.items()}
+    best = {p: max((m for m in column.values() if math.isfinite(m)), default=None) for p, column in means.items()}
     highest = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
     rows = []
     for agent in agents:
@@ -149,10 +132,12 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
         rows.append((TITLES.get(agent, agent), *shown))
         if any(paper) and agent + SHOWDOWN not in agents:
             rows.append(("*in the paper*", *paper))
-    changed = ", ".join(f"{name}={value}" for name, value in (settings.get("changes") or {}).items())
-    played = f"{settings['runs']} runs, settings `{settings['settings']}`" + (f" with {changed}" if changed else "")
+    played = f"{settings['runs']} runs, settings `{settings['settings']}`"
     title = f"Total reward over the optimum's: mean ± standard deviation of {played} (standard error; worst run)"
-    note = f"{LOST}. The paper's are means ± standard deviations of 10 runs; its census has 10,000 rounds."
+    note = (
+        "Lost are runs that earned no more than the best single arm. The paper's are means ± standard deviations of 10 "
+        "runs; its census has 10,000 rounds."
+    )
     return Table(title, ("agent", *(HEADINGS.get(p, p) for p in problems)), rows, note)
 
 
@@ -170,7 +155,7 @@ def settings_table() -> Table:
     return Table("The settings `paper`, and whose they are", ("setting", "agents", "value", "whose"), rows, note)
 
 
-def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings) -> Figure:
+def picture(results: Mapping[str, Mapping[str, Cell]], settings: Settings) -> Figure:
     """Cumulative regret, mean and one standard deviation over the runs: a panel per problem, with one legend."""
 
     def panel(axes: Axes, problem: str) -> None:
@@ -191,7 +176,7 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: BanditSettings)
     return figure
 
 
-def run(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str) -> tuple[Path, ...]:
+def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -> tuple[Path, ...]:
     """Play the cells; results go to `metrics.json` as they arrive."""
     task = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
     names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]

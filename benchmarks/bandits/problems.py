@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from bayesadam.errors import BayesAdamError
 from bayesadam.weights.draws import stream_seed
-from experiments.data import load_split
+from benchmarks.common.inputs import NoData, load
 from experiments.problems import BanditProblem, Numbers, Rounds, classification_problem, reward_problem
 
 PASSES, MOST_ROUNDS = 4, 20_000
@@ -95,10 +94,10 @@ def _guesses(name: str, arms: int) -> BanditProblem:
 
 def _images(name: str, split: str) -> tuple[Numbers, Numbers]:
     try:
-        x, y = load_split(name, split)  # type: ignore[arg-type]
-    except BayesAdamError as error:
+        x, y = load(name, split)
+    except NoData as error:
         raise Absent(str(error)) from None
-    return x[:MOST_ROUNDS].numpy().astype(np.float64), y[:MOST_ROUNDS].numpy()
+    return x[:MOST_ROUNDS].flatten(1).numpy().astype(np.float64), y[:MOST_ROUNDS].numpy()
 
 
 def _parity() -> BanditProblem:

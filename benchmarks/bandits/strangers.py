@@ -35,16 +35,17 @@ from typing import Any
 
 import numpy as np
 
+from bayesadam.bandits.settings import AgentSettings
 from bayesadam.weights.draws import stream_seed
 from benchmarks.bandits.problems import PROBLEMS, Absent, reward_range, stranger
 from benchmarks.bandits.rivals import RANGES, RIVALS, play
 from benchmarks.common.harness import Cell, arguments, one_core, parallel, read_cell, setting, write_cell, write_results
 from experiments.agents import agent_settings
 from experiments.problems import BanditProblem, Numbers, Rounds
-from experiments.simulation import Playing
+from experiments.simulation import simulate
 
 DEFAULT, LINEAR = "default", "linear"
-OURS = (DEFAULT, LINEAR, "neural-linear", "greedy")
+OURS = (DEFAULT, LINEAR, "greedy")
 NEAR = 0.98
 REPORTED = {
     DEFAULT: "`hybrid`",
@@ -104,7 +105,7 @@ class Job:
         return out / "strangers" / f"{self.problem}-{agent}-{self.horizons[-1]}x{self.runs}.json"
 
 
-def named(text: str) -> tuple[str, object]:
+def named(text: str) -> tuple[str, AgentSettings]:
     """The name of one of our agents and its settings."""
     name, *changes = text.split(",")
     name = "hybrid" if name == DEFAULT else name
@@ -115,10 +116,7 @@ def named(text: str) -> tuple[str, object]:
 def our_arms(job: Job, chosen: BanditProblem, rounds: int) -> Numbers:
     """The arms that an agent of ours chooses, (runs, rounds)."""
     name, own = named(job.agent)
-    playing = Playing(chosen, name, runs=job.runs, rounds=rounds, seed=job.seed, device=job.device, settings=own)  # type: ignore[arg-type]
-    while playing.done < rounds:
-        playing.advance()
-    return playing.buffer.arms.cpu().numpy()
+    return simulate(chosen, name, runs=job.runs, rounds=rounds, seed=job.seed, device=job.device, settings=own).arms
 
 
 def rival_arms(job: Job, rival: str, chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int]) -> Numbers:

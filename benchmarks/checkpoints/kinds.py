@@ -191,39 +191,6 @@ class GPT(nn.Module):
         return self.lm_head(parts.ln_f(x))
 
 
-class Llama(nn.Module):
-    """llama2.c in miniature: all of attention has one shape, all norms have another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList([self.layer() for _ in range(2)])
-        self.norm = nn.RMSNorm(8)
-        self.output = nn.Linear(8, 11, bias=False)
-        self.tok_embeddings.weight = self.output.weight
-        self.register_buffer("freqs_cos", torch.ones(5, 4), persistent=False)
-
-    @staticmethod
-    def layer() -> nn.Module:
-        """Attention, then feed-forward, then their norms."""
-        own = nn.Module()
-        own.attention = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("wq", "wk", "wv", "wo")})
-        sizes = {"w1": (8, 16), "w2": (16, 8), "w3": (8, 16)}
-        own.feed_forward = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
-        own.attention_norm, own.ffn_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-        return own
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Logits."""
-        x = self.tok_embeddings(rows)
-        for own in self.layers:
-            mix, feed, h = own.attention, own.feed_forward, own.attention_norm(x)
-            x = x + mix.wo(nn.functional.scaled_dot_product_attention(mix.wq(h), mix.wk(h), mix.wv(h), is_causal=True))
-            h = own.ffn_norm(x)
-            x = x + feed.w2(nn.functional.silu(feed.w1(h)) * feed.w3(h))
-        return self.output(self.norm(x))
-
-
 def as_of_a_script(*classes: type) -> None:
     """Pickle the classes as a training script's, which no reader can import."""
     module = sys.modules.setdefault("train_script", types.ModuleType("train_script"))
@@ -331,8 +298,8 @@ def by_decay(network: nn.Module, *, no_decay_first: bool, matrices: bool = False
     return groups[::-1] if no_decay_first else groups
 
 
-def nano_gpt(folder: Path, *, made: Callable[[], nn.Module] = GPT, compiled: bool = False) -> Written:
-    network = seeded(made)
+def nano_gpt(folder: Path, *, compiled: bool = False) -> Written:
+    network = seeded(GPT)
     groups = by_decay(network, no_decay_first=False, matrices=True)
     optimizer = grouped(network, groups, inputs=tokens, betas=(0.9, 0.95))
     weights = network.state_dict()
@@ -649,13 +616,12 @@ def saved_with(folder: Path, *, protocol: int, old: bool) -> Written:
 
 def kinds() -> Iterable[Kind]:
     """All that need nothing but torch."""
-    as_of_a_script(Net, Detector, Block, GPT, Llama)
+    as_of_a_script(Net, Detector, Block, GPT)
     yield Kind("tutorial's dictionary", tutorial)
     yield Kind("ImageNet example, DataParallel", imagenet)
     yield Kind("frozen body", frozen)
     yield Kind("nanoGPT", nano_gpt, note="by hand")
     yield Kind("nanoGPT, compiled", partial(nano_gpt, compiled=True), note="by hand")
-    yield Kind("llama2.c", partial(nano_gpt, made=Llama), note="by hand")
     yield Kind("timm, two groups", timm_style, note="by hand")
     yield Kind("Trainer-like, two groups", trainer_like, note="by hand")
     yield Kind("DETR, backbone last", detr, note="by hand")

@@ -44,12 +44,6 @@ def trained(device: str, quick: bool) -> tuple[nn.Module, torch.optim.Optimizer]
     return model, optimizer
 
 
-def anonymous() -> int:
-    """Bytes of memory that are this process's own."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
-
-
 def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
     """Seconds, and the most memory beyond what there was before, in MiB; what `work` returns is kept until then."""
     if device == "cuda":
@@ -61,11 +55,11 @@ def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
         seconds, peak = time.perf_counter() - began, torch.cuda.max_memory_allocated()
         del kept
         return {"seconds": seconds, "mib": (peak - before) / 2**20}
-    before, peaks, done = anonymous(), [0], threading.Event()
+    before, peaks, done = resident("RssAnon"), [0.0], threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            peaks[0] = max(peaks[0], anonymous())
+            peaks[0] = max(peaks[0], resident("RssAnon"))
             time.sleep(0.002)
 
     watcher = threading.Thread(target=watch)
@@ -78,13 +72,13 @@ def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
         done.set()
         watcher.join()
     del kept
-    return {"seconds": seconds, "mib": (peaks[0] - before) / 2**20}
+    return {"seconds": seconds, "mib": peaks[0] - before}
 
 
 TASKS: dict[str, Callable[[str], Any]] = {
     "inspect": lambda path: inspect(path, n_data=N),
-    "prune": lambda path: ba.pruning.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
-    "sample": lambda path: ba.GaussianWeights.open(path, N).write_sample(f"{path}.draw.safetensors"),
+    "prune": lambda path: ba.compress.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
+    "sample": lambda path: ba.GaussianWeights.open(path, N).sample(),
 }
 
 

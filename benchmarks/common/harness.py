@@ -266,6 +266,6 @@ def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup:
 
 
 def resident(field: str) -> float:
-    """MiB of this process, now (`VmRSS`) or at most (`VmHWM`); `ru_maxrss` would begin at the parent's own peak."""
+    """MiB of this process: its own (`RssAnon`), or at most (`VmHWM`); `ru_maxrss` would begin at the parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024

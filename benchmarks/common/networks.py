@@ -153,33 +153,6 @@ def vit(classes: int = 10, *, width: int = 192, depth: int = 6, heads: int = 6) 
     )
 
 
-class Transformer(nn.Module):
-    """Tokens to classes: embeddings, `nn.TransformerEncoder`, the mean over the sequence, a linear layer."""
-
-    def __init__(
-        self,
-        *,
-        vocabulary: int = 1000,
-        length: int = 64,
-        width: int = 128,
-        heads: int = 4,
-        inner: int = 256,
-        layers: int = 4,
-        classes: int = 10,
-    ) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, heads, inner, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """(batch, length) token indices to (batch, classes) logits."""
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return self.head(self.encoder(self.tokens(ids) + self.places(places)).mean(dim=1))
-
-
 def train_classifier(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int = 128) -> torch.optim.Adam:
     """Epochs of plain Adam; the model is left in evaluation mode."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -189,19 +162,5 @@ def train_classifier(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_
             optimizer.zero_grad()
             F.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
-    model.eval()
-    return optimizer
-
-
-def settle(model: nn.Module, inputs: Tensor, classes: int, steps: int = 5) -> torch.optim.Adam:
-    """A few steps of Adam on random labels, enough to fill its state; the model is left in evaluation mode."""
-    optimizer = torch.optim.Adam(model.parameters())
-    model.train()
-    for _ in range(steps):
-        labels = torch.randint(classes, (len(inputs),), device=inputs.device)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-    optimizer.zero_grad()
     model.eval()
     return optimizer

@@ -91,7 +91,7 @@ def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
 
 def follow(learner, steps: int):
     """The mini-batches that a learner is about to draw, from a copy of its streams."""
-    copy = Streams(learner.seeds, "batches", CPU)
+    copy = Streams(learner.stack.seeds, "batches", CPU)
     rows = copy.rows(learner.buffer.count, steps, learner.settings.batch_size).transpose(0, 1)
     shift, scale = learner.buffer.moments()
     for chosen in rows:
@@ -137,7 +137,7 @@ def test_dropout_in_training_alone_for_those_who_choose_without():
     learner.train()
     assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
     x = torch.randn(2, 5, 3)
-    assert_close(learner.scores(x), forward(NETWORK, learner.params, x))
+    assert_close(learner.scores(x), forward(NETWORK, learner.stack.params, x))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "badam", "bbb", "vadam"])
@@ -170,7 +170,7 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
     source = torch.Generator().manual_seed(9)
     arms, rewards = torch.randint(4, (2, 20), generator=source), torch.randn(2, 20, generator=source)
     places = buffer.add(arms, rewards)
-    predicted = forward(learner.network, learner.params, buffer.contexts[:, places])
+    predicted = forward(learner.network, learner.stack.params, buffer.contexts[:, places])
     learner.observe(places)
     errors = predicted.gather(2, arms.unsqueeze(2)).squeeze(2) - (rewards - shift) / scale
     before = 100 * 0.9995**20
@@ -202,7 +202,7 @@ def test_dropout_draws_a_mask_a_row():
     assert masks.unique().tolist() == approx([0, 1 / 0.6])
     assert (masks == 0).float().mean() == approx(0.4, abs=0.01)
     first = masks[:, : 4000 * 6].view(2, 4000, 6), masks[:, 4000 * 6 :].view(2, 4000, 5)
-    assert_close(found, forward(learner.network, learner.params, torch.ones(2, 4000, 3), masks=first))
+    assert_close(found, forward(learner.network, learner.stack.params, torch.ones(2, 4000, 3), masks=first))
     assert found[0, :, 0].unique().numel() > 100
 
 
@@ -222,7 +222,6 @@ def test_settings_by_name():
     assert agent_settings("badam", "paper").prior_variance == 0.01
     assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"
     assert agent_settings("mc-dropout").dropout == agent_settings("mc-dropout", "paper").dropout == 0.2
-    assert agent_settings("epsilon-greedy").epsilon == 0.05
     assert (agent_settings("linear").standardise, agent_settings("linear", "paper").standardise) == (True, False)
 
 
@@ -234,7 +233,6 @@ def test_settings_by_name():
         ("vadam", {"batch_size": 1.5}, "batch_size must be a positive whole number, got 1.5"),
         ("greedy", {"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ("badam", {"form": "mode"}, "form must be 'likelihood' or 'map', got 'mode'"),
-        ("badam", {"forget": 9.0}, "forget must be None: of the agents here, hybrid and linear forget"),
         ("vadam", {"betas": (0.9, 1.0)}, "betas"),
         ("greedy", {"l2_by_noise": 1}, "l2_by_noise must be True or False"),
         ("vadam", {"initial_std": 1.0}, "wider than the prior"),

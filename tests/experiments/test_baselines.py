@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from bayesadam.engine.network import flatten, member
+from bayesadam.engine.network import member
 from experiments import baselines
-from experiments.baselines import METHODS, Data, Network, Problem, Training, gaussians, noise_variance, trained
+from experiments.baselines import METHODS, Data, Network, Problem, Training, gaussians, noise_variance
 from experiments.figure1 import coverage, nll
-from experiments.rules import SWAG, gaussian
-from experiments.running import generator
 from floats import approx, assert_close
 
 NETWORK = Network(2, (6, 5), 1, "tanh")
@@ -89,41 +85,3 @@ def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision(
     exact = x.square().sum(dim=0) / noise
     assert (precision - exact).std() < 0.01 * precision.mean()
     assert ((precision - exact) > 0).all()
-
-
-def test_swags_moments_are_those_of_the_iterates():
-    """A plain SGD on the same batches: the mean, the variance, and the last deviations from the running mean."""
-    given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
-    stack = trained(given, SWAG, rank=4, snapshots=20, every=5, lr=1e-2)
-    mean, variance = gaussian(stack)
-    theta = flatten(given.optimum.params)[0].clone().requires_grad_()
-    sgd = torch.optim.SGD([theta], lr=1e-2)
-    order = generator(0, "batches")
-    rows = torch.cat([torch.randperm(300, generator=order).view(30, 10) for _ in range(4)])[:100]
-    seen, deviations = [], []
-    for number, chosen in enumerate(rows, start=1):
-        sgd.zero_grad()
-        x, y = given.data.x[0][chosen], given.data.y[0][chosen]
-        (x @ theta[:3, None] + theta[3] - y).square().mean().backward()
-        sgd.step()
-        if number % 5 == 0:
-            seen.append(theta.detach().clone())
-            deviations.append(seen[-1] - torch.stack(seen).mean(dim=0))
-    iterates = torch.stack(seen)
-    assert_close(mean[0], iterates.mean(dim=0), rtol=1e-4, atol=1e-5)
-    assert_close(variance[0], iterates.var(dim=0, correction=0), rtol=1e-2, atol=1e-7)
-    found = stack.rule.deviations(stack.state)[0]
-    assert_close(found, torch.stack(deviations[-4:]), rtol=1e-3, atol=1e-5)
-
-
-def test_swags_draws_have_half_of_both_variances():
-    """Of f = w·x + b: ½ (Σ var x² + |Dᵀx|²/(K − 1))."""
-    given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
-    given = replace(given, draws=10_000)
-    stack = trained(given, SWAG)
-    columns = stack.rule.deviations(stack.state)[0]
-    x = torch.tensor([[1.0, -0.5, 2.0]])
-    row = torch.tensor([1.0, -0.5, 2.0, 1.0])
-    low_rank = (columns @ row).square().sum() / (len(columns) - 1)
-    expected = 0.5 * (gaussian(stack).variance[0] @ row.square() + low_rank)
-    assert_close(METHODS["swag"](given)[0](x).f_variance.squeeze(), expected, rtol=0.05)

@@ -32,7 +32,7 @@ def test_ratios_are_of_medians_over_turns_taken_in_order():
 def images(*_: object) -> Images:
     source = torch.Generator().manual_seed(0)
     x, y = torch.rand(40, 6, generator=source), torch.randint(3, (40,), generator=source)
-    return Images("squares", x[:30], y[:30], x[30:], y[30:])
+    return Images(x[:30], y[:30], x[30:], y[30:])
 
 
 def tripled(calls, rounds):

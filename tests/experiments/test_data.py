@@ -22,7 +22,7 @@ import torch
 
 from bayesadam.errors import FileError, MissingFileError, SettingError
 from experiments import data
-from experiments.data import DataFile, find, load_images, load_split, load_table, locate
+from experiments.data import DataFile, find, load_images, load_table, locate
 from floats import approx, assert_close
 from processes import PATIENCE
 
@@ -109,7 +109,7 @@ def test_the_users_folder_comes_first_in_either_form(tiny, server, tmp_path, mon
 
 def test_then_the_cache_then_the_source_and_only_once(tiny, server, capsys):
     server.answers = {"/source": CONTENT}
-    assert find("tiny") == locate("tiny", ()) == {}
+    assert find("tiny") == {}
     assert locate("tiny") == {"tiny.csv": tiny}
     assert tiny.read_bytes() == CONTENT
     assert locate("tiny") == find("tiny") == {"tiny.csv": tiny}
@@ -221,9 +221,7 @@ def test_pixels_are_flat_and_between_zero_and_one(small):
         assert_close(x.numpy(), arrays[f"{kind}-images-idx3-ubyte.gz"].reshape(-1, 6) / 255, rtol=1e-6)
         assert y.tolist() == arrays[f"{kind}-labels-idx1-ubyte.gz"].tolist()
     assert images.n_classes == 3
-    # The test pair alone can be loaded.
     (folder / "train-images-idx3-ubyte.gz").unlink()
-    assert load_split("mnist", "test")[0].shape == (4, 6)
     with pytest.raises(FileError, match=r"train-images-idx3-ubyte\.gz"):
         load_images("mnist")
 
@@ -231,22 +229,21 @@ def test_pixels_are_flat_and_between_zero_and_one(small):
 def test_damaged_images_are_named(small, monkeypatch):
     folder, arrays = small
     path = folder / "t10k-labels-idx1-ubyte.gz"
-    monkeypatch.setattr(data, "locate", lambda name, files: {file: folder / file for file in files})
+    monkeypatch.setattr(data, "locate", lambda name: {file: folder / file for file in arrays})
     path.write_bytes(idx(arrays[path.name][:3]))
     with pytest.raises(FileError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):
-        load_split("mnist", "test")
+        load_images("mnist")
     whole = gzip.decompress(idx(arrays[path.name]))
     for content, what in ((idx(arrays[path.name])[:-9], "damaged"), (b"plain", "damaged")):
         path.write_bytes(content)
         with pytest.raises(FileError, match=f"{path} is {what}"):
-            load_split("mnist", "test")
+            load_images("mnist")
     for content, what in ((whole[:-1], "is truncated"), (b"\0\0\x09" + whole[3:], "not an IDX file of bytes")):
         path.write_bytes(gzip.compress(content))
         with pytest.raises(FileError, match=what):
-            load_split("mnist", "test")
-    for name, split in (("covertype", "test"), ("digits", "val")):
-        with pytest.raises(SettingError, match=f"got '{split}' of '{name}'"):
-            load_split(name, split)
+            load_images("mnist")
+    with pytest.raises(SettingError, match="got 'covertype'"):
+        load_images("covertype")
 
 
 def test_digits_are_split_once_and_for_all():
@@ -459,6 +456,6 @@ def test_the_function_is_the_papers():
     x, noise = rng.uniform(-0.5, 1.2, 100), rng.normal(0, 0.02, 100)
     got = data.toy_function(torch.from_numpy(x), torch.from_numpy(noise))
     assert_close(got.numpy(), reference(x, noise), atol=1e-14)
-    grid = data.toy_grid(18)
-    assert_close(grid.x.ravel(), np.linspace(-0.5, 1.2, 18), atol=1e-6)
-    assert_close(grid.y.ravel(), reference(np.linspace(-0.5, 1.2, 18), np.zeros(18)), atol=1e-5)
+    grid = data.toy_grid()
+    assert_close(grid.x.ravel(), np.linspace(-0.5, 1.2, 341), atol=1e-6)
+    assert_close(grid.y.ravel(), reference(np.linspace(-0.5, 1.2, 341), np.zeros(341)), atol=1e-5)

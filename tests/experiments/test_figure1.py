@@ -11,9 +11,9 @@ import pytest
 from experiments import figure1
 from experiments.__main__ import main
 from experiments.baselines import METHODS
-from experiments.figure1 import METRICS, RegressionSettings, drawn, fit_methods, picture
+from experiments.figure1 import METRICS, Settings, drawn, fit_methods, picture
 
-SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_seeds=2, epochs=5, n_test=30)
+SMALL = Settings(methods=("badam", "laplace-full", "mc-dropout"), n_seeds=2, epochs=5, n_test=30)
 
 
 def results_of(folder):
@@ -35,14 +35,12 @@ def test_the_command_writes_its_figure_and_metrics(tmp_path, capsys):
     assert "--methods must be some, separated by commas, of gp, badam" in capsys.readouterr().err
 
 
-def test_data_lie_where_they_should_and_the_gap_is_empty():
+def test_data_lie_where_they_should():
     train, held_out, inside, outside = drawn(0, SMALL)
     for part in (train, held_out, inside):
         assert part.x.min() >= 0
         assert part.x.max() <= 0.5
     assert not ((outside.x > 0) & (outside.x < 0.5)).any()
-    gap, *_ = drawn(0, RegressionSettings(gap=True))
-    assert not ((gap.x > 0.17) & (gap.x < 0.33)).any()
 
 
 def test_an_initial_precision_is_that_of_the_first_step():
@@ -114,10 +112,10 @@ def test_other_settings_do_not_take_what_is_kept_and_other_methods_do(tmp_path, 
     (ledger,) = tmp_path.glob("unfinished-*.json")
     calls = stopping_at(None, monkeypatch)
     one = replace(SMALL, methods=("badam",))
-    for seed, settings in ((1, one), (0, replace(one, epochs=6)), (0, replace(one, gap=True))):
+    for seed, settings in ((1, one), (0, replace(one, epochs=6))):
         figure1.run(seed=seed, out=tmp_path, quiet=True, settings=settings)
         assert list(tmp_path.glob("unfinished-*.json")) == [ledger]
-    assert calls == 3 * ["badam"]
+    assert calls == 2 * ["badam"]
     calls.clear()
     figure1.run(seed=0, out=tmp_path, quiet=True, settings=replace(SMALL, methods=("map", "badam")))
     assert calls == ["map"]

@@ -20,13 +20,13 @@ def tables(monkeypatch):
     random = np.random.default_rng(5)
     labels = random.integers(7, size=400)
     made = {
-        "mushroom": Table("mushroom", np.eye(40, dtype=np.uint8), np.arange(40) % 2, 2),
-        "financial": Table("financial", random.normal(size=(900, 21))),
-        "jester": Table("jester", random.uniform(-10, 10, size=(400, 40)).astype(np.float32)),
-        "statlog": Table("statlog", random.normal(3, 7, size=(400, 9)).astype(np.float32), labels, 7),
-        "adult": Table("adult", random.normal(size=(400, 6)), labels, 14),
-        "covertype": Table("covertype", random.normal(size=(10_500, 6)), np.arange(10_500) % 7, 7),
-        "census": Table("census", random.integers(2, size=(400, 30), dtype=np.uint8), labels, 9),
+        "mushroom": Table(np.eye(40, dtype=np.uint8), np.arange(40) % 2, 2),
+        "financial": Table(random.normal(size=(900, 21))),
+        "jester": Table(random.uniform(-10, 10, size=(400, 40)).astype(np.float32)),
+        "statlog": Table(random.normal(3, 7, size=(400, 9)).astype(np.float32), labels, 7),
+        "adult": Table(random.normal(size=(400, 6)), labels, 14),
+        "covertype": Table(random.normal(size=(10_500, 6)), np.arange(10_500) % 7, 7),
+        "census": Table(random.integers(2, size=(400, 30), dtype=np.uint8), labels, 9),
     }
     made["census-1000"] = made["census"]
     monkeypatch.setattr(problems, "load_table", lambda name, **_: made[name])

@@ -13,14 +13,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from bayesadam.errors import FileError
-from experiments import report
+from experiments import cost, figure1, figure2, report, table1
 from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Verdict, above, judged
-from experiments.cost import CostSettings
-from experiments.figure1 import METRICS, RegressionSettings
-from experiments.figure2 import FRACTIONS, VARIANTS, PruningSettings
+from experiments.figure1 import METRICS
+from experiments.figure2 import FRACTIONS, VARIANTS
 from experiments.report import read
 from experiments.running import Sample
-from experiments.table1 import OWN_AGENTS, PAPER, BanditSettings
+from experiments.table1 import OWN_AGENTS, PAPER
 
 NASTY = "</script><script>alert(\"1\")</script><img src=x onerror='y'>&amp;"
 METHODS = ("gp", "badam", "mc-dropout", "bbb", "vadam", "laplace-diagonal", "laplace-full")
@@ -40,7 +39,7 @@ def regression_run(std: dict[str, tuple[float, float]] | None = None, seeds: int
         scores["std_near"] = [(near + far) / 2 + 1e-4 * s for s in range(seeds)]
         scores["std_far"] = [2 * far - (near + far) / 2 + 1e-3 * s for s in range(seeds)]
         results[method] = scores
-    asked = {"methods": list(std), "n_seeds": seeds, "epochs": 20_000, "gap": False} | settings
+    asked = {"methods": list(std), "n_seeds": seeds, "epochs": 20_000} | settings
     return metrics("figure1", asked, results)
 
 
@@ -51,7 +50,7 @@ def pruning_run(levels: dict[tuple[str, str], dict[float, float]], seeds: int = 
         rows = [[given.get(f, 0.98) - 1e-4 * s for f in FRACTIONS] for s in range(seeds)]
         results.setdefault(method, {})[ranking] = {"fractions": list(FRACTIONS), "accuracy": rows}
     asked = {"data": "mnist", "methods": list(results), "n_seeds": seeds, "epochs": 100, "hidden": [400, 400]}
-    return metrics("figure2", asked | {"activation": "relu"} | settings, results)
+    return metrics("figure2", asked | settings, results)
 
 
 PRUNED = {
@@ -128,25 +127,13 @@ def whole(tmp_path):
     return tmp_path
 
 
-RUNS = {
-    "figure1": "figure1.run",
-    "figure2": "figure2.run",
-    "table1": "table1.run",
-    "cost": "cost.run",
-}
-
-
-def replace_runs(monkeypatch, run):
-    for name in RUNS.values():
-        monkeypatch.setattr(f"experiments.{name}", run)
-
-
 @pytest.fixture
 def nothing_runs(monkeypatch):
     def refuse(**asked):
         raise AssertionError(f"was run: {asked}")
 
-    replace_runs(monkeypatch, refuse)
+    for name in EXPERIMENTS:
+        monkeypatch.setattr(f"experiments.{name}.run", refuse)
 
 
 def reported(root: Path, *, quick: bool = False) -> tuple[str, dict]:
@@ -227,19 +214,6 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path, content, message):
     assert str(tmp_path / "table1" / "metrics.json") in str(caught.value)
 
 
-@pytest.mark.usefixtures("nothing_runs")
-def test_runs_of_earlier_releases_are_taken_by_their_names(whole):
-    for new, old in (("figure1", "regression"), ("figure2", "pruning"), ("table1", "bandits")):
-        content = json.loads((whole / new / "metrics.json").read_text())
-        put(whole, old, content | {"command": old})
-        (whole / new / "metrics.json").unlink()
-    put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9}}, settings="tuned") | {"command": "bandits"})
-    text, found = reported(whole)
-    files = [run["file"].partition("/")[0] for run in found["results"]["runs"]]
-    assert files == ["regression", "pruning", "bandits", "bandits-other", "cost"]
-    assert "python -m experiments figure1 --seed 0" in text
-
-
 # --- what is missing is run -------------------------------------------------------------------------------------------
 
 
@@ -253,7 +227,7 @@ def stubs(monkeypatch):
             asked.append((name, given))
             put(given["out"].parent, given["out"].name, make(given["settings"]))
 
-        monkeypatch.setattr(f"experiments.{RUNS[name]}", run)
+        monkeypatch.setattr(f"experiments.{name}.run", run)
 
     stub("figure1", lambda s: regression_run(seeds=s.n_seeds, epochs=s.epochs))
     stub("figure2", lambda s: pruning_run(PRUNED, seeds=s.n_seeds, epochs=s.epochs, data=s.data))
@@ -272,11 +246,11 @@ def stubs(monkeypatch):
 def test_what_is_missing_is_run_in_full(tmp_path, stubs):
     reported(tmp_path)
     assert [(name, given["out"]) for name, given in stubs] == [(name, tmp_path / name) for name in EXPERIMENTS]
-    regression, pruning, bandits, cost = (given["settings"] for _, given in stubs)
-    assert regression == RegressionSettings()
-    assert cost == CostSettings()
-    assert pruning == PruningSettings()
-    assert bandits == BanditSettings(agents=OWN_AGENTS, settings="paper")
+    regression, pruning, bandits, costs = (given["settings"] for _, given in stubs)
+    assert regression == figure1.Settings()
+    assert costs == cost.Settings()
+    assert pruning == figure2.Settings()
+    assert bandits == table1.Settings(agents=OWN_AGENTS, settings="paper")
     # The whole census is large, and fetched by name alone.
     assert "census" not in bandits.problems
     reported(tmp_path)
@@ -286,9 +260,9 @@ def test_what_is_missing_is_run_in_full(tmp_path, stubs):
 def test_the_quick_version_stands_apart_and_says_so(tmp_path, stubs):
     text, _ = reported(tmp_path, quick=True)
     assert [given["out"] for _, given in stubs] == [tmp_path / "quick" / name for name in EXPERIMENTS]
-    regression, pruning, bandits, cost = (given["settings"] for _, given in stubs)
+    regression, pruning, bandits, costs = (given["settings"] for _, given in stubs)
     assert regression.epochs == 500
-    assert pruning.data == cost.data == "digits"
+    assert pruning.data == costs.data == "digits"
     # Nothing is fetched: the problem whose files are absent is not played, the embedded one is.
     assert bandits.problems == ("wheel",)
     for words in ("This is the quick version.", "500 epochs instead of 20,000", "on digits, not on MNIST", "2 runs"):
@@ -324,10 +298,10 @@ def test_absent_data_are_named_and_never_swapped(tmp_path, stubs, monkeypatch):
 @pytest.mark.slow
 def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     small = {
-        "figure1": RegressionSettings(methods=("map",), n_seeds=2, epochs=2, n_test=20),
-        "figure2": PruningSettings(data="digits", methods=("badam",), n_seeds=2, epochs=1, hidden=(8,)),
-        "table1": BanditSettings(("wheel",), ("badam", "uniform"), runs=2, rounds=40),
-        "cost": CostSettings("digits", rounds=1),
+        "figure1": figure1.Settings(methods=("map",), n_seeds=2, epochs=2, n_test=20),
+        "figure2": figure2.Settings(data="digits", methods=("badam",), n_seeds=2, epochs=1, hidden=(8,)),
+        "table1": table1.Settings(("wheel",), ("badam", "uniform"), runs=2, rounds=40),
+        "cost": cost.Settings("digits", rounds=1),
     }
     monkeypatch.setattr(report, "QUICK_SETTINGS", small)
     text, found = reported(tmp_path, quick=True)
@@ -368,7 +342,7 @@ def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     nasty |= {"device": NASTY, "version": NASTY, "seed": NASTY}
     put(tmp_path, "table1", nasty)
     put(tmp_path, "figure1", regression_run({NASTY: (0.1, 0.2)}))
-    put(tmp_path, "figure2", pruning_run({**PRUNED, (NASTY, NASTY): {}}, data=NASTY, activation=NASTY))
+    put(tmp_path, "figure2", pruning_run({**PRUNED, (NASTY, NASTY): {}}, data=NASTY))
     put(tmp_path, "cost", metrics("cost", {"data": NASTY, "rounds": 1}, {NASTY: {NASTY: {"step": [1.0]}}}))
     outline = Outline(reported(tmp_path)[0])
     assert not outline.all("img")
@@ -469,7 +443,6 @@ def test_claims_about_the_toy_regression():
     turned = {"badam": (0.1, 0.05), "bbb": (0.04, 0.5), "vadam": (0.05, 0.3), "laplace-diagonal": (0.1, 0.2)}
     found = verdicts(regression_run(std | turned))
     assert {found[key] for key in keys} == {Verdict.FAILED}
-    assert verdicts(regression_run(std, gap=True))["figure1-widens"] is Verdict.UNMEASURED
     # One method that is clearly tighter refutes the claim to be the tightest.
     tighter = verdicts(regression_run(std | {"bbb": (0.01, 0.04)}))
     assert tighter["figure1-mass-near-data"] is Verdict.FAILED
@@ -491,7 +464,7 @@ def test_the_settings_are_best_where_no_other_keeps_more():
     assert verdicts(pruning_run(PRUNED))["figure2-settings"] is Verdict.UNMEASURED
     assert verdicts(pruning_run(PRUNED | worse))["figure2-settings"] is Verdict.HELD
     claim = next(claim for claim in CLAIMS if claim.key == "figure2-settings")
-    assert {check[2].partition("/")[0] for check in claim.comparisons} == set(VARIANTS)
+    assert {check[2].partition("/")[0] for check in claim.checks} == set(VARIANTS)
     better = worse | {("badam-l2-1e-05", "snr"): {0.75: 0.9, 0.9: 0.96, 0.95: 0.7}}
     assert verdicts(pruning_run(PRUNED | better))["figure2-settings"] is Verdict.PARTLY
     every = {(name, "snr"): {0.75: 0.975, 0.9: 0.96, 0.95: 0.9} for name in VARIANTS}
