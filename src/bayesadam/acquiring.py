@@ -15,8 +15,9 @@ from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood as record_of
-from bayesadam.predict import Forward, linearised, mean_outputs
+from bayesadam.predict import Forward, linearised
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
+from bayesadam.predict.tap import first_input, observed, watched
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
@@ -102,12 +103,8 @@ def _gradients(posterior: Posterior, inputs: Any, name: str, forward: Forward | 
     """Factors e and h of the gradients e hᵀ of the last linear layer at the likeliest class, (n, ·) each."""
     features: list[Tensor] = []
     layers = [module for module in posterior.model.modules() if isinstance(module, nn.Linear)]
-    handles = [layer.register_forward_pre_hook(lambda _, given: features.append(given[0])) for layer in layers]
-    try:
-        outputs = mean_outputs(posterior, inputs, forward=forward)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watched(layers, lambda _, args, kwargs, output: features.append(first_input(args, kwargs))):
+        outputs, _ = observed(posterior, (), inputs, forward)
     if not features or features[-1].dim() != 2 or outputs.dim() != 2:
         raise MatchError(f"an input has one label here, from a linear layer; the outputs are {tuple(outputs.shape)}")
     if name == "binary":

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import bayesadam as ba
-from bayesadam.errors import SettingError
 from bayesadam.predict import linearised, linearised_draws, sampled
 from cases import mlp
 from floats import assert_close
@@ -80,9 +79,6 @@ def test_mean_and_variance_are_those_of_the_draws():
     found = linearised_draws(posterior, x, 7, generator=seeded())
     assert_close(found.mean, linearised(posterior, x).mean)
     assert_close(found.variance, (found.draws - found.mean).square().mean(dim=0))
-    one = sampled(posterior, x, 1)
-    assert one.draws.shape == (1, 5, 2, 2)
-    assert one.variance.isnan().all()
 
 
 @pytest.mark.slow
@@ -103,7 +99,7 @@ def test_ten_thousand_linearised_draws_have_the_exact_covariance():
 def test_a_draw_is_one_function_for_all_inputs_with_gradients(kind: str):
     torch.manual_seed(0)
     posterior, x = posterior_over(mlp(3, 6, 2).double()), normal(6, 3)()
-    function = lambda z: KINDS[kind](posterior, z, 1, generator=seeded(7)).draws[0]  # noqa: E731
+    function = lambda z: KINDS[kind](posterior, z, 2, generator=seeded(7)).draws[0]  # noqa: E731
     assert_close(function(x[2:4]), function(x)[2:4])
     assert torch.autograd.gradcheck(function, (x[:2].requires_grad_(),))
 
@@ -176,15 +172,6 @@ def test_operations_that_cannot_be_vectorised_or_pushed_forward_give_the_same(si
 
 
 @every_kind
-@pytest.mark.parametrize("budget", [1, 3_000, 30_000])
-def test_draws_do_not_depend_on_the_memory_they_are_made_in(kind: str, budget: int):
-    x, posterior = normal(5, 2, 3)(), narrow(sequences(torch.sin))
-    expected = KINDS[kind](posterior, x, 6, generator=seeded())
-    found = KINDS[kind](posterior, x, 6, generator=seeded(), budget=budget)
-    assert_close(found.draws, expected.draws, rtol=1e-10, atol=1e-14)
-
-
-@every_kind
 def test_draws_are_reproducible(kind: str):
     torch.manual_seed(0)
     posterior, x = narrow(mlp(3, 4, 2)), torch.randn(4, 3)
@@ -212,10 +199,3 @@ def test_half_precision_draws_are_given_in_float32(kind: str):
     assert found.draws.dtype == found.mean.dtype == found.variance.dtype == torch.float32
     exact = linearised(posterior, x).variance
     assert (found.variance / exact).log().abs().max() < 0.7
-
-
-@every_kind
-@pytest.mark.parametrize("n", [0, 2.5, True])
-def test_numbers_of_draws_that_are_none_are_named(kind: str, n: Any):
-    with pytest.raises(SettingError, match=f"n must be a whole number of at least 1 .draws., got {n}"):
-        KINDS[kind](posterior_over(mlp(3, 2)), torch.zeros(2, 3), n)
