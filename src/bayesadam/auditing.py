@@ -125,7 +125,7 @@ def audit(
     by_data = _by_data(posterior) if kind.is_classes else None
     numbers: list[tuple[Moments, Tensor]] = []
     columns: list[dict[str, Tensor]] = []
-    for inputs, y, _ in progress(batches_of(batches, posterior.model), "audit"):
+    for inputs, y in progress(batches_of(batches, posterior.model), "audit"):
         inputs, y, size = to_device(inputs, device), y.to(device), batch_size(inputs)
         if len(y) != size:
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -100,12 +101,18 @@ def test_float32_in_the_least_memory_gives_the_same_within_its_precision(
     wide = pytree.tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, inputs)
     _, expected = brute_force(exact, lambda model: spread_inputs(model, wide))
     posterior = posterior_over(model)
-    whole = linearised(posterior, inputs, covariance=True, budget=1 << 15)
+    monkeypatch.setattr(moments, "BUDGET", 1 << 15)
+    whole = linearised(posterior, inputs, covariance=True)
     assert whole.mean.dtype == whole.variance.dtype == whole.covariance.dtype == torch.float32
     assert relative_error(whole.covariance.double(), expected) <= 1e-3
-    alone = linearised(posterior, inputs, budget=least_budget(posterior, inputs)).variance.double()
+    # In a budget that is enough, where an eighth of it is not.
+    alone = linearised(posterior, inputs).variance
+    with contextlib.suppress(SettingError):
+        while True:
+            monkeypatch.setattr(moments, "BUDGET", moments.BUDGET // 8)
+            alone = linearised(posterior, inputs).variance
     variance = expected.diagonal(dim1=1, dim2=2)
-    assert_close(alone.reshape(variance.shape), variance, rtol=1e-3, atol=1e-30)
+    assert_close(alone.double().reshape(variance.shape), variance, rtol=1e-3, atol=1e-30)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -174,13 +181,12 @@ def test_the_network_is_linearised_at_the_posteriors_mean_not_at_the_models_weig
     assert not close(found.mean, model(x))
 
 
-def test_several_variances_of_one_mean_take_one_pass():
+def test_several_variances_of_one_mean_take_one_pass(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(moments, "BUDGET", 1 << 12)
     posterior, x = posterior_over(mlp(3, 4, 2).double()), normal(4, 3)()
     others = [posterior.replace(prior_precision=delta) for delta in (0.5, 8.0)]
-    mean, variance, covariance = moments_under(
-        posterior, [q.coordinate_variance for q in others], x, covariance=True, budget=1 << 12
-    )
+    mean, variance, covariance = moments_under(posterior, [q.coordinate_variance for q in others], x, covariance=True)
     for i, q in enumerate(others):
         found = linearised(q, x, covariance=True)
         assert_close(mean, found.mean)
@@ -250,12 +256,14 @@ def test_the_joint_covariance_of_every_kind_of_layer(name: str):
     assert_close(found.joint, (j * sigma) @ j.T, rtol=1e-6)
 
 
-def test_parameters_are_taken_one_by_one_where_memory_is_short():
+def test_parameters_are_taken_one_by_one_where_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     posterior, x = posterior_of(), torch.randn(4, 3).double()
     expected = linearised(posterior, x, joint=True).joint
-    assert_close(linearised(posterior, x, joint=True, budget=3 * 8 * 8 * 30).joint, expected)
+    monkeypatch.setattr(moments, "BUDGET", 3 * 8 * 8 * 30)
+    assert_close(linearised(posterior, x, joint=True).joint, expected)
+    monkeypatch.setattr(moments, "BUDGET", 100)
     with pytest.raises(SettingError, match="draw weights"):
-        linearised(posterior, x, joint=True, budget=100)
+        linearised(posterior, x, joint=True)
 
 
 def test_inputs_have_no_graph_unless_they_require_gradients():
@@ -425,43 +433,33 @@ def test_a_forward_may_be_any_callable_and_a_method_is_planned_once(monkeypatch:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def least_budget(posterior: ba.Posterior, inputs: Any) -> int:
-    """A budget that is enough, where an eighth of it is not."""
-    budget = 1 << 15
-    while True:
-        try:
-            linearised(posterior, inputs, budget=budget // 8)
-        except SettingError:
-            return budget
-        budget //= 8
-
-
-def test_a_known_model_runs_once_a_batch_unless_memory_is_short():
+def test_a_known_model_runs_once_a_batch_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     rows: list[int] = []
     torch.manual_seed(0)
     model = Lambda(lambda self, x: rows.append(len(x)) or self.net(x), net=mlp(3, 4, 2)).double()
     posterior, x = posterior_over(model), normal(64, 3)()
     linearised(posterior, x)
-    rows.clear()
-    linearised(posterior, x)
-    assert rows == [64]
-    linearised(posterior, x, budget=10_000)
-    assert sum(rows[-3:]) == 64
-    linearised(posterior, x, budget=400)
-    assert rows[-64:] == [1] * 64
+    for budget, expected in ((1 << 30, [64]), (400, [1] * 64)):
+        monkeypatch.setattr(moments, "BUDGET", budget)
+        rows.clear()
+        linearised(posterior, x)
+        assert rows == expected
 
 
-def test_too_small_a_budget_names_the_bytes_and_what_needs_less():
+def test_too_little_memory_names_the_bytes_and_what_needs_less(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     posterior, x = posterior_over(mlp(3, 4, 10).double()), normal(4, 3)()
+    monkeypatch.setattr(moments, "BUDGET", 1_000)
     with pytest.raises(SettingError, match=r"[\d,]+ bytes.*budget is 1,000.*covariance=False"):
-        linearised(posterior, x, covariance=True, budget=1_000)
-    assert linearised(posterior, x, budget=1_000).variance.shape == (4, 10)
+        linearised(posterior, x, covariance=True)
+    assert linearised(posterior, x).variance.shape == (4, 10)
+    monkeypatch.setattr(moments, "BUDGET", 100)
     with pytest.raises(SettingError, match=r"[\d,]+ bytes.*budget is 100.*draws"):
-        linearised(posterior, x, budget=100)
+        linearised(posterior, x)
     bare = Lambda(lambda self, x: (x @ self.matrix).tanh(), matrix=nn.Parameter(torch.randn(50, 40))).double()
+    monkeypatch.setattr(moments, "BUDGET", 10_000)
     with pytest.raises(SettingError, match=r"'matrix'.*640,000 bytes.*budget is 10,000.*draw"):
-        linearised(posterior_over(bare), normal(2, 50)(), budget=10_000)
+        linearised(posterior_over(bare), normal(2, 50)())
 
 
 class LargestTensor(TorchDispatchMode):

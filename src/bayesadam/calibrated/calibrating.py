@@ -178,7 +178,7 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
     entropies, inputs_seen, prints = [], [], []
     dims, n, every = (0, 0), 0, True
     with Bar("calibrate") as bar, torch.no_grad():
-        for number, (inputs, y, _) in enumerate(batches_of(held_out, tapped.model)):
+        for number, (inputs, y) in enumerate(batches_of(held_out, tapped.model)):
             _check_targets(kind, inputs, y, tapped.call)
             f, seen = _run(tapped, to_device(inputs, device), y)
             dims = dims_of(f)

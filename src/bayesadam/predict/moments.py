@@ -24,8 +24,8 @@ from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.inputs import InputSide
 from bayesadam.weights.named import Named
 
-# A GPU has the memory, and small pieces of work would not fill it.
-DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30
+# Bytes of memory at once. A GPU has it, and small pieces of work would not fill it.
+BUDGET = (8 if torch.cuda.is_available() else 1) << 30
 _OUTPUTS_AT_ONCE = 64
 # Among more, a weight that one example alone uses in another way would hide behind rounding.
 _EXAMPLES_AT_ONCE = 4096
@@ -40,9 +40,8 @@ def linearised(
     forward: Forward | None = None,
     covariance: bool = False,
     joint: bool = False,
-    budget: int = DEFAULT_BUDGET,
 ) -> Moments:
-    """f(x; μ) and the diagonal of J Σ Jᵀ, in float32 or wider, in parts that fit a memory budget in bytes.
+    """f(x; μ) and the diagonal of J Σ Jᵀ, in float32 or wider, in parts that fit `BUDGET` bytes.
 
     Per layer the contraction is in closed form, the layer's factors are dropped at once, and no (batch, outputs,
     parameters) tensor exists. Parameters that no known layer explains take autograd, example by example, with the same
@@ -56,7 +55,7 @@ def linearised(
     posterior.require_proper()
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        task = _Task.of(posterior, [posterior.coordinate_variance], forward, covariance or joint, budget)
+        task = _Task.of(posterior, [posterior.coordinate_variance], forward, covariance or joint)
         mean, variance, blocks, between = _between(task, inputs) if joint else (*_moments(task, inputs), None)
     block, whole = (None if each is None else each[0] for each in (blocks, between))
     return Moments(mean, variance[0], block, joint=whole)
@@ -69,7 +68,6 @@ def moments_under(
     *,
     forward: Forward | None = None,
     covariance: bool = False,
-    budget: int = DEFAULT_BUDGET,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same for k other variances of the posterior's coordinates, by parameter name, in one pass over the inputs.
 
@@ -78,12 +76,12 @@ def moments_under(
     """
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        return _moments(_Task.of(posterior, variances, forward, covariance, budget), inputs)
+        return _moments(_Task.of(posterior, variances, forward, covariance), inputs)
 
 
 def white_rows(posterior: Gaussian, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """f(x; μ), (b, c), and rows φ, (b, c, ·), with φ φᵀ = J Σ Jᵀ; both with gradients where the inputs have them."""
-    task = _Task.of(posterior, [posterior.coordinate_variance], None, False, DEFAULT_BUDGET)
+    task = _Task.of(posterior, [posterior.coordinate_variance], None, False)
     with evaluating(posterior.model), torch.set_grad_enabled(has_graph(inputs)):
         return task.call.flat(task.params, inputs), _white_rows(task, tuple(task.leaves), inputs)[0]
 
@@ -100,14 +98,11 @@ class _Task:
     variances: Sequence[Named]
     structure: Diagonal
     covariance: bool
-    budget: int
 
     @classmethod
-    def of(
-        cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool, budget: int
-    ) -> _Task:
+    def of(cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool) -> _Task:
         leaves = {name: mu.requires_grad_() for name, mu in means(posterior).items()}
-        return cls(Call(posterior.model, forward), leaves, variances, posterior.structure, covariance, budget)
+        return cls(Call(posterior.model, forward), leaves, variances, posterior.structure, covariance)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -137,12 +132,12 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
     at_once = plan.shape.numel() if task.covariance else min(plan.shape.numel(), most)
     while True:
         needed = plan.activations * like.element_size() * (4 + 2 * at_once if at_once > 1 else 3)
-        if needed <= task.budget:
-            return min(task.budget // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
+        if needed <= BUDGET:
+            return min(BUDGET // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
         if task.covariance or at_once == 1:
             cheaper = "variances alone (covariance=False)" if task.covariance else "draws of the weights"
             raise SettingError(
-                f"one example needs about {needed:,} bytes, the memory budget is {task.budget:,}: use {cheaper}, which "
+                f"one example needs about {needed:,} bytes, the memory budget is {BUDGET:,}: use {cheaper}, which "
                 "needs less"
             )
         at_once //= 2
@@ -240,12 +235,11 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
 def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, outputs: int, why: str) -> tuple[Tensor, Tensor]:
     """The share of some parameters by their Jacobians, of as many examples at a time as the budget holds."""
     needed = outputs * sum(task.leaves[name].numel() * task.leaves[name].element_size() for name in names)
-    if needed > task.budget:
+    if needed > BUDGET:
         raise SettingError(
-            f"{why}, {needed:,} bytes per example, and the memory budget is {task.budget:,}: draw weights, which needs "
-            "less"
+            f"{why}, {needed:,} bytes per example, and the memory budget is {BUDGET:,}: draw weights, which needs less"
         )
-    step, variance, blocks = max(1, task.budget // max(1, 4 * needed)), [], []
+    step, variance, blocks = max(1, BUDGET // max(1, 4 * needed)), [], []
     with torch.set_grad_enabled(has_graph(inputs)):
         for start in range(0, batch_size(inputs), step):
             white = _white_rows(task, names, examples(inputs, start, start + step))
@@ -263,13 +257,13 @@ def _between(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, c = len(mean), mean[0].numel()
     # Rows, white rows, and what made them.
     cost = {name: 3 * b * c * leaf.numel() * leaf.element_size() for name, leaf in task.leaves.items()}
-    apart = not graph and task.structure.by_parameter and sum(cost.values()) > task.budget
+    apart = not graph and task.structure.by_parameter and sum(cost.values()) > BUDGET
     groups = [(name,) for name in cost] if apart else [tuple(cost)]
     needed = max(sum(cost[name] for name in group) for group in groups)
-    if needed > task.budget:
+    if needed > BUDGET:
         raise SettingError(
             f"the covariance between {b} examples of {c} outputs needs about {needed:,} bytes at once, and the memory "
-            f"budget is {task.budget:,}: take fewer examples, or draw weights, which estimates it"
+            f"budget is {BUDGET:,}: take fewer examples, or draw weights, which estimates it"
         )
     with torch.set_grad_enabled(graph):
         white = (_white_rows(task, group, inputs).flatten(1, 2) for group in groups)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict.batches import batch_size, examples, repeated
+from bayesadam.predict.batches import batch_size, chosen_examples, examples
 from bayesadam.predict.network import Call, widened
 from bayesadam.predict.recording import recorded
 from bayesadam.predict.uses import Addend, Layout, Use, joined
@@ -209,8 +209,8 @@ def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
 
 def _planned(call: Call, leaves: Named, inputs: Any) -> Plan:
     """Up to three examples are run; copies are tried for the parameters that no layer explains."""
-    probe = repeated(inputs, 2) if batch_size(inputs) == 1 else examples(inputs, 0, 3)
-    size = batch_size(probe)
+    size = min(max(2, batch_size(inputs)), 3)
+    probe = chosen_examples(inputs, torch.arange(size) % batch_size(inputs))
     run = examined(call, leaves, probe)
     check_alone(call, leaves, probe, run.output)
     seen = [shape.numel() for shape in {use.at: use.shape for use in run.uses}.values()]
