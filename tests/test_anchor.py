@@ -69,7 +69,7 @@ def flat(named: Any) -> Tensor:
 
 def dense(q: ba.Posterior, prior: bool = True) -> Tensor:
     """P over all weights, row-major and in the order of the posterior: from the definition of each structure."""
-    found = q.settings.weight * dense_moment(q.structure, q.settings.power)
+    found = q.settings.weight * dense_moment(q.curvature, q.settings.power)
     if prior:
         deltas = {n: torch.full_like(t, 0.0) + q.prior_precision[n] for n, t in q.mode.items()}
         found = found + torch.diag(flat(deltas))
@@ -276,7 +276,7 @@ def test_settings_that_would_switch_it_off_are_refused():
     for wrong in ({"strength": 0.0}, {"strength": float("inf")}, {"n_data": 0}):
         with pytest.raises(SettingError, match=f"{next(iter(wrong))} must be a"):
             anchor(optimizer, before, **wrong)
-    empty = ba.Posterior(before.mode, type(before.structure)({n: 0 * t for n, t in before.mode.items()}),
+    empty = ba.Posterior(before.mode, type(before.curvature)({n: 0 * t for n, t in before.mode.items()}),
                          Settings(N, dict.fromkeys(before.mode, 0.0)), model=before.model)  # fmt: skip
     with pytest.raises(ImproperError, match="precision is 0"):
         anchor(optimizer, empty)

@@ -42,7 +42,7 @@ def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
 
 
 def flat_moment(posterior: ba.Posterior) -> Tensor:
-    return torch.cat([posterior.structure.second_moment[name].flatten() for name in posterior.mode])
+    return torch.cat([posterior.curvature.second_moment[name].flatten() for name in posterior.mode])
 
 
 def covariances(posterior: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:

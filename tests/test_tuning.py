@@ -46,7 +46,7 @@ def test_evidence_gives_the_trace_of_the_gauss_newton_matrix(name):
         trace = torch.einsum("nip,nij,njp->n", j, hessian, j).mean()
     else:
         trace = (kind.hessian_diagonal(f, tuned.noise_variance)[:, :, None] * j.square()).sum(dim=(1, 2)).mean()
-    total = sum(float(c.sum()) for c in tuned.structure.curvatures(tuned.settings.power))
+    total = sum(float(c.sum()) for c in tuned.curvature.curvatures(tuned.settings.power))
     # The last round of σ² ends within a hundredth.
     assert tuned.settings.weight * total == approx(tuned.n_data * float(trace), rel=0.02 if kind.noise else 1e-3)
     square = sum(float(p.square().sum()) for p in params.values())

@@ -91,7 +91,11 @@ def _gradients(q: Mixture, inputs: Any, kind: Likelihood, forward: Forward | Non
     for member in q.members:
         features: list[Tensor] = []
         layers = [module for module in member.model.modules() if isinstance(module, nn.Linear)]
-        with watched(layers, lambda _, args, kwargs, output, seen=features: seen.append(first_input(args, kwargs))):
+
+        def see(_: nn.Module, args: Any, kwargs: Any, __: Any, features: list[Tensor] = features) -> None:
+            features.append(first_input(args, kwargs))
+
+        with watched(layers, see):
             outputs, _ = observed(member, (), inputs, forward)
         if not features or features[-1].dim() != 2 or outputs.dim() != 2:
             raise MatchError(

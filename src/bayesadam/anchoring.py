@@ -80,7 +80,7 @@ class Anchor(Hooked):
     ) -> None:
         require_posterior(posterior, "an anchor")
         posterior.require_whole("an anchor")
-        if posterior.structure.inputs:
+        if posterior.curvature.inputs:
             raise SettingError("anchor to the posterior as it was before with_inputs: steps are not taken in its bases")
         positive("strength", strength, "1 is Bayes' rule; without an anchor there is none")
         self.strength = float(strength)
@@ -99,10 +99,10 @@ class Anchor(Hooked):
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
         if not self.anchored:
             raise MatchError("the optimiser trains none of the posterior's parameters: pass model=, what it trains")
-        mean, structure, settings = posterior.mean, posterior.structure, posterior.settings
+        mean, structure, settings = posterior.mean, posterior.curvature, posterior.settings
         self._mean = {name: mean[name].to(p.device, copy=True) for name, p in self._parameters.items()}
         self._precision = {name: structure.precision(name, settings).to(mu) for name, mu in self._mean.items()}
-        bases = {name: basis for name, basis in posterior.structure.bases.items() if name in self._mean}
+        bases = {name: basis for name, basis in posterior.curvature.bases.items() if name in self._mean}
         self._bases = {n: basis.to(self._mean[n].device, self._mean[n].dtype) for n, basis in bases.items()}
         if not any(bool(values.any()) for values in self._precision.values()):
             raise ImproperError("the posterior's precision is 0 for every trained weight: no gradient and no prior")

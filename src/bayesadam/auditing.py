@@ -151,8 +151,8 @@ def audit(
 def _by_data(posterior: Posterior) -> Posterior:
     """The same at p = s = 1, w = N B and δ a small share of the mean curvature w v̂, whatever the prior."""
     same = posterior.replace(power=1.0, scale=1.0, batch_size=posterior.settings.batch_size or _USUAL_BATCH, form="map")
-    total = sum(float(curvature.sum(dtype=torch.float64)) for curvature in same.structure.curvatures(1.0))
-    share = _ROTATED_SHARE if same.structure.bases else _SHARE
+    total = sum(float(curvature.sum(dtype=torch.float64)) for curvature in same.curvature.curvatures(1.0))
+    share = _ROTATED_SHARE if same.curvature.bases else _SHARE
     return same.replace(prior_precision=share * same.settings.weight * total / same.n_weights or 1.0)
 
 

@@ -15,7 +15,7 @@ from bayesadam.errors import BayesAdamError
 from bayesadam.readers import StateReader, read_entry
 from bayesadam.readers.match import Entry, Match, match_optimizers
 from bayesadam.weights.diagonal import Diagonal, zeros
-from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match
+from bayesadam.weights.gaussian import GaussianWeights, of_match
 from bayesadam.weights.running import biases_before_norms, norm_widths
 from bayesadam.weights.settings import Precision
 
@@ -80,7 +80,7 @@ def doctor(
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
-    gaussian = of_match(match, Reading(n_data or 1.0, 0.0))
+    gaussian = of_match(match, n_data or 1.0, 0.0)
     return diagnose(gaussian, list(examine(gaussian, match)), match, n_data=n_data, model=unwrap(model))
 
 
@@ -117,8 +117,8 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
     hidden = False
     if entry is None:
-        part = gaussian.part(name) if gaussian.structure.by_parameter else gaussian
-        v = part.structure.diagonal(name)
+        part = gaussian.part(name) if gaussian.curvature.by_parameter else gaussian
+        v = part.curvature.diagonal(name)
     else:
         ends, v = read_entry(entry)
         # Squaring or clamping may hide it; the reader refuses it all the same.
@@ -147,7 +147,7 @@ def diagnose(
     count = f"{gaussian.n_weights:,} weights in {len(examined)} parameters"
     findings = [*_values(examined), *_dead(examined, {} if match else gaussian.prior_precision)]
     if match is None:
-        origin, summary = gaussian.origin, f"a {gaussian.structure.kind} posterior of {count}"
+        origin, summary = gaussian.origin, f"a {gaussian.structure} posterior of {count}"
         optimizers = origin.optimizers
         findings += _few_steps(dict.fromkeys(gaussian.mode, (origin.fewest, origin.beta)))
     else:
@@ -158,7 +158,7 @@ def diagnose(
         findings += _few_steps(steps)
         findings += [] if source is None or source.apart is None else [Finding("other-epoch", "warning", source.apart)]
         findings += _of_match(match, n_data)
-        findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
+        findings += _batch_norms(readable, gaussian.curvature.second_moment, norm_widths(buffers))
     if tracked := gaussian.origin.tracked:
         findings.append(Finding("tracked", "note", f"track kept the second moment of {tracked}"))
     findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))

@@ -197,7 +197,7 @@ def _rule(gaussian: GaussianWeights, n_data: float | None, is_checkpoint: bool) 
     if is_checkpoint:
         return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
     of = gaussian.settings
-    text = f"σ is that of the {gaussian.structure.kind} posterior: N = {of.n_data:g}, "
+    text = f"σ is that of the {gaussian.structure} posterior: N = {of.n_data:g}, "
     text += f"1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
     if gaussian.has_weights:
         return text

@@ -70,15 +70,15 @@ def test_few_inputs_leave_the_state_alone():
 
 def test_the_state_gives_the_column_sums_of_v():
     q = trained("classification")
-    known = from_structure(layers_of(q.model, q.mode), q.structure)
+    known = from_structure(layers_of(q.model, q.mode), q.curvature)
     assert ([x.weight for x in known.layers], known.source) == (["0.weight", "2.weight"], "second moments")
-    sums = q.structure.second_moment["0.weight"].sum(dim=0)
+    sums = q.curvature.second_moment["0.weight"].sum(dim=0)
     assert_close(known.factors[0], (sums + RIDGE * sums.mean()).rsqrt())
 
 
 def test_the_input_side_gives_its_own_second_moment():
     q, x = trained("classification"), blobs(50, 3)[0]
-    known = from_structure(layers_of(q.model, q.mode), q.with_inputs(x).structure)
+    known = from_structure(layers_of(q.model, q.mode), q.with_inputs(x).curvature)
     assert known.source == "inputs"
     moment = x.T @ x / len(x)
     ridge = RIDGE * moment.diagonal().mean() * torch.eye(2)
@@ -92,7 +92,7 @@ def test_a_kronecker_posterior_gives_its_right_factor():
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
     recorder = ba.Recorder.from_batches(model, batches, nn.functional.cross_entropy)
     q = ba.Posterior.from_recorder(model, recorder, n_data=64, likelihood="classification")
-    known = from_structure(layers_of(q.model, q.mode), q.structure)
+    known = from_structure(layers_of(q.model, q.mode), q.curvature)
     assert known.source == "gradients"
     moment = torch.zeros(2, 2)
     for inputs, labels in batches:

@@ -45,7 +45,7 @@ def test_scores_are_the_formulas(ranking: str) -> None:
     scores = weight_scores(posterior, ranking)
     assert list(scores) == list(posterior.mode)
     for name, score in scores.items():
-        theta, v = posterior.mode[name].numpy(), posterior.structure.second_moment[name].numpy()
+        theta, v = posterior.mode[name].numpy(), posterior.curvature.second_moment[name].numpy()
         assert_close(score.numpy(), REFERENCES[ranking](theta, v), rtol=1e-12)
 
 
@@ -68,7 +68,7 @@ def test_a_dead_weight_goes_first_whatever_the_prior() -> None:
 
 def test_a_function_and_ready_scores_rank_too() -> None:
     posterior = posterior_of(net())
-    ready = {name: theta.abs() * posterior.structure.second_moment[name] for name, theta in posterior.mode.items()}
+    ready = {name: theta.abs() * posterior.curvature.second_moment[name] for name, theta in posterior.mode.items()}
     expected = sorted_masks({n: s.numpy() for n, s in ready.items()}, round(0.4 * posterior.n_weights))
     assert_same(masks(posterior, 0.4, ranking=lambda theta, v: theta.abs() * v), expected)
     assert_same(masks(posterior, 0.4, ranking=ready), expected)

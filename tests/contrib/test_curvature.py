@@ -69,7 +69,7 @@ def rotated():
 
 def own(path, model):
     """v̂ in the coordinates of the weights, as bayesadam reads it."""
-    found = ba.Posterior.load(path, model).structure
+    found = ba.Posterior.load(path, model).curvature
     return {name: found.diagonal(name) for name in found.second_moment}
 
 
@@ -106,7 +106,7 @@ def test_rotated_numbers_are_given_as_they_are_stored_too(rotated, tmp_path):
     live = ba.Posterior.from_optimizer(model, optimizer, 64, structure="kronecker")
     live.save(tmp_path / "p.safetensors")
     file = Curvature(tmp_path / "p.safetensors")
-    for name, v in live.structure.second_moment.items():
+    for name, v in live.curvature.second_moment.items():
         assert np.array_equal(file.stored(name), v.numpy())
     assert not np.allclose(file.stored("last.weight"), file.moment("last.weight"), rtol=0.1)
     assert any("eigenbases" in line for line in check(tmp_path / "p.safetensors"))
@@ -128,7 +128,7 @@ def test_files_of_an_earlier_release(name):
     opened = ba.GaussianWeights.open(path)
     found, _ = read(path)
     for each, v in found.items():
-        assert_close(v, opened.structure.diagonal(each), rtol=1e-5)
+        assert_close(v, opened.curvature.diagonal(each), rtol=1e-5)
     assert check(path)
 
 

@@ -154,7 +154,7 @@ def test_kronecker_solves_the_dense_equation(tuned):
     for name in ("0.weight", "3.bias"):
         whole, right = torch.zeros(start[name].numel(), start[name].numel()).double(), 0.0
         for model in models:
-            basis, v = model.structure.bases[name], model.structure.second_moment[name].double()
+            basis, v = model.curvature.bases[name], model.curvature.second_moment[name].double()
             turn = basis.right.double() if basis.left is None else torch.kron(basis.left.double(), basis.right.double())
             k = 960 * turn @ torch.diag(v.flatten()) @ turn.T
             whole, right = whole + k, right + k @ (model.mode[name] - start[name]).double().flatten()

@@ -88,7 +88,7 @@ def learned(posterior: ba.Posterior) -> Tensor:
 
 def covariance(posterior: ba.Posterior) -> Tensor:
     """(w V + δ)⁻¹ of the weights that are not padding, dense and in float64."""
-    moment, keep = dense_moment(posterior.structure), learned(posterior)
+    moment, keep = dense_moment(posterior.curvature), learned(posterior)
     delta = torch.cat(
         [torch.full((t.numel(),), float(posterior.prior_precision[n])) for n, t in posterior.mode.items()]
     )

@@ -61,7 +61,7 @@ def test_an_actor_and_a_critic_are_read_together(tmp_path: Path) -> None:
     # A part of what was trained is a model, too.
     part = ba.Posterior.from_checkpoint(tmp_path / "c.pt", fresh := mlp(4, 8, 8, 1), n_data=10)
     assert torch.equal(fresh[0].weight, critic[0].weight)
-    assert torch.equal(part.structure.second_moment["2.bias"], read_curvature(read).second_moment["critic.2.bias"])
+    assert torch.equal(part.curvature.second_moment["2.bias"], read_curvature(read).second_moment["critic.2.bias"])
 
 
 def test_twins_are_read_in_the_order_that_is_given(tmp_path: Path) -> None:

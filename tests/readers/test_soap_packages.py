@@ -176,7 +176,7 @@ def close(found: Tensor, expected: np.ndarray, rtol: float = 1e-9, atol: float =
 
 def dense_of(posterior: ba.Posterior, name: str) -> np.ndarray:
     """V̂ as the posterior has it, over the weights in row-major order."""
-    v, basis = posterior.structure.second_moment[name].double(), posterior.structure.bases.get(name)
+    v, basis = posterior.curvature.second_moment[name].double(), posterior.curvature.bases.get(name)
     if basis is None:
         return torch.diag(v.flatten()).numpy()
     rows = v.shape[0] if v.dim() > 1 else 1
@@ -226,7 +226,7 @@ def test_a_saved_soap_is_the_dense_matrix(name, kwargs):
         at, dense = f"all.{i}", kept.dense()
         close(curvature.second_moment[at], np.diag(dense).copy())
         close(torch.from_numpy(dense_of(posterior, at)), dense)
-        assert (at in posterior.structure.bases) == any(q is not None for q in kept.bases)
+        assert (at in posterior.curvature.bases) == any(q is not None for q in kept.bases)
         # The paper's root of V needs no bases where V is dense.
         values, vectors = np.linalg.eigh(dense)
         sigma = vectors @ np.diag(1 / (N * np.sqrt(values.clip(0)) + DELTA)) @ vectors.T

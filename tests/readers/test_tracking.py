@@ -119,7 +119,7 @@ def test_kronecker_factors_are_the_averages_of_outer_products():
         each = [g[name] for g in gradients]
         left, right = (outer(each, 0.9, right=side) for side in (False, True))
         v = torch.kron(left, right) / right.trace()
-        rotation, moment = posterior.structure.bases[name], posterior.structure.second_moment[name]
+        rotation, moment = posterior.curvature.bases[name], posterior.curvature.second_moment[name]
         rows, columns = torch.eye(len(left)), torch.eye(len(right))
         q_left, q_right = rotation.left.double(), rotation.right.double()
         found = torch.kron(q_left, q_right) @ moment.flatten().double().diag() @ torch.kron(q_left, q_right).T
@@ -175,7 +175,7 @@ def test_a_saved_state_is_read(way, tmp_path):
     assert from_file.origin.steps == (30, 30)
     for name, v in live.items():
         assert torch.equal(saved[name], v)
-        assert_close(from_file.structure.second_moment[name], v)
+        assert_close(from_file.curvature.second_moment[name], v)
 
 
 @pytest.mark.parametrize(("kind", "unscaled"), [(torch.optim.SGD, True), (torch.optim.AdamW, False)])

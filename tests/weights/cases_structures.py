@@ -60,19 +60,19 @@ def posterior_of(structure: str, seed: int = 0) -> ba.Posterior:
 
 def with_sides(posterior: ba.Posterior) -> ba.Posterior:
     """The input side of two layers, of made-up inputs: what `with_inputs` finds by running the network."""
-    v, shapes = dict(posterior.structure.second_moment), posterior.shapes
+    v, shapes = dict(posterior.curvature.second_moment), posterior.shapes
     sides = {}
     for name, bias in (("conv.weight", "conv.bias"), ("head.weight", None)):
         width = shapes[name][1:].numel() + (bias is not None)
         a = torch.randn(40, width).double() @ torch.randn(width, width).double()
         sides[name] = InputSide.of(a.T @ a / 40, shapes[name], bias)
     moments = {name: side.moments(v.pop(name), v.pop(side.bias) if side.bias else None) for name, side in sides.items()}
-    return replace(posterior, structure=Diagonal({**v, **moments}, {}, sides))
+    return replace(posterior, curvature=Diagonal({**v, **moments}, {}, sides))
 
 
 def names_of(q: ba.GaussianWeights) -> list[str]:
     """In the order of the dense matrix; a bias that is a column follows each of its rows."""
-    joined = {side.bias for side in q.structure.inputs.values()}
+    joined = {side.bias for side in q.curvature.inputs.values()}
     return [name for name in q.mode if name not in joined]
 
 
@@ -80,7 +80,7 @@ def flat(q: ba.GaussianWeights, named: Mapping[str, Tensor]) -> Tensor:
     """(..., all weights) of weights by name with any leading dimensions."""
     parts = []
     for name in names_of(q):
-        side, lead = q.structure.inputs.get(name), named[name].dim() - len(q.shapes[name])
+        side, lead = q.curvature.inputs.get(name), named[name].dim() - len(q.shapes[name])
         matrix = named[name].flatten(lead)
         if side is not None:
             matrix = matrix.unflatten(-1, (q.shapes[name][0], -1))
@@ -94,7 +94,7 @@ def curvature(q: ba.GaussianWeights, power: float) -> Tensor:
     """Vᵖ of all weights together."""
     blocks = []
     for name in names_of(q):
-        v, side, basis = q.structure.second_moment[name], q.structure.inputs.get(name), q.structure.bases.get(name)
+        v, side, basis = q.curvature.second_moment[name], q.curvature.inputs.get(name), q.curvature.bases.get(name)
         if side is not None:
             a = side.basis @ side.spectrum.diag() @ side.basis.T
             rows = v.sum(dim=1) / side.spectrum.sum()

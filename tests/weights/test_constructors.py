@@ -63,24 +63,24 @@ def test_a_soap_is_read_alike_from_everywhere(structure, tmp_path):
     same(ba.Posterior.from_checkpoint(tmp_path / "c.pt", mlp(3, 5, 2), N, **named), live)
     same(ba.GaussianWeights.open(tmp_path / "c.pt", N, structure=structure), live)
     rotated = ba.Posterior.from_optimizer(model, optimizer, N, structure="kronecker")
-    for name, v in ba.Posterior.from_optimizer(model, optimizer, N).structure.second_moment.items():
+    for name, v in ba.Posterior.from_optimizer(model, optimizer, N).curvature.second_moment.items():
         # The diagonal of the weights' own coordinates, never the rotated numbers.
-        assert_close(rotated.structure.diagonal(name), v, rtol=1e-4)
+        assert_close(rotated.curvature.diagonal(name), v, rtol=1e-4)
 
 
 def test_a_second_moment_makes_a_posterior_as_its_optimiser_does():
     model, optimizer = trained()
     live = ba.Posterior.from_optimizer(model, optimizer, N, "regression", prior_precision=2.0, batch_size=8)
-    v = live.structure.second_moment
+    v = live.curvature.second_moment
     how = {"prior_precision": 2.0, "batch_size": 8}
     same(ba.Posterior.from_second_moment(model, v, N, "regression", **how), live)
     double = ba.Posterior.from_second_moment(
         model, v, N, mean={name: theta.double() + 1 for name, theta in live.mode.items()}, **how
     )
-    assert double.mode["0.weight"].dtype == double.structure.second_moment["0.weight"].dtype == torch.float64
+    assert double.mode["0.weight"].dtype == double.curvature.second_moment["0.weight"].dtype == torch.float64
     assert_close(double.mean["0.bias"], live.mean["0.bias"].double() + 1)
     v["0.weight"].mul_(0.0)
-    assert bool(double.structure.second_moment["0.weight"].any())
+    assert bool(double.curvature.second_moment["0.weight"].any())
     part = ba.Posterior.from_second_moment(model, {"0.bias": v["0.bias"]}, N)
     assert dict(part.omitted) == dict.fromkeys(("0.weight", "2.weight", "2.bias"), "not given")
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,7 @@ import torch
 from torch import Tensor
 
 import bayesadam as ba
-from bayesadam.errors import FileError, MatchError
-from floats import approx, assert_close
+from floats import assert_close
 from ranks import found_by_ranks
 from weights.distributed_worker import (
     N_DATA,
@@ -144,60 +139,3 @@ def test_other_numbers_of_processes_load_it(found, plain):
         same(ours, statistics(plain["linear"]))
     for ours in (from_two, from_two_to_plain):
         same(ours, statistics(saved_posterior(plain)))
-
-
-@pytest.fixture
-def saved(results: Any, folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder / "saved_by_2", tmp_path / "saved"))
-
-
-def test_a_process_without_any_distribution_loads_it(saved, plain):
-    loaded = ba.Posterior.load(saved, fresh("linear"))
-    same(statistics(loaded), statistics(saved_posterior(plain)))
-    assert loaded.noise_variance == approx(0.1)
-    assert not [path for path in saved.parent.iterdir() if path.name.startswith(".")]
-
-
-def test_another_models_folder_is_refused(saved):
-    with pytest.raises(MatchError, match="another model"):
-        ba.Posterior.load(saved, fresh("norm"))
-    with pytest.raises(MatchError, match="another model"):
-        ba.Posterior.load(saved, torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)))
-
-
-class Runs:
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(Path(self.where) / "ran"),)
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-
-
-def test_a_pickle_that_would_run_code_does_not(saved):
-    (saved / ".metadata").write_bytes(pickle.dumps(Runs(saved)))
-    with pytest.raises(FileError, match="mkdir"):
-        ba.Posterior.load(saved, fresh("linear"))
-    assert not (saved / "ran").exists()
-
-
-def damaged(saved: Path, how: str) -> None:
-    header = saved / "bayesadam.json"
-    if how == "header":
-        header.unlink()
-    elif how == "json":
-        header.write_text(header.read_text()[:20])
-    elif how == "format":
-        header.write_text(json.dumps(json.loads(header.read_text()) | {"format": 99}))
-    elif how == "contents":
-        (saved / ".metadata").unlink()
-    elif how == "shard":
-        (saved / "__1_0.distcp").unlink()
-    elif how == "truncated":
-        (saved / "__1_0.distcp").write_bytes(b"")
-
-
-@pytest.mark.parametrize("how", ["header", "json", "format", "contents", "shard", "truncated"])
-def test_damage_is_told(saved, how):
-    damaged(saved, how)
-    with pytest.raises(FileError):
-        ba.Posterior.load(saved, fresh("linear"))

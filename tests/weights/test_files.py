@@ -138,7 +138,7 @@ def test_another_models_posterior(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_values_that_cannot_be(tmp_path, value):
     q, path = build(), tmp_path / "p.safetensors"
-    q.structure.second_moment["2.weight"][0, 0] = value
+    q.curvature.second_moment["2.weight"][0, 0] = value
     q.save(path)
     with pytest.raises(FileError, match=r"'2\.weight'"):
         ba.Posterior.load(path, mlp(3, 5, 2))
@@ -205,7 +205,7 @@ def saved(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
 def test_files_are_read_and_written_tensor_by_tensor(saved):
     folder, _, _ = saved
     opened, seen = ba.GaussianWeights.open(folder / "last.ckpt"), []
-    moments = opened.structure.second_moment
+    moments = opened.curvature.second_moment
 
     def watched(name: str) -> torch.Tensor:
         gc.collect()
@@ -214,8 +214,8 @@ def test_files_are_read_and_written_tensor_by_tensor(saved):
         seen.append(weakref.ref(v))
         return v
 
-    structure = dataclasses.replace(opened.structure, second_moment=Lazy(moments.outline, watched))
-    opened = dataclasses.replace(opened, structure=structure)
+    structure = dataclasses.replace(opened.curvature, second_moment=Lazy(moments.outline, watched))
+    opened = dataclasses.replace(opened, curvature=structure)
     for name in opened.mode:
         opened.part(name).snr()
     opened.export(folder / "posterior.safetensors", compress="factored")
@@ -280,7 +280,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     live = ba.Posterior.from_optimizer(model, optimizer, N)
     out = published(folder, model, compress, batch_size=16)
     loaded, opened = ba.Posterior.load(out, model), ba.GaussianWeights.open(out)
-    same_moments(loaded.structure.second_moment, live.structure.second_moment, compress)
+    same_moments(loaded.curvature.second_moment, live.curvature.second_moment, compress)
     assert (loaded.n_data, loaded.settings.batch_size, loaded.settings.power) == (N, 16, 0.5)
     assert (loaded.origin.steps, loaded.origin.beta, loaded.origin.recorded) == ((40, 40), 0.97, False)
     assert all(torch.equal(loaded.mode[name], theta) for name, theta in live.mode.items())
@@ -293,7 +293,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     torch.save(model.state_dict(), folder / "elsewhere.pt")
     for path, second in ((folder / "elsewhere.pt", out), (folder / "model.safetensors", None)):
         q = ba.Posterior.from_checkpoint(path, mlp(20, 32, 3), optimizer_path=second)
-        assert all(torch.equal(q.structure.second_moment[n], v) for n, v in loaded.structure.second_moment.items())
+        assert all(torch.equal(q.curvature.second_moment[n], v) for n, v in loaded.curvature.second_moment.items())
         assert (q.n_data, q.prior_precision) == (N, approx(live.prior_precision))
 
 
@@ -305,8 +305,8 @@ def test_save_and_load_with_every_option(saved, weights, compress):
     path = folder / "saved.safetensors"
     live.save(path, weights=weights, compress=compress)
     q = ba.Posterior.load(path, model)
-    same_moments(q.structure.second_moment, live.structure.second_moment, compress)
-    assert {v.dtype for v in (*q.structure.second_moment.values(), *q.mode.values())} == {torch.float64}
+    same_moments(q.curvature.second_moment, live.curvature.second_moment, compress)
+    assert {v.dtype for v in (*q.curvature.second_moment.values(), *q.mode.values())} == {torch.float64}
     assert q.prior_precision == live.prior_precision
     assert all(torch.equal(q.mode[name], theta) for name, theta in live.mode.items())
     assert storage.read(path)[1]["format"] == (1 if weights and compress is None else 2)
@@ -326,8 +326,8 @@ def test_kronecker_is_published_with_its_bases(tmp_path, compress):
     live = ba.Posterior.from_optimizer(model, optimizer, N, structure="kronecker")
     loaded = ba.Posterior.load(published(tmp_path, model, compress, structure="kronecker"), model)
     again = ba.Posterior.from_checkpoint(tmp_path / "model.safetensors", mlp(20, 32, 3), structure="kronecker")
-    same_moments(loaded.structure.second_moment, live.structure.second_moment, compress)
-    assert set(live.structure.bases) == set(loaded.structure.bases) == set(again.structure.bases)
+    same_moments(loaded.curvature.second_moment, live.curvature.second_moment, compress)
+    assert set(live.curvature.bases) == set(loaded.curvature.bases) == set(again.curvature.bases)
     assert_close(again.variance, loaded.variance)
     for name in ("adam", "adagrad"):
         with pytest.raises((MatchError, MatchError)):

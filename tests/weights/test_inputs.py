@@ -25,14 +25,14 @@ def test_it_is_the_mean_of_the_layers_inputs_over_examples_and_positions():
     model.head.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach()))
     known = q.with_inputs(x)
     model(x)
-    assert {"conv.weight", "head.weight"} <= set(known.structure.inputs)
+    assert {"conv.weight", "head.weight"} <= set(known.curvature.inputs)
     patches = x.unfold(2, 2, 1).transpose(1, 2).flatten(2)
     for name, a in (("conv.weight", second_moments(patches)), ("head.weight", second_moments(hidden[-1]))):
-        side = known.structure.inputs[name]
+        side = known.curvature.inputs[name]
         assert side.bias == name.replace("weight", "bias")
         assert_close(side.basis @ side.spectrum.diag() @ side.basis.T, a, rtol=1e-9)
-        rows = q.structure.second_moment[name].flatten(1).sum(dim=1) + q.structure.second_moment[side.bias]
-        assert_close(known.structure.second_moment[name].sum(dim=1), rows, rtol=1e-9)
+        rows = q.curvature.second_moment[name].flatten(1).sum(dim=1) + q.curvature.second_moment[side.bias]
+        assert_close(known.curvature.second_moment[name].sum(dim=1), rows, rtol=1e-9)
     # The trace of the curvature is that of the diagonal: inputs turn it, and add nothing.
     assert_close(curvature(known, 1.0).trace(), curvature(q, 1.0).trace(), rtol=1e-9)
     parts = q.with_inputs([(x[:13], torch.zeros(13)), (x[13:], torch.zeros(27))])

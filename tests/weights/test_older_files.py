@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam._storage import under
-from bayesadam.errors import BayesAdamWarning
+from bayesadam.errors import BayesAdamWarning, FileError, MatchError
 from floats import assert_close
 
 OLD, NEWER = Path(__file__).parent / "release_0_2", Path(__file__).parents[1] / "release_0_3"
@@ -46,7 +51,7 @@ def test_kronecker():
     q = ba.Posterior.load(OLD / "kronecker.safetensors", build())
     for each in (q, ba.GaussianWeights.open(OLD / "kronecker.safetensors")):
         agrees(each, "kronecker")
-        assert (each.structure.kind, each.n_data) == ("kronecker", 64)
+        assert (each.structure, each.n_data) == ("kronecker", 64)
 
 
 def test_without_weights_and_in_eight_bits():
@@ -67,12 +72,12 @@ def test_of_low_rank_ones_the_diagonal_is_read(kind):
     with pytest.warns(BayesAdamWarning):
         opened = ba.GaussianWeights.open(path)
     tensors = load_file(path)
-    for name, v in q.structure.second_moment.items():
+    for name, v in q.curvature.second_moment.items():
         rows = tensors[f"directions.{name}"].double().square()
         exact = torch.tensordot(tensors["eigenvalues.directions"].double(), rows, dims=1)
         exact = exact + tensors[f"rest.{name}"].double() if kind != "low-rank" else exact
         assert_close(v.double(), exact, rtol=1e-5)
-        assert torch.equal(opened.structure.second_moment[name], v)
+        assert torch.equal(opened.curvature.second_moment[name], v)
 
 
 def test_mixtures():
@@ -109,3 +114,52 @@ def test_of_a_calibrated_one_the_settings_are_kept(name, outputs, temperature, n
     assert q.likelihood == ("classification" if noise is None else "regression")
     assert q.temperature == temperature
     assert (q.noise_variance is None) if noise is None else (float(q.noise_variance) == pytest.approx(noise))
+
+
+# --- folders, which sharded posteriors were saved to ----------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Saved by two processes."""
+    return Path(shutil.copytree(Path(__file__).parent / "release_0_3" / "sharded", tmp_path / "saved"))
+
+
+def test_a_folder_is_read_by_one_process(folder, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    q, whole = ba.Posterior.load(folder, build(3, 5, 1)), torch.load(tmp_path / "whole.pt", weights_only=True)
+    for name, theta in q.mode.items():
+        assert torch.equal(theta, whole[f"mode.{name}"])
+        assert torch.equal(q.curvature.second_moment[name], whole[f"second_moment.{name}"])
+    assert (q.n_data, q.scale, q.settings.form) == (321, 0.25, "likelihood")
+    assert torch.equal(q.prior_precision["0.weight"], whole["prior_precision.0.weight"])
+    assert q.noise_variance == pytest.approx(0.1)
+    with pytest.raises(MatchError, match="another model"):
+        ba.Posterior.load(folder, build(3, 4, 1))
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(Path(self.where) / "ran"),)
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+
+@pytest.mark.parametrize("how", ["header", "json", "format", "contents", "shard", "truncated", "pickle"])
+def test_damaged_folders_are_told_and_nothing_runs(folder, how):
+    header, shard = folder / "bayesadam.json", folder / "__1_0.distcp"
+    {
+        "header": header.unlink,
+        "json": lambda: header.write_text(header.read_text()[:20]),
+        "format": lambda: header.write_text(json.dumps(json.loads(header.read_text()) | {"format": 99})),
+        "contents": (folder / ".metadata").unlink,
+        "shard": shard.unlink,
+        "truncated": lambda: shard.write_bytes(b""),
+        "pickle": lambda: (folder / ".metadata").write_bytes(pickle.dumps(Runs(folder))),
+    }[how]()
+    with pytest.raises(FileError, match="mkdir" if how == "pickle" else None):
+        ba.Posterior.load(folder, build(3, 5, 1))
+    assert not (folder / "ran").exists()

@@ -36,7 +36,7 @@ def test_moments_and_densities_are_the_dense_gaussians(structure, power, form):
     shares = torch.linalg.eigvalsh(exact.covariance_matrix) * DELTA
     assert q.effective_dimension == approx(float((1 - shares).sum()), rel=1e-8)
     if structure != "inputs":
-        v = {name: q.structure.diagonal(name) for name in q.mode}
+        v = {name: q.curvature.diagonal(name) for name in q.mode}
         assert_close(flat(q, v), curvature(q, 1.0).diagonal(), **close)
 
 
@@ -60,7 +60,7 @@ def test_saved_it_is_the_same_with_its_model_and_without(structure, tmp_path):
     opened.save(tmp_path / "again.safetensors")
     loaded = ba.Posterior.load(path, q.model)
     for other in (loaded, opened, ba.GaussianWeights.open(tmp_path / "again.safetensors"), q.to(dtype=torch.float64)):
-        assert other.structure.kind == q.structure.kind
+        assert other.structure == q.structure
         assert vars(other.settings) == vars(q.settings)
         draws = q.sample(2, generator=seeded())
         # Of the input side λ and g are kept, not their products.
@@ -79,7 +79,7 @@ def test_a_sum_has_both_precisions_and_one_prior(structure):
     assert_close(total.mean, q.mean)
     assert (total.n_data, total.settings.power, total.settings.batch_size) == (N + 20, 1.0, 1)
     assert isinstance(total, ba.Posterior)
-    without = ba.GaussianWeights(q.mode, q.structure, q.settings)
+    without = ba.GaussianWeights(q.mode, q.curvature, q.settings)
     assert type(before + without) is ba.GaussianWeights
 
 
@@ -87,13 +87,13 @@ def test_a_sum_of_different_bases_has_the_trace_of_both():
     """It is the diagonal of the sum in the bases of the summed factors."""
     kronecker, diagonal = posterior_of("kronecker"), posterior_of("diagonal")
     total = diagonal + kronecker
-    assert set(total.structure.bases) == set(kronecker.structure.bases)
+    assert set(total.curvature.bases) == set(kronecker.curvature.bases)
     traces = [
-        sum(float(s.weight / (N + N) * (v**s.power).sum()) for v in q.structure.second_moment.values())
+        sum(float(s.weight / (N + N) * (v**s.power).sum()) for v in q.curvature.second_moment.values())
         for q in (kronecker, diagonal)
         for s in (q.settings,)
     ]
-    assert sum(float(v.sum()) for v in total.structure.second_moment.values()) == approx(sum(traces), rel=1e-9)
+    assert sum(float(v.sum()) for v in total.curvature.second_moment.values()) == approx(sum(traces), rel=1e-9)
     with pytest.raises(SettingError, match="add them first"):
         posterior_of("inputs") + diagonal
 
@@ -127,11 +127,11 @@ def test_a_prior_for_every_weight_of_a_diagonal():
 
 
 def test_which_parameters_have_bases():
-    assert set(posterior_of("kronecker").structure.bases) == {"conv.weight", "odd", "head.weight"}
-    one_sided = posterior_of("one-sided").structure.bases
+    assert set(posterior_of("kronecker").curvature.bases) == {"conv.weight", "odd", "head.weight"}
+    one_sided = posterior_of("one-sided").curvature.bases
     assert (one_sided["head.weight"].left is None, one_sided["head.weight"].right is None) == (False, True)
     # As many gradients as a vector has entries suffice for a basis of its own.
-    assert set(posterior_of("recorded").structure.bases) == set(posterior_of("recorded").mode)
+    assert set(posterior_of("recorded").curvature.bases) == set(posterior_of("recorded").mode)
 
 
 def test_a_vectors_own_curvature_is_that_of_its_recorded_gradients():

@@ -104,7 +104,7 @@ def calibrate(
     layers = layers_of(model, names)
     tapped = Tapped(model, layers, forward)
     seen = _observed(tapped, kind, held_out)
-    state = None if q is None else from_structure(layers, q.structure)
+    state = None if q is None else from_structure(layers, q.curvature)
     leverage, log_h = from_inputs(layers, seen.pooled, state)
     ratios = Ratios.usual(seen.outputs.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
     fit = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges)

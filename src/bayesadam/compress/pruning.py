@@ -61,7 +61,7 @@ def prune(
     mode = {name: theta.masked_fill(~kept[name], 0) for name, theta in posterior.mode.items()}
     prior = dict(posterior.prior_precision)
     for name, mask in kept.items():
-        if posterior.structure.independent and not bool(mask.all()):
+        if posterior.curvature.independent and not bool(mask.all()):
             prior[name] = torch.where(mask, torch.as_tensor(prior[name]).to(mode[name]), _KNOWN)
     with alone_with(posterior.model):
         model = copy.deepcopy(posterior.model)
@@ -124,7 +124,7 @@ def prune_checkpoint(
     # N does not change the order.
     saved = GaussianWeights.open(checkpoint, 1.0, prior_precision=0.0, **options)
     outline = outlined(saved.mode)
-    saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
+    saved = replace(saved, curvature=Diagonal(Lazy(outline, saved.curvature.diagonal)))
     ranked = {name: outline[name] for name in eligible(saved, ranking, exclude, checkpoint.weights)}
     scores = Lazy(ranked, lambda name: weight_scores(saved, ranking, [name])[name])
     removed = removals(scores, scope, fraction)

@@ -59,18 +59,18 @@ def weight_scores(
     elif not callable(ranking) and ranking not in RANKINGS:
         known = ", ".join(map(repr, RANKINGS))
         raise SettingError(f"ranking must be one of {known}, a function of (theta, v), or scores; got {ranking!r}")
-    elif not posterior.structure.independent:
-        raise SettingError(f"a {posterior.structure.kind!r} posterior needs ready scores: ranking=posterior.snr()")
+    elif not posterior.curvature.independent:
+        raise SettingError(f"a {posterior.structure!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
     for name in wanted:
         theta = posterior.mode[name]
         if isinstance(ranking, Mapping):
             score = ranking[name]
         elif callable(ranking):
-            score = ranking(theta, posterior.structure.second_moment[name])
+            score = ranking(theta, posterior.curvature.second_moment[name])
         else:
             rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
-            score = RANKINGS[ranking](theta, posterior.structure.second_moment[name], rule)
+            score = RANKINGS[ranking](theta, posterior.curvature.second_moment[name], rule)
         if score.shape != theta.shape:
             raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
         if bad := int(torch.isnan(score).sum()):
@@ -126,9 +126,9 @@ def eligible(posterior: GaussianWeights, ranking: Ranking, exclude: Exclude, buf
     """The parameters that are not excluded, without the biases that a batch norm follows."""
     whole = _excluded(posterior, (exclude,) if isinstance(exclude, str) else exclude)
     names = [name for name in posterior.mode if name not in whole]
-    if isinstance(ranking, Mapping) or not posterior.structure.independent:
+    if isinstance(ranking, Mapping) or not posterior.curvature.independent:
         return names
-    biases = biases_before_norms(names, posterior.structure.second_moment.__getitem__, norm_widths(buffers).values())
+    biases = biases_before_norms(names, posterior.curvature.second_moment.__getitem__, norm_widths(buffers).values())
     if biases:
         warn(f"left whole: {', '.join(biases[:4])}. A batch norm follows, and its running mean has them in it")
     return [name for name in names if name not in biases]

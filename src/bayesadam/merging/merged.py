@@ -267,7 +267,7 @@ class _Merging:
 
 def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
     """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
-    structure, owner = network.gaussian.structure, network.owners[name]  # type: ignore[union-attr]
+    structure, owner = network.gaussian.curvature, network.owners[name]  # type: ignore[union-attr]
     values, dims = structure.second_moment[owner].to(like) * scale, like.dim()
     if owner not in structure.bases:
         return values.mul

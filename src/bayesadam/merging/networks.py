@@ -15,7 +15,7 @@ from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
-from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match
+from bayesadam.weights.gaussian import GaussianWeights, of_match
 from bayesadam.weights.mixture import require_one_network
 from bayesadam.weights.named import AnyPath, outlined
 from bayesadam.weights.posterior import Posterior
@@ -52,14 +52,14 @@ class Network:
 
     def has_bases(self, name: str) -> bool:
         """Whether a parameter has eigenbases."""
-        return self.gaussian is not None and self.owners.get(name) in self.gaussian.structure.bases
+        return self.gaussian is not None and self.owners.get(name) in self.gaussian.curvature.bases
 
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
         if name not in self.owners:
             return None
         try:
-            return self.gaussian.structure.diagonal(self.owners[name])  # type: ignore[union-attr]
+            return self.gaussian.curvature.diagonal(self.owners[name])  # type: ignore[union-attr]
         except BayesAdamError as error:
             raise type(error)(f"{self.label}: {error}") from error
 
@@ -109,8 +109,8 @@ def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKe
         match = gaussian.source.match if gaussian.source else None
         if bases and match is not None and any(entry.reader.factors is not None for entry in match.entries):
             settings = gaussian.settings
-            reading = Reading(settings.n_data, 1.0, settings.power, settings.batch_size, "kronecker")
-            gaussian = replace(of_match(match, reading), source=gaussian.source)
+            rotated = of_match(match, settings.n_data, 1.0, settings.power, settings.batch_size, "kronecker")
+            gaussian = replace(rotated, source=gaussian.source)
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
         raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error

@@ -102,7 +102,7 @@ class _Task:
     @classmethod
     def of(cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool) -> _Task:
         leaves = {name: mu.requires_grad_() for name, mu in means(posterior).items()}
-        return cls(Call(posterior.model, forward), leaves, variances, posterior.structure, covariance)
+        return cls(Call(posterior.model, forward), leaves, variances, posterior.curvature, covariance)
 
     @property
     def params(self) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Gaussian(Protocol):
         """θ by parameter name."""
 
     @property
-    def structure(self) -> Diagonal:
+    def curvature(self) -> Diagonal:
         """The coordinates in which Σ is diagonal."""
 
     @property

@@ -109,7 +109,7 @@ def novelty(
     """
     posterior.require_whole("novelty")
     kind = agreed(likelihood, posterior.likelihood)
-    leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.structure)
+    leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.curvature)
 
     def seen(batches: Any, layers: tuple[Layer, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
         return [observed(posterior, layers, batch, forward) for batch in inputs_of(batches, posterior.model)]

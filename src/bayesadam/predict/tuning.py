@@ -98,7 +98,7 @@ def _at(posterior: Q, weight: float, delta: float) -> Q:
 def _by_evidence(data: _HeldOut[Q]) -> Q:
     """s and δ from the curvature of the outputs; where there is a σ², all three in turn."""
     posterior, kind, shape = data.posterior, data.kind, data.posterior.settings.prior_shape
-    unit = {name: torch.ones_like(v) for name, v in posterior.structure.second_moment.items()}
+    unit = {name: torch.ones_like(v) for name, v in posterior.curvature.second_moment.items()}
     unit = unit if shape is None else {name: one / shape[name] for name, one in unit.items()}
     if not kind.noise:
         traces = []
@@ -137,7 +137,7 @@ def _at_evidence(posterior: Q, curvature: float) -> Q:
     Under a prior of shape R all of it is in the coordinates R^½ θ, in which that prior is δ.
     """
     settings, shape = posterior.settings, posterior.settings.prior_shape
-    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(settings.power, shape))
+    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.curvature.curvatures(settings.power, shape))
     weight = settings.n_data * curvature / total if total else math.nan
     if not (math.isfinite(weight) and weight > 0):
         raise CalibrationError(
@@ -165,7 +165,7 @@ def _tables(data: _HeldOut[Q]) -> tuple[list[float], Tensor, Tensor, Tensor]:
     form the mean, too, depends on the ratio: there it takes a pass for each.
     """
     posterior, settings = data.posterior, data.posterior.settings
-    curvatures = posterior.structure.curvatures(settings.power, settings.prior_shape)
+    curvatures = posterior.curvature.curvatures(settings.power, settings.prior_shape)
     positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures])
     if not len(positive):
         raise CalibrationError("every second moment is zero: there is no curvature to tune")
@@ -187,7 +187,7 @@ def _by_validation(data: _HeldOut[Q]) -> Q:
     (ratios, means, tables, y), kind, posterior = _tables(data), data.kind, data.posterior
     best: tuple[float, float, int, dict[str, Any]] = (-math.inf, 1.0, 0, {})
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
-    largest = 0.1 * min(torch.finfo(c.dtype).max for c in posterior.structure.second_moment.values())
+    largest = 0.1 * min(torch.finfo(c.dtype).max for c in posterior.curvature.second_moment.values())
     # From drowning the outputs to vanishing; of classes to a hundredth of the outputs' own variance.
     steps = range(-6, 5 if kind.is_classes else 15)
     for number, (table, mean) in enumerate(zip(tables, means, strict=True)):

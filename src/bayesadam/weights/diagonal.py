@@ -46,11 +46,6 @@ class Diagonal:
     inputs: Mapping[str, InputSide] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
-        """Its name, as users and files have it."""
-        return "inputs" if self.inputs else "kronecker" if self.bases else "diagonal"
-
-    @property
     def independent(self) -> bool:
         """Whether the weights are the coordinates, so that each is independent of all others."""
         return not self.bases and not self.inputs

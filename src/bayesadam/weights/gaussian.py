@@ -15,19 +15,19 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
-from bayesadam._shards import box, is_sharded, own_part
+from bayesadam._shards import box, is_first_rank, is_sharded, on_first_rank, own_part, whole
+from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
-from bayesadam.weights import store
 from bayesadam.weights.bases import built
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.draws import fresh_seed
 from bayesadam.weights.named import AnyPath, Named, outlined
 from bayesadam.weights.settings import CovariantPrior, Plain, Precision, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, Stored
+from bayesadam.weights.store import SETTING_NAMES, Stored, damage_told, tensors_of
 from bayesadam.weights.sums import check_growth, summed
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ _FEWEST_BATCHES = 100
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The file that a `GaussianWeights` was opened from, in the format `"posterior"`, without a `match`, where saved.
+    """The file behind a `GaussianWeights`, in the format `"posterior"`, without a `match`, where it was saved by us.
 
-    `weights` are every tensor of the network, buffers too, read when accessed. `why` says how the file was read, and
-    `apart`, if they do, how weights and state differ in age.
+    `weights` are every tensor of the network, read when accessed; `why` says how the file was read, `apart`, if they
+    do, how weights and state differ in age.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class GaussianWeights:
 
     Attributes:
         mode: θ_t, the trained weights, by name.
-        structure: the curvature, diagonal or richer.
+        curvature: v̂, and the bases in which it is the diagonal of V.
         settings: N, δ, p and the rest.
         omitted: parameters of the network that are not in it, with the reason.
         origin: where the second moments come from: whose state, of how many gradients.
@@ -85,7 +85,7 @@ class GaussianWeights:
     """
 
     mode: Named
-    structure: Diagonal
+    curvature: Diagonal
     settings: Settings
     omitted: Mapping[str, str] = field(default_factory=dict)
     _: KW_ONLY
@@ -114,7 +114,6 @@ class GaussianWeights:
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
             n_data: N, the number of training examples; None takes what the file says, as of batch_size.
-            prior_precision, power, batch_size: as in `Posterior.from_optimizer`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **how: how the file is read, see `CheckpointOptions`.
         """
@@ -126,11 +125,18 @@ class GaussianWeights:
                     f"{file} is a saved posterior with a power, batch_size and structure of its own: open it without "
                     "them, and change settings with .replace(...)"
                 )
-            return _open_saved(file, n_data, prior_precision)
+            tensors, header = storage.read_mapped(file)
+            changes = {"n_data": n_data, "prior_precision": prior_precision}
+            q = unpacked(file, tensors, header, None)
+            q = q.replace(**{key: value for key, value in changes.items() if value is not None})
+            weights = "with" if q.has_weights else "without"
+            kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
+            why = f"{file}: a {q.structure} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
+            return replace(q, source=Source(file, "posterior", (why,), q.mode))
         checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, options)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
         match = readers.match_checkpoint(checkpoint, options=options)
-        q = of_match(match, Reading(n_data, prior_precision, power, batch_size, structure))
+        q = of_match(match, n_data, prior_precision, power, batch_size, structure)
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
@@ -141,13 +147,13 @@ class GaussianWeights:
     def mean(self) -> dict[str, Tensor]:
         """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
         self.require_weights()
-        mean = self.structure.mean(self.mode, self.settings)
+        mean = self.curvature.mean(self.mode, self.settings)
         return mean if self.settings.form == "map" else self._with_padding(mean)
 
     @property
     def variance(self) -> dict[str, Tensor]:
         """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
-        return self.structure.variance(self.settings)
+        return self.curvature.variance(self.settings)
 
     @property
     def stddev(self) -> dict[str, Tensor]:
@@ -162,12 +168,17 @@ class GaussianWeights:
     @cached_property
     def coordinate_variance(self) -> Named:
         """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
-        return self.structure.coordinate_variance(self.settings)
+        return self.curvature.coordinate_variance(self.settings)
+
+    @property
+    def structure(self) -> str:
+        """`"diagonal"`, `"inputs"` (the input sides of layers are known) or `"kronecker"` (both sides)."""
+        return "inputs" if self.curvature.inputs else "kronecker" if self.curvature.bases else "diagonal"
 
     @property
     def effective_dimension(self) -> float:
         """γ = tr(w c Σ): how many directions in weight space the data determine, and not the prior."""
-        return self.structure.effective_dimension(self.settings)
+        return self.curvature.effective_dimension(self.settings)
 
     @property
     def n_data(self) -> float:
@@ -204,7 +215,7 @@ class GaussianWeights:
         settings = replace(self.settings, prior_precision={name: self.prior_precision[name]})
         padding, types = {n: row for n, row in self.padding.items() if n == name}, {name: self.draw_types()[name]}
         how: Any = {"origin": self.origin, "padding": padding, "dtypes": types, "has_weights": self.has_weights}
-        return GaussianWeights({name: self.mode[name]}, self.structure.part(name), settings, **how)
+        return GaussianWeights({name: self.mode[name]}, self.curvature.part(name), settings, **how)
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of draws by parameter name."""
@@ -225,7 +236,7 @@ class GaussianWeights:
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
         self.require_weights()
         self.require_proper()
-        drawn = self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
+        drawn = self.curvature.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
     def log_prob(self, params: Named) -> Tensor:
@@ -241,8 +252,8 @@ class GaussianWeights:
         wrong = [name for name, shape in shapes.items() if params[name].shape != (*leading, *shape)]
         if wrong:
             raise MatchError(f"{wrong[:4]}: expected the parameters' shapes, behind the same leading dimensions")
-        squared = self.structure.squared_distance(params, self.mode, self.settings)
-        return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.structure.log_det(self.settings))
+        squared = self.curvature.squared_distance(params, self.mode, self.settings)
+        return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.curvature.log_det(self.settings))
 
     def replace(self, **changes: Any) -> Self:
         """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
@@ -267,7 +278,7 @@ class GaussianWeights:
         return replace(
             self,
             mode={name: change(theta) for name, theta in self.mode.items()},
-            structure=self.structure.each(change),
+            curvature=self.curvature.each(change),
             settings=replace(self.settings, prior_precision=prior),
         )
 
@@ -288,31 +299,37 @@ class GaussianWeights:
         mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
         for name in (name for name in self.mode if name in later.mode):
             check_growth(name, self.mode[name].shape, mode[name].shape, "the first posterior", "the second")
-        structure, settings = summed([(q.structure, q.settings) for q in (self, later)], mode)
+        curvature, settings = summed([(q.curvature, q.settings) for q in (self, later)], mode)
         omitted = {name: reason for name, reason in later.omitted.items() if name not in mode}
         omitted |= dict.fromkeys(gone, "the model has no such parameter any more")
         padding = {name: row for name, row in {**self.padding, **later.padding}.items() if name in mode}
         types = {**(self.dtypes or {}), **(later.dtypes or {})}
         types = {name: types.get(name, mu.dtype) for name, mu in mode.items()}
-        gaussian: Any = {"mode": mode, "structure": structure, "settings": settings, "omitted": omitted}
+        gaussian: Any = {"mode": mode, "curvature": curvature, "settings": settings, "omitted": omitted}
         return replace(later, **gaussian, origin=UNKNOWN, padding=padding, dtypes=types, source=None)
 
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
         """Write one safetensors file, tensor by tensor, in place of an older one once complete.
 
-        A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
+        Of a sharded posterior every process must call it; the first one gathers the tensors, and writes.
 
         Args:
             weights: False leaves out θ_t, for a file beside the weights, which stands for their optimiser state.
             compress: `"factored"`, rows and columns of v̂ alone: next to no bytes, and coarser.
         """
-        if not weights or compress is not None:
-            self.require_whole("a file without weights, or a compressed one,")
-        tensors, header = self.packed(weights=weights, compress=compress)
         if self.is_sharded:
-            store.write_folder(Path(path), tensors, header)
-        else:
-            storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
+            first = is_first_rank()
+
+            def gathered(tensor: Tensor) -> Tensor:
+                full = whole(tensor)
+                # The others keep one number of each.
+                return full.cpu() if first else torch.zeros((), dtype=full.dtype).expand(full.shape)
+
+            q = self.each(gathered)
+            on_first_rank(lambda: q.save(path, weights=weights, compress=compress))
+            return
+        tensors, header = self.packed(weights=weights, compress=compress)
+        storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
 
     def export(self, out: AnyPath, *, compress: str | None = None) -> None:
         """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use."""
@@ -323,7 +340,25 @@ class GaussianWeights:
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         self.require_weights()
-        return store.packed(self, weights=weights, compress=compress)
+        settings, plain = self.settings, weights and compress is None
+        numbers = {name: delta for name, delta in settings.prior_precision.items() if not isinstance(delta, Tensor)}
+        header = {
+            # Releases that know the first format alone refuse what is not plain.
+            "format": storage.FORMAT_VERSION if plain else storage.COMPACT_VERSION,
+            "version": __version__,
+            "structure": self.structure,
+            "inputs": {n: [side.bias, side.inputs_first] for n, side in self.curvature.inputs.items()} or None,
+            "parameters": list(self.mode),
+            "settings": {key: value for key, value in vars(settings).items() if value not in (None, False)}
+            | {"prior_precision": numbers},
+            **self.origin.header(),
+            "omitted": dict(self.omitted),
+            "has_weights": weights,
+            "compress": compress,
+        }
+        return tensors_of(
+            self.mode, self.curvature, settings.prior_precision, weights=weights, compress=compress
+        ), header
 
     def network_tensors(self) -> Named | None:
         """Every tensor of the network by name; None where only those of the Gaussian are known."""
@@ -332,7 +367,7 @@ class GaussianWeights:
     def __repr__(self) -> str:
         over = f"{type(self.model).__name__}, " if hasattr(self, "model") else ""
         return (
-            f"{type(self).__name__}({over}{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} "
+            f"{type(self).__name__}({over}{self.structure}, {self.n_weights:,} weights in {len(self.mode)} "
             f"parameters, N={self.n_data:g}, power={self.settings.power:g}, form={self.settings.form!r})"
         )
 
@@ -349,7 +384,7 @@ class GaussianWeights:
 
     def require_proper(self) -> None:
         """Raise unless every weight has a finite variance."""
-        if flat := self.structure.flat_weights(self.settings):
+        if flat := self.curvature.flat_weights(self.settings):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
@@ -370,27 +405,24 @@ class GaussianWeights:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """What makes a Gaussian of an optimiser's state, as `Posterior.from_optimizer` has it."""
-
-    n_data: float
-    prior_precision: Prior | None = None
-    power: float = 0.5
-    batch_size: int | None = None
-    structure: str = "diagonal"
-
-
 def of_match(
-    match: Match, reading: Reading, *, curvature: Curvature | None = None, gradients: Named | None = None
+    match: Match,
+    n_data: float,
+    prior: Prior | None = None,
+    power: float = 0.5,
+    batch_size: int | None = None,
+    structure: str = "diagonal",
+    *,
+    curvature: Curvature | None = None,
+    gradients: Named | None = None,
 ) -> GaussianWeights:
     """The Gaussian of parameters matched to optimiser states; a prior that follows the weights is left to them.
 
     Without `curvature`, which has v̂ of them in memory, tensors are read, and checked, when they are accessed. With
     recorded `gradients` these stand for the optimiser's state.
     """
-    prior, batch_size = reading.prior_precision, readers.batch_size_or_tracked(match, reading.batch_size)
-    settings = Settings(reading.n_data, {}, reading.power, batch_size, covariant=isinstance(prior, CovariantPrior))
+    batch_size = readers.batch_size_or_tracked(match, batch_size)
+    settings = Settings(n_data, {}, power, batch_size, covariant=isinstance(prior, CovariantPrior))
     _warn_of_batches(settings, match)
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
@@ -413,8 +445,8 @@ def of_match(
         settings = replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in decays.values())
     else:
         settings = replace(settings, prior_precision=prior_by_name(prior, like))
-    structure = built(reading.structure, match, moments, gradients)
-    return GaussianWeights(mode, structure, settings, omitted, origin=readers.origin_of(match), dtypes=types)
+    diagonal = built(structure, match, moments, gradients)
+    return GaussianWeights(mode, diagonal, settings, omitted, origin=readers.origin_of(match), dtypes=types)
 
 
 def _warn_of_batches(settings: Settings, match: Match) -> None:
@@ -439,19 +471,17 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         raise FileError(f"{path} holds a mixture of posteriors: read it with Mixture.load, or save a member by itself")
     if kind not in ("diagonal", "inputs", "kronecker", "low-rank", "low-rank+diagonal"):
         raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
-    try:
+    with damage_told(path):
         names, numbers = list(header["parameters"]), dict(header["settings"])
-        stored = Stored(path, tensors, names, parameters)
-        structure, has_weights = stored.structure(kind, header), bool(header.get("has_weights", True))
-        mode = stored.mode(structure, has_weights=has_weights)
-        known, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
-        prior = {name: tensors[key] if key in tensors else known[name] for name, key in keys.items()}
+        stored, has_weights = Stored(path, tensors, names, parameters), bool(header.get("has_weights", True))
+        curvature = stored.curvature(kind, header)
+        mode = stored.mode(curvature, has_weights=has_weights)
+        plain, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
+        prior = {name: tensors[key] if key in tensors else plain[name] for name, key in keys.items()}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
         omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its header or tensors lack something ({error})") from None
     has_weights = has_weights or parameters is not None
-    return GaussianWeights(mode, structure, settings, omitted, origin=origin, has_weights=has_weights)
+    return GaussianWeights(mode, curvature, settings, omitted, origin=origin, has_weights=has_weights)
 
 
 def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) -> bool:
@@ -459,17 +489,6 @@ def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) 
     if isinstance(path, Checkpoint):
         return path.optimizer_path is None and path.format == "posterior"
     return optimizer_path is None and readers.format_of(Path(path)).name == "posterior"
-
-
-def _open_saved(path: Path, n_data: float | None, prior: Plain | None) -> GaussianWeights:
-    tensors, header = storage.read_mapped(path)
-    settings = {"n_data": n_data, "prior_precision": prior}
-    changes = {key: value for key, value in settings.items() if value is not None}
-    q = unpacked(path, tensors, header, None).replace(**changes)
-    weights = "with" if q.has_weights else "without"
-    kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
-    why = f"{path}: a {q.structure.kind} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
-    return replace(q, source=Source(path, "posterior", (why,), q.mode))
 
 
 def require_safetensors(out: AnyPath) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,12 +21,13 @@ from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import Prediction
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.predict import Forward, input_sides, predicting, tuning
 from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 from bayesadam.weights.diagonal import Diagonal
-from bayesadam.weights.gaussian import GaussianWeights, Reading, of_match, unpacked
+from bayesadam.weights.gaussian import GaussianWeights, of_match, unpacked
 from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.running import (
     other_statistics,
@@ -34,22 +36,32 @@ from bayesadam.weights.running import (
     writes_to_statistics,
 )
 from bayesadam.weights.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, read_folder
+from bayesadam.weights.store import SETTING_NAMES, damage_told, read_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
+# One batch: what `model(inputs)`, `model(*inputs)` or `model(**inputs)` takes.
+Inputs = Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...] | list[Tensor] | Mapping[str, Any]
+
+
+class PredictKeywords(TypedDict, total=False):
+    """The options of `Posterior.predict`."""
+
+    draws: int | None
+    covariance: bool | Literal["joint"]
+    forward: Forward | None
+    generator: torch.Generator | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior(GaussianWeights):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
-    A `GaussianWeights` with a model and a likelihood: see there for the equation, `sample`, `log_prob` and `save`.
-    Frozen: `replace` returns a new one that shares its tensors. It has its own copy of the weights, so training may
-    continue. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
+    A `GaussianWeights`, which has the equation, with a model and a likelihood. Frozen, with its own copy of the
+    weights: training may continue. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -122,7 +134,7 @@ class Posterior(GaussianWeights):
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
         match = match_optimizers(model, optimizer, reader)
-        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
+        return cls._of_match(model, match, likelihood, n_data, prior_precision, power, batch_size, structure)
 
     @classmethod
     def from_recorder(
@@ -137,11 +149,12 @@ class Posterior(GaussianWeights):
         batch_size: int | None = None,
         structure: str = "kronecker",
     ) -> Posterior:
-        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size; as above."""
+        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size."""
         require_kind(recorder, Recorder, "recorder")
         match = match_optimizers(model, list(recorder.optimizers), "ogd")
-        reading = Reading(n_data, prior_precision, power, batch_size or recorder.batch_size, structure)
-        q = cls._of_match(model, match, reading, likelihood, recorder=recorder)
+        size = batch_size or recorder.batch_size
+        how = (n_data, prior_precision, power, size, structure)
+        q = cls._of_match(model, match, likelihood, *how, recorder=recorder)
         readers.warn_of_few(q.origin, "the posterior")
         return q
 
@@ -160,14 +173,14 @@ class Posterior(GaussianWeights):
         batch_size: int | None = None,
         structure: str = "diagonal",
     ) -> Posterior:
-        """The same from `optimizer.state_dict()`, with the model's weights as they are now; the rest as above.
+        """The same from `optimizer.state_dict()`, with the model's weights as they are now.
 
         Args:
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
         """
         match = match_state_dict(model, state_dict, optimizer, param_names)
-        return cls._of_match(model, match, Reading(n_data, prior_precision, power, batch_size, structure), likelihood)
+        return cls._of_match(model, match, likelihood, n_data, prior_precision, power, batch_size, structure)
 
     @classmethod
     def from_checkpoint(
@@ -197,9 +210,9 @@ class Posterior(GaussianWeights):
         match = readers.match_checkpoint(checkpoint, model, options)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
-        reading = Reading(n_data, prior_precision, power, batch_size, structure)
+        settings = (n_data, prior_precision, power, batch_size, structure)
         load = partial(readers.load_weights, checkpoint, model)
-        return cls._of_match(model, match, reading, likelihood, load=load)
+        return cls._of_match(model, match, likelihood, *settings, load=load)
 
     @classmethod
     def from_second_moment(
@@ -233,32 +246,38 @@ class Posterior(GaussianWeights):
     def from_moments(
         cls, model: nn.Module, mean: Named, variance: Named, n_data: float, likelihood: str | None = None
     ) -> Posterior:
-        """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
+        """A diagonal Gaussian of known mean and variance (SWAG, Bayes by Backprop, …).
 
-        Kept as power 1 with v = 1/(N σ²) and no prior, so that it can do all that one read off an optimiser can.
+        Kept as power 1 with v = 1/(N σ²) and no prior.
         """
         for name, sigma in variance.items():
             if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
                 raise SettingError(f"the variance of {name!r} must be finite and positive")
         wide = {name: sigma.detach().to(readers.working_dtype(sigma.dtype)) for name, sigma in variance.items()}
         v = {name: (n_data * sigma).reciprocal() for name, sigma in wide.items()}
-        how: Any = {"mean": mean, "prior_precision": 0.0, "power": 1.0, "batch_size": 1}
-        return cls.from_second_moment(model, v, n_data, likelihood, **how)
+        return cls.from_second_moment(
+            model, v, n_data, likelihood, mean=mean, prior_precision=0.0, power=1.0, batch_size=1
+        )
 
     @classmethod
     def _of_match(
         cls,
         model: nn.Module,
         match: Match,
-        reading: Reading,
         likelihood: str | None,
+        n_data: float,
+        prior: Prior | None,
+        power: float,
+        batch_size: int | None,
+        structure: str,
         *,
         recorder: Recorder | None = None,
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
-        q = of_match(match, reading, curvature=curvature, gradients=gradients)
+        how = (n_data, prior, power, batch_size, structure)
+        q = of_match(match, *how, curvature=curvature, gradients=gradients)
         if load is not None:
             load()
             match.settle()
@@ -267,19 +286,17 @@ class Posterior(GaussianWeights):
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         posterior = cls._over(model, q, mode=mode, origin=origin, likelihood=likelihood)
-        return posterior.replace(prior_precision=reading.prior_precision) if q.settings.covariant else posterior
+        return posterior.replace(prior_precision=prior) if q.settings.covariant else posterior
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
-        """Read a saved posterior for `model`, which gets its mean as weights.
+        """Read a saved posterior for `model`, plain or sharded, which gets its mean as weights.
 
         A file without weights leaves the model's as they are, which must be those that were trained: they are compared
         with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
-        not those it was saved with. The model may be plain or sharded, over any number of processes, whatever the
-        posterior was saved from; a folder is read by all processes together.
+        not those it was saved with.
         """
-        parameters = own_parameters(model)
-        tensors, header = read_folder(path, parameters) if os.path.isdir(path) else storage.read(path)
+        tensors, header = read_folder(path) if os.path.isdir(path) else storage.read(path)
         posterior = cls.unpacked(path, tensors, header, model)
         warn_of_calibration(path, header)
         if header.get("has_weights", True):
@@ -293,17 +310,19 @@ class Posterior(GaussianWeights):
         q = unpacked(path, tensors, header, parameters)
         for name in q.mode:
             readers.check_parameter(name, parameters[name])
-        warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
-        # Files of releases before 0.3 have it in their calibration alone.
-        likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
-        noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
-        return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
+        with damage_told(path):
+            warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
+            # Files of releases before 0.3 have it in their calibration alone.
+            likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
+            noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
+            positive("temperature", temperature, "by which logits are divided")
+            return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
 
     @classmethod
     def _over(cls, model: nn.Module, q: GaussianWeights, **changes: Any) -> Posterior:
         """A Gaussian with a model."""
         how = {"mode": q.mode, "origin": q.origin, **changes}
-        return cls(structure=q.structure, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
+        return cls(curvature=q.curvature, settings=q.settings, omitted=q.omitted, model=unwrap(model), **how)
 
     def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Named, dict[str, Any]]:  # noqa: D102
         tensors, header = super().packed(weights=weights, compress=compress)
@@ -315,6 +334,14 @@ class Posterior(GaussianWeights):
         }
         return tensors, header
 
+    @overload
+    def predict(  # type: ignore[overload-overlap]
+        self, inputs: Inputs, **how: Unpack[PredictKeywords]
+    ) -> Prediction: ...
+
+    @overload
+    def predict(self, inputs: Iterable[Any], **how: Unpack[PredictKeywords]) -> Iterator[Prediction]: ...
+
     def predict(
         self,
         inputs: Any,
@@ -323,7 +350,7 @@ class Posterior(GaussianWeights):
         covariance: bool | Literal["joint"] = False,
         forward: Forward | None = None,
         generator: torch.Generator | None = None,
-    ) -> Any:
+    ) -> Prediction | Iterator[Prediction]:
         """The prediction of a batch, f ~ N(f(x; μ), J Σ Jᵀ), exactly; the model is as before when it returns.
 
         Of a loader an iterator of predictions, one for each batch, whose targets are left out. Where the inputs require
@@ -338,8 +365,9 @@ class Posterior(GaussianWeights):
             forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs.
             generator: makes draws reproducible.
         """
-        how: Any = {"draws": draws, "covariance": covariance, "forward": forward, "generator": generator}
-        return predicting.predict((self,), (1.0,), inputs, **how)
+        return predicting.predict(
+            (self,), (1.0,), inputs, draws=draws, covariance=covariance, forward=forward, generator=generator
+        )
 
     def draw(self, seed: int, *, forward: Forward | None = None) -> predicting.Function:
         """A function drawn from the posterior: from inputs to outputs f, (batch, ...), the same at every call.
@@ -355,11 +383,7 @@ class Posterior(GaussianWeights):
         return predicting.novelty(self, inputs, reference=reference, likelihood=likelihood, forward=forward)
 
     def tune(
-        self,
-        held_out: Any,
-        *,
-        method: Literal["evidence", "validation"] | None = None,
-        forward: Forward | None = None,
+        self, held_out: Any, *, method: Literal["evidence", "validation"] | None = None, forward: Forward | None = None
     ) -> Posterior:
         """N's scale s, δ and σ² or T fitted to held-out data, by evidence or validation; see `tuning`."""
         return tuning.tune(self, held_out, method=method, forward=forward)
@@ -376,9 +400,9 @@ class Posterior(GaussianWeights):
             forward: `forward(model, inputs)` for models whose call is unusual.
         """
         self.require_whole("the input side")
-        if not self.structure.independent:
-            raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure.kind}")
-        v, prior = self.structure.second_moment, dict(self.prior_precision)
+        if not self.curvature.independent:
+            raise SettingError(f"with_inputs adds to a diagonal posterior, and this is {self.structure}")
+        v, prior = self.curvature.second_moment, dict(self.prior_precision)
         sides = input_sides(self, inputs, forward=forward)
         sides = {name: side for name, side in sides.items() if side.bias is None or side.bias in v}
         joined = {*sides, *(side.bias for side in sides.values())}
@@ -389,7 +413,7 @@ class Posterior(GaussianWeights):
             moments[name] = side.moments(v[name], None if side.bias is None else v[side.bias])
             prior |= {} if side.bias is None else {side.bias: prior[name]}
         settings = replace(self.settings, prior_precision=prior)
-        return replace(self, structure=Diagonal(moments, {}, sides), settings=settings)
+        return replace(self, curvature=Diagonal(moments, {}, sides), settings=settings)
 
     def replace(self, **changes: Any) -> Self:
         """A new one with other settings.
@@ -404,7 +428,7 @@ class Posterior(GaussianWeights):
         positive("temperature", outputs["temperature"], "by which logits are divided")
         prior = changes.get("prior_precision")
         if isinstance(prior, CovariantPrior):
-            named = prior.at(self.model, self.mode, self.structure.bases)
+            named = prior.at(self.model, self.mode, self.curvature.bases)
             changes = {"covariant": True, **changes, "prior_precision": named}
         return replace(super().replace(**changes), **outputs)
 
@@ -486,7 +510,7 @@ class Posterior(GaussianWeights):
     def __str__(self) -> str:
         settings, default = self.settings, " (1 where there is no weight decay)" if self.settings.default_prior else ""
         lines = {
-            "structure": f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters",
+            "structure": f"{self.structure}, {self.n_weights:,} weights in {len(self.mode)} parameters",
             "data": f"N = {self.n_data:,.10g}" + (f", B = {settings.batch_size}" if settings.batch_size else ""),
             "curvature": f"v̂^{settings.power:g}, {settings.form} form",
             "likelihood": self.likelihood,
