@@ -18,7 +18,7 @@ from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
-from bayesadam.predict.uses import Addend, Product, contracted
+from bayesadam.predict.uses import Addend, Product, Pulled, contracted
 from bayesadam.readers.rotated import Rotation
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.inputs import InputSide
@@ -180,23 +180,19 @@ def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, 
 def _add_layers(task: _Task, run: Pass, at_once: int, variance: Tensor, blocks: Tensor) -> None:
     """Add every explained parameter's share to variances (k, b, c), or to blocks (k, b, c, c) where asked for."""
     size, c = run.flat.shape
-    # Uses of one parameter belong together, since their gradients add before they are squared.
-    groups: dict[tuple[str, int | None], list[int]] = {}
-    for i, use in enumerate(run.uses):
-        if run.layouts[i] is not None:
-            groups.setdefault((use.name, None if use.rows is None else use.rows.start), []).append(i)
-    active = [i for group in groups.values() for i in group]
-    for start in range(0, c if active else 0, at_once):
+    edges = [use.edge for use, _ in run.explained]
+    for start in range(0, c if edges else 0, at_once):
         stop = min(start + at_once, c)
-        if run.ds is None:
-            ds = dict(zip(active, pulled_back(run.flat, [run.uses[i].edge for i in active], start, stop), strict=True))
-        else:
-            ds = dict(enumerate(run.ds))
-        for (name, _), group in groups.items():
-            pulled = [(run.uses[i], d, lay) for i in group if (d := ds[i]) is not None and (lay := run.layouts[i])]
-            if pulled:
-                share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
-                (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
+        ds = run.ds or pulled_back(run.flat, edges, start, stop)
+        # Uses of one parameter belong together, since their gradients add before they are squared.
+        groups: dict[tuple[str, int | None], list[Pulled]] = {}
+        for (use, layout), d in zip(run.explained, ds, strict=True):
+            if d is not None:
+                part = None if use.rows is None else use.rows.start
+                groups.setdefault((use.name, part), []).append((use, d, layout))
+        for (name, _), pulled in groups.items():
+            share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
+            (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
 
 
 def _rotated(run: Pass, structure: Diagonal) -> Pass:
@@ -208,25 +204,21 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
         return run
     turns: dict[str, Rotation | InputSide] = {**structure.bases, **structure.inputs}
     places: dict[str, list[Any]] = {}
-    for use, layout in zip(run.uses, run.layouts, strict=True):
-        if layout is not None:
-            places.setdefault(use.name, []).append(use.at)
-    odd, columns = set(run.odd), set()
-    for use in run.uses:
+    odd = set(run.odd)
+    for use, _ in run.explained:
+        places.setdefault(use.name, []).append(use.at)
         product = isinstance(use, Product) and use.groups == 1
         if use.name in structure.bases and not (product or isinstance(use, Addend)):
             odd.add(use.name)
         if use.name in structure.inputs and not (product and use.rows is None):
             odd.add(use.name)
-    for name, side in structure.inputs.items():
-        if side.bias is not None:
-            columns.add(side.bias)
-            if {name, side.bias} & odd or places.get(name) != places.get(side.bias):
-                odd |= {name, side.bias}
-    uses = [use if use.name in odd else replace(use, rotation=turns.get(use.name)) for use in run.uses]
-    pairs = zip(run.uses, run.layouts, strict=True)
-    layouts = [None if use.name in odd | columns else layout for use, layout in pairs]
-    return replace(run, uses=uses, layouts=layouts, odd=tuple(sorted(odd)))
+    columns = {side.bias: name for name, side in structure.inputs.items() if side.bias is not None}
+    for bias, name in columns.items():
+        if {name, bias} & odd or places.get(name) != places.get(bias):
+            odd |= {name, bias}
+    keep = [i for i, (use, _) in enumerate(run.explained) if use.name not in odd | columns.keys()]
+    explained = [(replace(use, rotation=turns.get(use.name)), lay) for use, lay in map(run.explained.__getitem__, keep)]
+    return replace(run, explained=explained, odd=tuple(sorted(odd)), ds=run.ds and [run.ds[i] for i in keep])
 
 
 # --- by autograd, example by example --------------------------------------------------------------------------------

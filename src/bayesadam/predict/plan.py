@@ -34,15 +34,15 @@ class Pass:
     Attributes:
         output, flat: (b, ...) and (b, c), with the graph.
         uses: every use of a parameter by a known layer, in order.
-        layouts: how the examples lie in the tensors of each use; None leaves it out.
+        explained: those that agree with autograd, and how the examples lie in their tensors.
         odd: parameters that the uses do not explain, whose gradients go through autograd, example by example.
-        ds: D at each use for the unit vectors of all outputs, (c, ...), where they were asked for.
+        ds: D at each explained use for the unit vectors of all outputs, (c, ...), where they were asked for.
     """
 
     output: Tensor
     flat: Tensor
     uses: Sequence[Use]
-    layouts: Sequence[Layout | None]
+    explained: Sequence[tuple[Use, Layout]] = ()
     odd: tuple[str, ...] = ()
     ds: Sequence[Tensor | None] | None = None
 
@@ -66,7 +66,7 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
         _check_output(output, size)
         flat, generator = output.reshape(size, -1), torch.Generator().manual_seed(0)
         if not bool(flat.isfinite().all()):
-            return Pass(output, flat, uses, [None] * len(uses))
+            return Pass(output, flat, uses)
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
@@ -77,18 +77,18 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
         along = [d if d is None else torch.tensordot(r.to(d), d, dims=1) for d in ds]
     else:
         along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
-    truths = {name: widened(dense(grad)) for name, grad in zip(leaves, grads, strict=True) if grad is not None}
-    layouts: list[Layout | None] = [None] * len(uses)
+    reached = {i: d for i, d in enumerate(along) if d is not None}
+    layouts: dict[int, Layout] = {}
     odd = []
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
-        for name, truth in truths.items():
-            reached = {i: d for i, d in enumerate(along) if d is not None and uses[i].name == name}
-            matches = _agreeing([(uses[i], d) for i, d in reached.items()], truth, s)
-            if matches is None:
-                odd.append(name)
-            for i, layout in zip(reached, matches or (), strict=False):
-                layouts[i] = layout
-    return Pass(output, flat, uses, layouts, tuple(odd), ds)
+        for name, grad in zip(leaves, grads, strict=True):
+            numbers = [i for i in reached if uses[i].name == name]
+            if grad is not None:
+                matches = _agreeing([(uses[i], reached[i]) for i in numbers], widened(dense(grad)), s)
+                layouts |= zip(numbers, matches or (), strict=False)
+                odd += [name] if matches is None else []
+    explained = [(uses[i], layouts[i]) for i in sorted(layouts)]
+    return Pass(output, flat, uses, explained, tuple(odd), ds and [ds[i] for i in sorted(layouts)])
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:

@@ -47,17 +47,15 @@ def predict(
             f"changed since (first {moved[0]!r}), and predictions are neither the old network's nor the new one's"
         )
 
-    def of_batch(batch: Any, seed: int | None) -> Prediction:
-        components = []
+    def of_batch(batch: Any) -> Prediction:
+        components: list[Component] = []
+        seed = None if draws is None else fresh_seed(generator)
         for number, (q, weight) in enumerate(zip(members, weights, strict=True)):
-            if draws is None:
+            if draws is None or seed is None:
                 f = linearised(q, batch, forward=forward, covariance=bool(covariance), joint=covariance == "joint")
             else:
-                assert seed is not None
-                source = torch.Generator().manual_seed(
-                    seed if len(members) == 1 else stream_seed(seed, "member", number)
-                )
-                f = sampled(q, batch, draws, forward=forward, generator=source)
+                of_member = seed if len(members) == 1 else stream_seed(seed, "member", number)
+                f = sampled(q, batch, draws, forward=forward, generator=torch.Generator().manual_seed(of_member))
             components.append(Component(f, q.noise_variance, q.temperature, weight))
         mean = components[0].f.mean
         if (mismatch := kind.mismatch(mean.detach())) is not None:
@@ -70,12 +68,9 @@ def predict(
             )
         return Prediction(kind, tuple(components))
 
-    def seed() -> int | None:
-        return None if draws is None else fresh_seed(generator)
-
     if is_loader(inputs):
-        return (of_batch(batch, seed()) for batch in inputs_of(progress(inputs, "predict"), model))
-    return of_batch(for_model(inputs, model, graph=True), seed())
+        return (of_batch(batch) for batch in inputs_of(progress(inputs, "predict"), model))
+    return of_batch(for_model(inputs, model, graph=True))
 
 
 @dataclass(frozen=True, eq=False)

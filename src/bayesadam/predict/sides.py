@@ -68,9 +68,10 @@ def _sides(run: Pass, size: int) -> dict[str, _Side | None]:
     """By weight the inputs of its uses; None where it has no input side."""
     biases = {use.at: use.name for use in run.uses if isinstance(use, Addend) and use.scale is None}
     by_name: dict[str, list[tuple[Use, Layout | None]]] = {}
-    for use, layout in zip(run.uses, run.layouts, strict=True):
+    layouts = {id(use): layout for use, layout in run.explained}
+    for use in run.uses:
         if not isinstance(use, Addend):
-            by_name.setdefault(use.name, []).append((use, layout))
+            by_name.setdefault(use.name, []).append((use, layouts.get(id(use))))
     return {name: _side(pairs, {biases.get(use.at) for use, _ in pairs}, size) for name, pairs in by_name.items()}
 
 
