@@ -104,31 +104,6 @@ class OldSine(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-class Sine(torch.autograd.Function):
-    """With a context of its own, as torch.func wants it, but no forward mode."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].cos()
-
-
-class SineOnceDifferentiable(OldSine):
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].cos()
-
-
 def with_item(x: Tensor) -> Tensor:
     return x.sin() if math.isfinite(x.sum().item()) else x
 
@@ -139,11 +114,7 @@ def sequences(sine: Callable[[Tensor], Tensor]) -> nn.Module:
     return Lambda(lambda self, x: self.b(sine(self.a(x)) * self.scale).sum(dim=1), **members).double()
 
 
-@pytest.mark.parametrize(
-    "sine",
-    [OldSine.apply, Sine.apply, SineOnceDifferentiable.apply, with_item],
-    ids=["old-function", "batchable-function", "once-differentiable", "item"],
-)
+@pytest.mark.parametrize("sine", [OldSine.apply, with_item], ids=["old-function", "item"])
 def test_operations_that_cannot_be_vectorised_or_pushed_forward_give_the_same(sine: Callable[[Tensor], Tensor]):
     x = normal(3, 2, 3)()
     usual, other = narrow(sequences(torch.sin)), narrow(sequences(sine))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from bayesadam.weights.named import Named
 
 Q = TypeVar("Q", bound=Gaussian)
 Method = Literal["evidence", "validation"]
+# Means, (n, ...), variances, (k, n, ...), covariances, (n, c, c), where asked for, and targets of a batch.
+_Rows = tuple[Tensor, Tensor, Tensor | None, Tensor]
 # Ratios δ/w that one pass over the data tries; temperatures, and shares of the residuals that are noise.
 _RATIOS = 13
 _TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
@@ -52,15 +54,6 @@ def tune(posterior: Q, held_out: Any, *, method: Method | None = None, forward: 
     return _by_evidence(data) if by_evidence else _by_validation(data)
 
 
-class _Rows(NamedTuple):
-    """Targets that count, y, (n, ...), and moments of their outputs: variances are (k, n, ...)."""
-
-    mean: Tensor
-    variances: Tensor
-    covariance: Tensor | None
-    y: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class _HeldOut(Generic[Q]):
     """A posterior, its likelihood, held-out data, and how the model is called."""
@@ -71,18 +64,17 @@ class _HeldOut(Generic[Q]):
     forward: Forward | None
 
     def moments(self, q: Q, variances: Sequence[Named], *, covariance: bool = False) -> Iterator[_Rows]:
-        """Of the linearised network at the mean of q, batch by batch, under each of k variances of the weights."""
+        """Of the linearised network at the mean of q, batch by batch, under each of k variances: of what counts."""
         for inputs, y in self.batches:
             mean, spread, blocks = moments_under(q, variances, inputs, forward=self.forward, covariance=covariance)
             y = self.kind.matched(y.to(mean.device), mean)
             keep = self.kind.counted(mean, y)
-            yield _Rows(mean[keep], spread[:, keep], None if blocks is None else blocks[0][keep], y[keep])
+            yield mean[keep], spread[:, keep], None if blocks is None else blocks[0][keep], y[keep]
 
     def whole(self, q: Q, variances: Sequence[Named]) -> tuple[Tensor, Tensor, Tensor]:
         """Means, variances and targets of all batches."""
-        parts = list(self.moments(q, variances))
-        variance = torch.cat([part.variances for part in parts], dim=1)
-        return torch.cat([part.mean for part in parts]), variance, torch.cat([part.y for part in parts])
+        means, spreads, _, targets = zip(*self.moments(q, variances), strict=True)
+        return torch.cat(means), torch.cat(spreads, dim=1), torch.cat(targets)
 
 
 def _at(posterior: Q, weight: float, delta: float) -> Q:
@@ -102,14 +94,12 @@ def _by_evidence(data: _HeldOut[Q]) -> Q:
     unit = unit if shape is None else {name: one / shape[name] for name, one in unit.items()}
     if not kind.noise:
         traces = []
-        for rows in data.moments(posterior, [unit], covariance=kind.coupled):
+        for mean, (variance,), covariance, _ in data.moments(posterior, [unit], covariance=kind.coupled):
             if isinstance(kind, Classification):
-                assert rows.covariance is not None
-                root = kind.hessian_root(rows.mean)
-                traces.append(torch.einsum("nij,nik,njk->n", rows.covariance, root, root))
+                root = kind.hessian_root(mean)
+                traces.append(torch.einsum("nij,nik,njk->n", covariance, root, root))
             else:
-                product = kind.hessian_diagonal(rows.mean) * rows.variances[0]
-                traces.append(product.reshape(len(product), -1).sum(dim=1))
+                traces.append((kind.hessian_diagonal(mean) * variance).reshape(len(mean), -1).sum(dim=1))
         return _at_evidence(posterior, float(torch.cat(traces).mean(dtype=torch.float64)))
     tuned, noise = posterior, None
     variances: list[Named] = [unit]

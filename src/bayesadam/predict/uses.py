@@ -285,4 +285,4 @@ def _products(x: Tensor, y: Tensor, variances: Sequence[Tensor], covariance: boo
 
 def squared(rows: Tensor, covariance: bool) -> Tensor:
     """Rows (c, b, n) with themselves: Σ_n rows², (b, c), or (b, c, c)."""
-    return torch.einsum("cbn,dbn->bcd", rows, rows) if covariance else rows.square().sum(dim=2).T
+    return torch.einsum("cbn,dbn->bcd", rows, rows) if covariance else torch.linalg.vector_norm(rows, dim=2).square().T
