@@ -60,25 +60,31 @@ def acquire(
     count("k", k, "inputs")
     q = posterior if isinstance(posterior, Mixture) else Mixture([posterior])
     kind = agreed(likelihood, q.likelihood)
-    batches = [
+    parts = (
         examples(batch, start, start + _CHUNK)
         for batch in inputs_of(pool, q.members[0].model)
         for start in range(0, batch_size(batch), _CHUNK)
-    ]
-    if k > (size := sum(map(batch_size, batches))):
-        raise MatchError(f"the pool has {size} inputs, and k={k} were asked for")
+    )
     if kind.is_classes:
-        factors = [_gradients(q, batch, kind, forward) for batch in progress(batches, "acquire")]
-        errors, hidden = (torch.cat(parts, dim=1) for parts in zip(*factors, strict=True))
+        factors = [_gradients(q, part, kind, forward) for part in progress(parts, "acquire")]
+        errors, hidden = (torch.cat(factor, dim=1) for factor in zip(*factors, strict=True))
+        _check_size(errors.shape[1], k)
         return _spread(errors, hidden, k, seed)
-    single = []
-    for batch in progress(batches, "acquire"):
+    batches, single = [], []
+    for batch in progress(parts, "acquire"):
         mean, covariance = _moments(q, batch, forward, joint=False)
         single.append(_information(covariance, _hessian(q, kind, mean)))
+        batches.append(batch)
+    _check_size(sum(map(len, single)), k)
     candidates = torch.cat(single).argsort(descending=True, stable=True)[: max(k, _CANDIDATES)].cpu()
     whole = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *batches)
     mean, covariance = _moments(q, chosen_examples(whole, candidates), forward, joint=True)
     return candidates[_most_information(covariance, _hessian(q, kind, mean), k)]
+
+
+def _check_size(size: int, k: int) -> None:
+    if k > size:
+        raise MatchError(f"the pool has {size} inputs, and k={k} were asked for")
 
 
 # --- classes ---------------------------------------------------------------------------------------------------------
