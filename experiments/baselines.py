@@ -1,6 +1,6 @@
 """The methods of the paper, and more, behind one protocol: a `Problem` in, a predictor for each seed out.
 
-Networks train as stacks, one for each seed, by the rules of `bayesadam.engine`. What a method predicts is a function's
+Networks train as stacks, one for each seed, by `experiments.rules`. What a method predicts is a function's
 mean and variance; the targets' noise, where it is not learnt, is what the held-out part leaves unexplained.
 """
 
@@ -18,13 +18,12 @@ from torch.func import functional_call, jacrev
 
 from bayesadam import Posterior, calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
-from bayesadam.engine.network import Network as Network
-from bayesadam.engine.network import forward, member
-from bayesadam.engine.rules import adam_state, adam_update
-from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Streams, blocks
+from bayesadam.engine.network import ACTIVATIONS, forward, linear, member
+from bayesadam.engine.stack import constant, cosine
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
 from experiments.rules import RULES, Adam, Dropout, Rule, functions
+from experiments.stacks import Network as Network
+from experiments.stacks import Stack, Streams, adam_state, adam_update, blocks, train
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05
@@ -324,19 +323,24 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
     The inputs, (n, inputs), are the same for all, and taken `at_once` at a time.
     """
     total = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    activation = ACTIVATIONS[network.activation]()
     for first in range(0, len(x), at_once):
-        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+        # Of every layer.
+        inputs, outputs = [x[first : first + at_once].expand(len(params["layer0.bias"]), -1, -1)], list[Tensor]()
         with torch.enable_grad():
             weights = {name: t.detach().requires_grad_() for name, t in params.items()}
-            f = forward(network, weights, x[first : first + at_once], seen=seen)
+            for number in range(len(network.hidden) + 1):
+                outputs.append(linear(inputs[-1], weights[f"layer{number}.weight"], weights[f"layer{number}.bias"]))
+                inputs.append(activation(outputs[-1]))
+        f = outputs[-1]
         p = f.detach().softmax(dim=-1)
         # A = diag(√p) − p √pᵀ.
         root = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
         for c in range(f.shape[-1]):
-            grads = torch.autograd.grad(f, seen[1], root[..., c], retain_graph=True)
-            for number, (grad, inputs) in enumerate(zip(grads, seen[0], strict=True)):
+            grads = torch.autograd.grad(f, outputs, root[..., c], retain_graph=True)
+            for number, (grad, a) in enumerate(zip(grads, inputs[:-1], strict=True)):
                 squares = grad.square()
-                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), inputs.detach().square())
+                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), a.detach().square())
                 total[f"layer{number}.bias"] += squares.sum(dim=1)
     return total
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from bayesadam.engine.stack import Stack, constant
-from bayesadam.engine.streams import blocks
+from bayesadam.engine.stack import constant
 from experiments import baselines, figure1, figure2, plots
 from experiments.baselines import Network, Problem, Training, trained
 from experiments.data import load_images
 from experiments.rules import RULES
 from experiments.running import MISSING, Run, Sample, Table, digits
+from experiments.stacks import Stack, blocks
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}
 TITLES = {"adam": "Adam", **plots.METHOD_TITLES}

@@ -25,11 +25,10 @@ from bayesadam.bandits.settings import (
     Widths,
 )
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.stack import Stack
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.network import flatten, forward, initial, unflatten
 from bayesadam.errors import SettingError
 from experiments.rules import Adam, Badam, Dropout, DroppedBadam, Rule, gaussian, sampled_outputs
+from experiments.stacks import Network, Stack, Streams
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
 _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995

@@ -1,6 +1,6 @@
 """The rules that the paper compares with, and what each of them ends with: a Gaussian, or functions drawn from it.
 
-They train on the stacks of `bayesadam.engine`. A new rule is a class with `start`, `at` (where the gradient is taken),
+They train on `experiments.stacks`. A new rule is a class with `start`, `at` (where the gradient is taken),
 `update` and `gaussian`, and a line in `RULES`.
 """
 
@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.engine import rules
-from bayesadam.engine.network import ACTIVATIONS, Network, linear, unflatten
-from bayesadam.engine.rules import (
-    EPS,
+from bayesadam.engine.network import ACTIVATIONS, dropout_mask, linear, unflatten
+from bayesadam.engine.rules import EPS, State
+from experiments import stacks
+from experiments.stacks import (
     Dropped,
+    Network,
     Number,
-    State,
+    Stack,
     Step,
+    Streams,
     adam_state,
     adam_update,
-    dropout_mask,
     second_moment,
 )
-from bayesadam.engine.stack import Stack
-from bayesadam.engine.streams import Streams
 
 
 class Gaussian(NamedTuple):
@@ -42,8 +42,8 @@ class Gaussian(NamedTuple):
 Drawn = tuple[dict[str, Tensor], list[Tensor] | None]
 
 
-class Rule(rules.Rule):
-    """A rule of the engine, and what it ends with."""
+class Rule(stacks.Rule):
+    """A rule of a stack, and what it ends with."""
 
     # Whether the rule starts from weights that Adam has trained; its usual rate, where Adam's does not suit.
     starts_trained: ClassVar[bool] = False
@@ -72,8 +72,8 @@ class Rule(rules.Rule):
 
 
 @dataclass(frozen=True)
-class Adam(rules.Adam, Rule):
-    """The engine's, with `sparsity`: λ of a Laplace prior exp(−λ|θ|), a proximal step that v never sees.
+class Adam(stacks.Adam, Rule):
+    """The stack's, with `sparsity`: λ of a Laplace prior exp(−λ|θ|), a proximal step that v never sees.
 
     In Adam's metric |θ| loses α λ/(√v̂ + ε), not below 0.
     """

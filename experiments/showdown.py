@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from bayesadam.bandits.settings import Positive
+from bayesadam.engine import rules
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import Network, unflatten
-from bayesadam.engine.rules import Dropped, Number, State, Step, adam_state, adam_update
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.network import unflatten
+from bayesadam.engine.rules import State
 from experiments.networks import GreedySettings, NetworkSettings
-from experiments.rules import Adam, Gaussian, Perturbed, Rule, sampled_outputs
+from experiments.rules import Gaussian, Perturbed, Rule, sampled_outputs
+from experiments.stacks import Dropped, Network, Number, Step, Streams, adam_state, adam_update
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -115,8 +116,8 @@ class LocalBayesByBackprop(Perturbed):
         by_rho = 2 * variance * by_variance + (self.precision * variance - 1) / step.n_data
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
         pulled = by_mean + weights * (self.precision / step.n_data)
-        adam_update(weights, pulled, state, step.lr, Adam(self.betas))
-        adam_update(state["rho"], by_rho * uncertain, own, step.lr, Adam(self.betas))
+        adam_update(weights, pulled, state, step.lr, rules.Adam(self.betas))
+        adam_update(state["rho"], by_rho * uncertain, own, step.lr, rules.Adam(self.betas))
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         return Gaussian(weights, (2 * state["rho"]).exp() * (self.precision > 0))

@@ -203,7 +203,7 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "_registry", dict(formats._registry))
     added = formats.register_format(Recipe.of("format").entered(monkeypatch))
     assert ba.readers.registered_formats()[0] is added
-    with pytest.raises(SettingError, match="replace=True"):
+    with pytest.raises(SettingError, match="choose another name"):
         formats.register_format(added)
     torch.manual_seed(0)
     model = mlp(3, 5, 2)

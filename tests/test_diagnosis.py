@@ -35,21 +35,6 @@ def test_a_healthy_optimiser_gets_the_implied_prior_and_no_more() -> None:
     assert diagnosis.summary == "Sequential trained by AdamW: 21 weights in 4 parameters have a second moment"
 
 
-# --- the prior --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_missing_curvature_is_a_note_since_there_is_always_a_prior(weight_decay: float) -> None:
-    model, optimizer = healthy(weight_decay=weight_decay)
-    assert ba.doctor(model, optimizer).healthy
-    optimizer.state[model[0].weight]["exp_avg_sq"][0] = 0.0
-    diagnosis = ba.doctor(model, optimizer)
-    assert finding(diagnosis, "zero-curvature").severity == "note"
-    assert "infinite" not in finding(diagnosis, "zero-curvature").message
-    # What the decay implies is never a defect.
-    assert finding(diagnosis, "implied-prior").severity == "note"
-
-
 # --- the moments ------------------------------------------------------------------------------------------------------
 
 
@@ -101,15 +86,10 @@ def test_bad_values_are_an_error(bad: float) -> None:
 @pytest.mark.parametrize(
     ("dtype", "beta", "found"),
     [
-        (torch.bfloat16, 0.999, True),
-        (torch.bfloat16, 0.99, True),
         (torch.bfloat16, 0.98, True),
         (torch.bfloat16, 0.95, False),
-        (torch.bfloat16, 0.9, False),
-        (torch.float16, 0.9999, True),
         (torch.float16, 0.999, True),
         (torch.float16, 0.99, False),
-        (torch.float32, 0.999, False),
         (torch.float32, 0.9999, False),
     ],
     ids=str,
@@ -125,15 +105,6 @@ def test_a_state_too_coarse_for_its_memory(dtype: torch.dtype, beta: float, foun
         assert told.parameters == ("0.weight", "0.bias")
         assert word in told.message
         assert "float32" in told.message
-    # The recursion itself, after larger gradients: flagged where it is off by more than a hundredth or so.
-    coarse = torch.full((300,), 8.0, dtype=dtype)
-    exact = coarse.double()
-    for _ in range(min(round(5 / (1 - beta)), 6000)):
-        squared = torch.randn(300).to(dtype).square()
-        coarse.mul_(beta).add_(squared, alpha=1 - beta)
-        exact.mul_(beta).add_(squared.double(), alpha=1 - beta)
-    off = float((coarse.double() / exact - 1).abs().median())
-    assert (off > 0.015) == found
 
 
 # --- weight decay in the moments --------------------------------------------------------------------------------------
@@ -158,17 +129,12 @@ def test_coupled_decay_leaks_into_the_moment() -> None:
 # --- batch norm -------------------------------------------------------------------------------------------------------
 
 
-def normed(*layers: nn.Module, steps: int = 12) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9))
-    train(model, optimizer, steps=steps)
-    return model, optimizer
-
-
 def test_batch_norm_and_the_bias_before_it_are_noted() -> None:
     torch.manual_seed(0)
-    layers = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-    diagnosis = ba.doctor(*normed(*layers))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9))
+    train(model, optimizer, steps=12)
+    diagnosis = ba.doctor(model, optimizer)
     told = finding(diagnosis, "batch-norm")
     assert told.severity == "note"
     assert told.parameters == ("0.bias",)
@@ -196,7 +162,7 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     [
         (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "SGD keeps no second moment"),
         (lambda model: torch.optim.Adam(model.parameters()), "Adam has not taken a step yet"),
-        (lambda model: torch.optim.Adam(nn.Linear(2, 2).parameters()), "none of the 2 parameters of Adam belongs"),
+        (lambda model: torch.optim.Adam(nn.Linear(2, 2).parameters()), "no parameter of Adam belongs"),
         (lambda model: None, "expected a torch optimiser"),
         (lambda model: [], "the list is empty"),
     ],
@@ -250,26 +216,21 @@ def test_a_note_on_the_optimiser(build: Callable[[Any], torch.optim.Optimizer], 
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def ill() -> ba.diagnosis.Diagnosis:
-    """Something of every severity."""
+def test_the_worst_comes_first() -> None:
     model = mlp(3, 4, 1)
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.RMSprop(model.parameters(), weight_decay=0.1)
     train(model, optimizer, steps=3)
     optimizer.state[model[0].weight]["square_avg"][0, 0] = float("nan")
     optimizer.state[model[2].weight]["square_avg"][0, 0] = 0.0
-    return ba.doctor(model, optimizer, n_data=100)
-
-
-def test_the_worst_comes_first() -> None:
-    diagnosis = ill()
+    diagnosis = ba.doctor(model, optimizer, n_data=100)
     severities = [f.severity for f in diagnosis.findings]
     assert severities == sorted(severities, key=["error", "warning", "note"].index)
+    warnings = {"few-steps", "coupled-decay"}
     assert set(diagnosis.codes()) == {
         "bad-values",
-        "few-steps",
+        *warnings,
         "zero-curvature",
-        "coupled-decay",
         "implied-prior",
         "left-out",
         "optimizer",

@@ -117,17 +117,3 @@ def test_a_warning_points_at_the_user_s_line():
         with pytest.warns(errors.BayesAdamWarning, match="running_mean") as caught:
             call(members)
         assert caught[0].filename == __file__
-
-
-def test_a_warning_of_the_estimator_points_at_the_user_s_line(monkeypatch):
-    pytest.importorskip("sklearn")
-    from bayesadam.sklearn import BadamRegressor
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise errors.CalibrationError("no finite score")
-
-    monkeypatch.setattr(ba.Posterior, "tune", fail)
-    X = torch.linspace(-1, 1, 40)[:, None].numpy()
-    with pytest.warns(errors.BayesAdamWarning, match="not tuned: no finite score") as caught:
-        BadamRegressor(hidden=(4,), max_epochs=2, random_state=0).fit(X, X[:, 0])
-    assert {warning.filename for warning in caught} == {__file__}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
 from cases import quick_of
-from floats import assert_close
+from floats import approx, assert_close
 
 Array = NDArray[np.float64]
 SHARES, EXPONENTS, SHIFT, PATIENCE = (0.03, 0.2, 0.9), (0.05, 0.3, 0.7), 1e-4, 100
@@ -25,26 +24,22 @@ def normal(n: int, seed: int, shift: float = 0.0) -> Array:
     return np.random.default_rng(seed).normal(shift, size=n)
 
 
-def brute_force(
-    reference: Array, scores: Array, seed: int, rows: Any = slice(None), *, of_slice: bool = False
-) -> Array:
-    """p by counting, score by score, in gaps between single reference scores, with the uniform numbers of a monitor;
-    of the rows of a slice the third of these, of all the second.
-    """
+def brute_force(reference: Array, scores: Array, seed: int) -> Array:
+    """p by counting, score by score, in gaps between single reference scores, with the uniform numbers of a monitor."""
     draw = np.random.default_rng(seed)
     held_out = sorted(zip(np.sort(reference), draw.random(len(reference)), strict=True))
-    numbers, scores = draw.random((len(scores), 3))[rows], scores[rows]
+    numbers = draw.random((len(scores), 2))
 
     def gap(score: float, order: float) -> int:
         return sum(pair < (score, order) for pair in held_out)
 
     found: list[float] = []
     gaps: list[int] = []
-    for score, (order, *uniform) in zip(scores, numbers, strict=True):
+    for score, (order, u) in zip(scores, numbers, strict=True):
         own, n = gap(score, order), len(held_out)
         greater = (n - own) + sum(other > own for other in gaps)
         equal = 1 + sum(other == own for other in gaps)
-        found.append((greater + uniform[of_slice] * equal) / (n + 1 + len(gaps)))
+        found.append((greater + u * equal) / (n + 1 + len(gaps)))
         gaps.append(own)
     return np.array(found)
 
@@ -143,7 +138,6 @@ def test_the_martingale_is_that_of_a_recursion(shift):
     whole.update(normal(400, 2, shift))
     expected = recursion(whole.p_values)
     assert_close(np.array(logs), expected[[0, 1, 79, 80, 299, 399]], rtol=1e-9, atol=1e-10)
-    assert_close(np.array([whole.peak, monitor.peak]), np.full(2, max(0, expected.max())), atol=1e-10)
     reached = expected >= math.log(100)
     assert whole.alarmed_at == monitor.alarmed_at == (int(reached.argmax()) + 1 if reached.any() else None)
     assert whole.alarmed == (shift != 0)
@@ -183,7 +177,7 @@ def test_drift_is_found(change, before, most):
     assert before < monitor.alarmed_at <= before + most
     assert monitor.update(normal(10, 3))
     monitor.reset()
-    assert (monitor.n, monitor.alarmed_at, monitor.log_martingale, monitor.peak) == (0, None, 0.0, 0.0)
+    assert (monitor.n, monitor.alarmed_at, monitor.log_martingale) == (0, None, 0.0)
     assert not monitor.update(normal(500, 4))
 
 
@@ -193,8 +187,8 @@ def test_drift_is_found(change, before, most):
 def test_an_alarm_has_a_direction(direction, change):
     monitor, (mean, spread) = ba.Monitor(reference=normal(500, 0)), change
     assert monitor.update(mean + spread * normal(500, 1))
-    assert monitor.whole.direction == direction
-    assert str(monitor).splitlines()[-1].endswith(direction)
+    assert monitor.direction == direction
+    assert str(monitor).endswith(direction)
 
 
 def test_the_direction_is_that_of_the_alarm(tmp_path):
@@ -202,14 +196,14 @@ def test_the_direction_is_that_of_the_alarm(tmp_path):
     assert monitor.update(normal(100, 1) + 3)
     monitor.update(normal(2000, 2) - 3)
     monitor.save(tmp_path / "monitor.safetensors")
-    assert ba.Monitor.load(tmp_path / "monitor.safetensors").whole.direction == "stranger"
+    assert ba.Monitor.load(tmp_path / "monitor.safetensors").direction == "stranger"
 
 
 def test_capital_and_memory_are_bounded():
-    monitor = ba.Monitor(reference=normal(20000, 0), slices=2)
+    monitor = ba.Monitor(reference=normal(20000, 0))
     sizes = []
     for _ in range(3):
-        monitor.update(answer(np.full(3000, 9.0), np.zeros((3000, 2))), slices=["a", "b"] * 1500)
+        monitor.update(np.full(3000, 9.0))
         arrays = [value for value in vars(monitor).values() if isinstance(value, np.ndarray)]
         sizes.append(sum(value.nbytes for value in arrays if value is not monitor._history))
         assert len(monitor._history) <= 1024
@@ -218,37 +212,7 @@ def test_capital_and_memory_are_bounded():
     assert (np.diff(monitor._history[:, 0]) == monitor._stride).all()
 
 
-# --- slices ---------------------------------------------------------------------------------------------------------
-
-
-def test_slices_are_monitors_of_their_own():
-    """Of the same p-values but for U: one that drifts raises the alarm, at the level of a slice."""
-    draw = np.random.default_rng(5)
-    names = draw.choice(["north", "south", "west"], size=900)
-    scores = draw.normal(size=900) + 2.0 * (names == "west")
-    monitor = ba.Monitor(reference=normal(500, 0), slices=5)
-    for part in np.array_split(np.arange(900), 7):
-        monitor.update(scores[part], slices=names[part])
-    assert set(monitor.slices) == {"north", "south", "west"}
-    assert {name: one.n for name, one in monitor.slices.items()} == {n: (names == n).sum() for n in set(names)}
-    assert [name for name, one in monitor.slices.items() if one.alarmed_at] == ["west"]
-    assert_close(monitor.slices["west"].limit, math.log(10 / 0.01))
-    assert_close(monitor.whole.limit, math.log(2 / 0.01))
-    first = np.flatnonzero(names == "west")[monitor.slices["west"].alarmed_at - 1] + 1
-    assert monitor.alarmed_at == min(first, monitor.whole.alarmed_at or 1000)
-
-
-def test_a_slice_has_the_martingale_of_its_own_scores():
-    reference, scores = normal(40, 0), normal(300, 1, 0.3)
-    names = np.arange(300) % 3
-    together = ba.Monitor(reference=reference, slices=3, seed=7)
-    together.update(scores, slices=torch.from_numpy(names))
-    for name in range(3):
-        p = brute_force(reference, scores, 7, names == name, of_slice=True)
-        assert_close(np.float64(together.slices[name].log_martingale), recursion(p)[-1])
-
-
-# --- layers, pictures, files ----------------------------------------------------------------------------------------
+# --- networks, pictures, files ---------------------------------------------------------------------------------------
 
 
 def served() -> tuple[ba.Calibrated, torch.Tensor]:
@@ -269,41 +233,26 @@ def test_the_stream_of_a_network():
     with torch.no_grad():
         familiar, far = net(x), net(5 * x)
     assert not monitor.update(familiar)
-    assert all(abs(excess) < 1 for excess in monitor.drivers().values())
     assert monitor.update(far)
-    drivers = monitor.drivers(1)
-    decay = (1 - 1 / 200) ** np.arange(199, -1, -1.0)
-    rows = torch.cat([familiar.layers, far.layers]).double().numpy()
-    expected = dict(zip(net.layers, decay @ rows / decay.sum(), strict=True))
-    name = max(expected, key=lambda key: expected[key])
-    assert list(drivers) == [name]
-    assert_close(drivers[name], expected[name], rtol=1e-7)
-    assert drivers[name] > 1
+    again = ba.Monitor(reference=net.novelties)
+    again.update(torch.cat([familiar.novelty, far.novelty]))
+    assert again.log_martingale == approx(monitor.log_martingale)
 
 
-def answer(scores: Array, layers: Array) -> ba.Answer:
-    return ba.Answer(torch.from_numpy(scores), layers=torch.from_numpy(layers))
-
-
-@pytest.mark.parametrize("slices", [0, 3])
-def test_a_saved_monitor_goes_on_to_the_bit(slices, tmp_path):
-    def more(monitor: ba.Monitor, seed: int) -> None:
-        names = np.arange(150) % 3 if slices else None
-        monitor.update(answer(normal(150, seed, 0.1).round(1), np.ones((150, 2)) * seed), slices=names)
-
-    monitor = ba.Monitor(reference=normal(700, 0).round(1), slices=slices)
-    more(monitor, 1)
+def test_a_saved_monitor_goes_on_to_the_bit(tmp_path):
+    monitor = ba.Monitor(reference=normal(700, 0).round(1))
+    monitor.update(normal(150, 1, 0.1).round(1))
     monitor.save(tmp_path / "monitor.safetensors")
     loaded = ba.Monitor.load(tmp_path / "monitor.safetensors")
     assert str(loaded) == str(monitor)
+    assert (loaded.n, loaded.alarmed_at) == (150, monitor.alarmed_at)
     for each in (monitor, loaded):
-        more(each, 2)
+        each.update(normal(150, 2, 0.1).round(1))
         each.reset()
-        more(each, 3)
+        each.update(normal(150, 3, 0.1).round(1))
     assert (loaded.p_values == monitor.p_values).all()
     assert (loaded._history == monitor._history).all()
-    assert (loaded.whole, loaded.slices, loaded.drivers()) == (monitor.whole, monitor.slices, monitor.drivers())
-    assert loaded.n == 150
+    assert loaded.log_martingale == monitor.log_martingale
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -317,25 +266,23 @@ def test_a_damaged_file_is_refused(tmp_path):
         ba.Monitor.load(path)
 
 
-def test_its_picture_and_table():
+def test_its_picture_and_its_words():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    monitor = ba.Monitor(reference=normal(500, 0), slices=10)
-    monitor.update(
-        np.concatenate([normal(300, 1), normal(300, 2, 1.5)]), slices=[f"camera {i % 8}" for i in range(600)]
-    )
+    monitor = ba.Monitor(reference=normal(500, 0))
+    monitor.update(np.concatenate([normal(300, 1), normal(300, 2, 1.5)]))
     ax = monitor.plot()
     x, y = ax.lines[0].get_data()
     assert (x[0], y[0], x[-1]) == (0, 0, 600)
     assert_close(y[-1] * math.log(10), np.float64(monitor.log_martingale))
-    assert_close(ax.lines[1].get_ydata()[0], math.log10(200))
+    assert_close(ax.lines[1].get_ydata()[0], 2.0)
     assert ax.get_title(loc="left") == f"alarm at score {monitor.alarmed_at:,}"
-    lines = str(monitor).splitlines()
-    assert lines[0] == "Monitor: at most 1 % false alarms, 500 held-out scores"
-    assert lines[2].split() == ["whole", "600", *lines[2].split()[2:5], str(monitor.whole.alarmed_at), "stranger"]
-    assert lines[-1] == "and 3 more slices"
+    first, second = str(monitor).splitlines()
+    assert first == "Monitor: at most 1 % false alarms, 500 held-out scores"
+    assert second.endswith(f"alarm at score {monitor.alarmed_at}: they are stranger")
     monitor.reset()
     assert monitor.plot().lines[0].get_ydata()[-1] == 0
+    assert str(monitor).endswith("no alarm")
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -348,8 +295,6 @@ def test_errors_say_what_to_do():
             ba.Monitor(**settings)
     with pytest.raises(SettingError, match="alarm must lie between 0 and 1"):
         ba.Monitor(reference=[1.0], alarm=1.0)
-    with pytest.raises(SettingError, match="slices must be a whole number"):
-        ba.Monitor(reference=[1.0], slices=-1)
     with pytest.raises(SettingError, match="reference holds no score"):
         ba.Monitor(reference=[])
     with pytest.raises(MatchError, match="net must be a Calibrated"):
@@ -357,22 +302,12 @@ def test_errors_say_what_to_do():
     few = ba.calibrate(nn.Linear(1, 2), (torch.zeros(5, 1), torch.zeros(5).long()), likelihood="classification")
     with pytest.raises(CalibrationError, match="at least 20"):
         ba.Monitor(few)
-    monitor = ba.Monitor(reference=[1.0, 2.0], slices=1)
+    monitor = ba.Monitor(reference=[1.0, 2.0])
     with pytest.raises(MatchError, match=r"scores must be one number an input, \(n,\), got shape \(2, 1\)"):
         monitor.update(torch.zeros(2, 1))
-    with pytest.raises(MatchError, match="slices has 1 names and scores has 2"):
-        monitor.update([1.0, 2.0], slices=["a"])
-    with pytest.raises(SettingError, match="2 slices, 'b' among them, are more than slices=1"):
-        monitor.update([1.0, 2.0], slices=["a", "b"])
-    with pytest.raises(MatchError, match=r"layers has shape \(1, 3\), it must be \(2, 3\)"):
-        monitor.update(answer(np.ones(2), np.ones((1, 3))))
-    with pytest.raises(SettingError, match=r"monitor\.update\(net\(x\)\)"):
-        monitor.drivers()
-    with pytest.raises(SettingError, match=r"strings or whole numbers, got 0\.5"):
-        monitor.update([1.0], slices=[0.5])
     with pytest.raises(MatchError, match="scores are None"):
         monitor.update(None)
-    assert (monitor.n, monitor.slices) == (0, {})
+    assert monitor.n == 0
 
 
 def test_monitors_of_one_model_know_each_other(tmp_path):

@@ -19,7 +19,6 @@ from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from bayesadam import calibrate
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
@@ -193,14 +192,14 @@ def test_few_rows_are_shared_as_well_as_can_be():
         assert (len(part.rows), len(part.held_out)) == sizes
 
 
-@pytest.mark.parametrize(("n", "calibration"), [(2, "auto"), (2, None), (4, "validation"), (5, "evidence")])
-def test_tiny_and_constant_data(n, calibration):
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_tiny_and_constant_data(n):
     X, y = sine(n)
-    X[:, 1], settings = 3.0, {**SMALL, "calibration": calibration}
+    X[:, 1] = 3.0
     for targets in (y, np.full(n, 7.0)):
-        mean, std = BadamRegressor(**{**settings, "n_ensemble": 2}).fit(X, targets).predict(X, return_std=True)
+        mean, std = BadamRegressor(**{**SMALL, "n_ensemble": 2}).fit(X, targets).predict(X, return_std=True)
         assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
-    probs = BadamClassifier(**settings).fit(X, np.arange(n) % 2).predict_proba(X)
+    probs = BadamClassifier(**SMALL).fit(X, np.arange(n) % 2).predict_proba(X)
     assert_close(probs.sum(axis=1), np.ones(n))
 
 
@@ -312,7 +311,6 @@ def test_the_default_noise_depends_on_the_input_where_enough_rows_are_held_out()
     assert model.likelihood_ == told.likelihood_ == "heteroscedastic"
     assert np.array_equal(model.predict(X), told.predict(X))
     assert BadamRegressor(**SMALL).fit(X[:40], y[:40]).likelihood_ == "regression"
-    assert BadamRegressor(**settings, calibration="evidence").fit(X, y).likelihood_ == "regression"
 
 
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic"])
@@ -429,7 +427,6 @@ def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
     [
         ("hidden", (50, 0), "every width must be a whole number"),
         ("activation", "swish", "activation must be one of"),
-        ("calibration", "best", "calibration must be one of .* got 'best'"),
         ("structure", "full", "structure must be one of .* got 'full'"),
         ("likelihood", "gamma", r"likelihood must be one of .*'poisson'.*, got 'gamma'"),
         ("lr", float("nan"), "lr must be a positive finite number .* got nan"),
@@ -447,33 +444,11 @@ def test_bad_arguments_are_refused_by_name_before_training(name, value, message,
         BadamRegressor(**{"max_epochs": 2, name: value}).fit(*sine(20))
 
 
-@pytest.mark.parametrize("name", ["classification", "regression"])
-def test_more_held_out_rows_give_sets_and_p_values(name):
-    if name == "classification":
-        X, y = blobs(1200)
-        model = BadamClassifier(**SMALL).fit(X[:200], y[:200])
-        targets = torch.from_numpy(np.searchsorted(model.classes_, y))
-    else:
-        X, y = sine(1200)
-        model = BadamRegressor(**HOMOSCEDASTIC).fit(X[:200], y[:200])
-        targets = torch.from_numpy(model.target_scaler_.transform(y[:, None]))
-    x = torch.from_numpy(model.input_scaler_.transform(X))
-    p = calibrate(model.posteriors_[0], (x[200:700], targets[200:700]))(x[700:])
-    if name == "classification":
-        covered = p.set(0.9)[torch.arange(500), targets[700:]]
-    else:
-        low, high = p.interval(0.9)
-        covered = (low <= targets[700:]) & (targets[700:] <= high)
-    # Two binomial deviations of the test rows and of the held-out ones each.
-    assert float(covered.double().mean()) == approx(0.9, abs=4 * np.sqrt(0.09 / 500))
-    assert float((p.p_value <= 0.1).double().mean()) == approx(0.1, abs=4 * np.sqrt(0.09 / 500))
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {"activation": "gelu"},
-        {"weight_decay": 0.0, "calibration": None},
+        {"weight_decay": 0.0},
         {"validation_fraction": 0.0, "batch_size": 7},
         {"hidden": np.array([4, 4]), "n_ensemble": np.int64(2), "patience": np.int64(3), "lr": np.float32(0.01)},
     ],
@@ -502,9 +477,10 @@ def test_a_posterior_that_cannot_be_tuned_is_kept_as_it_was_read(monkeypatch):
         raise CalibrationError("no luck")
 
     X, y = sine(60)
-    plain = BadamRegressor(**HOMOSCEDASTIC, calibration=None).fit(X, y)
     monkeypatch.setattr(Posterior, "tune", fail)
     with pytest.warns(BayesAdamWarning, match="not tuned: no luck") as caught:
         model = BadamRegressor(**HOMOSCEDASTIC).fit(X, y)
     assert caught[0].filename == __file__
-    assert np.array_equal(model.predict(X, return_std=True), plain.predict(X, return_std=True))
+    assert (model.predict(X, return_std=True)[1] > 0).all()
+    # N × weight decay.
+    assert [*model.posteriors_[0].prior_precision.values()] == approx([48 * 0.01] * 4)

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from bayesadam.bandits import Estimate, Estimates, Log, compare, evaluate, make_agent
-from bayesadam.bandits.off_policy import mean
+from bayesadam.bandits.off_policy import doubly_robust_terms, mean
 from bayesadam.errors import BayesAdamWarning
 from benchmarks.common.harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
 
@@ -125,8 +125,9 @@ def watched_log(number: int, *, decisions: int, logging: str) -> dict[str, dict[
         warnings.simplefilter("ignore", BayesAdamWarning)
         found = {policy: evaluate(log, policies[policy]) for policy in POLICIES}
         both = compare(log, policies["classifier"], policies["flatter"])
-    terms = {policy: one.judged.doubly_robust(one.shares) for policy, one in found.items()}
-    terms[COMPARED] = both.first.judged.doubly_robust(both.first.shares - both.second.shares)
+    terms = {policy: doubly_robust_terms(one.log, one.predicted, one.shares) for policy, one in found.items()}
+    one, two = both.first, both.second
+    terms[COMPARED] = doubly_robust_terms(one.log, one.predicted, one.shares - two.shares)
     truths = {policy: digits.truth(policy) for policy in POLICIES}
     truths[COMPARED] = digits.truth("classifier") - digits.truth("flatter")
     results = {}

@@ -141,7 +141,6 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         "chosen": chosen,
         "seconds": seconds,
         "kronecker seconds": factor_seconds,
-        "overlaps": [merged.report.overlap],
     }
 
 
@@ -174,15 +173,13 @@ def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[floa
         column = columns.setdefault(key.rpartition("-")[0], {})
         for row, value in cell["rows"].items():
             column.setdefault(row, []).append(value)
-        for value in cell.get("overlaps", ()):
-            column.setdefault("overlap", []).append(value)
     every = [cell["rows"] for cell in cells.values()]
     columns["images, all"] = {row: [rows[row] for rows in every] for row in every[0]}
     for one, other in DIFFERENCES:
         columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in every]
     texts = []
     for column, rows in columns.items():
-        lines = [f"| {row} | {number(values, 3 if row == 'overlap' else 1)} |" for row, values in rows.items()]
+        lines = [f"| {row} | {number(values, 1)} |" for row, values in rows.items()]
         texts.append("\n".join([f"| {column} | |", "| --- | ---: |", *lines]))
     return "\n\n".join(texts), columns
 

@@ -1,7 +1,8 @@
 """Checks of arguments, each with the message that names the argument, its value and what is wanted."""
 
-import math
 import reprlib
+import sys
+from typing import TypeGuard
 
 from bayesadam.errors import MatchError, SettingError
 
@@ -18,25 +19,25 @@ def require_kind(value: object, kind: type | tuple[type, ...], name: str) -> Non
         raise MatchError(f"{name} must be a {kinds}, got {type(value).__name__}: are the arguments in their order?")
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a finite number; a bool is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number that a float can hold; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def is_count(value: object, least: int = 1) -> bool:
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
     """Whether it is a whole number of at least `least`; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def positive(name: str, value: object, meaning: str) -> None:
     """Raise unless it is a positive finite number."""
-    if not (is_number(value) and value > 0):  # type: ignore[operator]
+    if not is_number(value) or value <= 0:
         raise SettingError(f"{name} must be a positive finite number ({meaning}), got {reprlib.repr(value)}")
 
 
 def not_negative(name: str, value: object) -> None:
     """Raise unless it is a finite number of at least 0."""
-    if not (is_number(value) and value >= 0):  # type: ignore[operator]
+    if not is_number(value) or value < 0:
         raise SettingError(f"{name} must be finite and at least 0, got {reprlib.repr(value)}")
 
 

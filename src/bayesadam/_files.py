@@ -1,12 +1,43 @@
 """Files that are whole or absent."""
 
 import os
+import struct
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bayesadam.errors import FileError, MissingFileError
+from bayesadam.errors import BayesAdamError, FileError, MissingFileError
+
+# What reading a damaged file may raise.
+DAMAGE = (
+    *(
+        RuntimeError,
+        OSError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+    ),
+    *(struct.error, zlib.error, zipfile.BadZipFile),
+)
+
+
+@contextmanager
+def damage_named(name: object, writer: str) -> Iterator[None]:
+    """Whatever reading a damaged file raises becomes a FileError that names it."""
+    try:
+        yield
+    except BayesAdamError:
+        raise
+    except DAMAGE as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})") from error
 
 
 @contextmanager

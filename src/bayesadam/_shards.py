@@ -54,16 +54,13 @@ def box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def wrapped(part: Tensor, like: DTensor, shape: torch.Size | None = None) -> Tensor:
-    """Parts as one tensor placed as `like`; leading dimensions that `like` lacks are whole on every process.
-
-    With `shape`, that of the whole tensor, the same dimensions are split as those of `like` are.
-    """
+def wrapped(part: Tensor, like: DTensor) -> Tensor:
+    """Parts as one tensor placed as `like`; leading dimensions that `like` lacks are whole on every process."""
     from torch.distributed.tensor import DTensor, Shard
 
-    extra = part.dim() - like.dim() if shape is None else 0
+    extra = part.dim() - like.dim()
     placements = [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
-    shape = torch.Size((*part.shape[:extra], *like.shape)) if shape is None else shape
+    shape = torch.Size((*part.shape[:extra], *like.shape))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 

@@ -48,7 +48,6 @@ class Kind:
 POSTERIOR = Kind(
     "bayesadam", "a saved posterior", ": a run's own checkpoint is read by Posterior.from_checkpoint", COMPACT_VERSION
 )
-MASKS = Kind("bayesadam-masks", "a file of masks")
 AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote")
 
 

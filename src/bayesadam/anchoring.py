@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from bayesadam.errors import ImproperError, MatchError, SettingError
 from bayesadam.readers import Group, StateReader, read_entry
 from bayesadam.readers.match import Entry, check_parameter, own_parameters
 from bayesadam.readers.registry import reader_of
-from bayesadam.readers.rotated import Rotation
 from bayesadam.readers.tracking import Hooked
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.posterior import Posterior
@@ -25,7 +23,6 @@ from bayesadam.weights.sums import check_growth
 
 __all__ = ["Anchor", "anchor"]
 
-_SETTINGS = ("strength", "n_data")
 # Steps of the optimiser between two implicit steps.
 _EVERY = 10
 # The least resistance of a weight, as a share of the mean: weights that the new data do not move have next to none.
@@ -44,15 +41,14 @@ class Anchor(Hooked):
 
     The penalty is not added to the loss: neither the optimiser's moments nor a `Recorder` see it, and the next
     posterior is of the new data alone. A step of the optimiser lowers the loss at the price
-    ½ (θ − θ_t)ᵀ D (θ − θ_t), D = (√v̂ + ε)/lr. With a penalty beside the loss, and θ' where the optimiser went, price
-    and penalty are least at
+    ½ (θ − θ_t)ᵀ D (θ − θ_t), D = (√v̂ + ε)/lr. With θ' where the optimiser went, price and penalty are least at
 
     .. math::
         \theta = \theta' + (A + P)^{-1} P\, (\mu - \theta'), \qquad A = N D / (k \lambda)
 
     and that implicit step, stable for any size, is taken after every tenth step of the optimiser, k = 10, and for the
-    remaining steps at the end. In the eigenbases of a Kronecker-factored P, A is not diagonal, and is taken as one
-    number, the geometric mean of its entries.
+    remaining steps at the end. In the eigenbases of a Kronecker-factored P, A is taken as one number, the geometric
+    mean of its entries. To resume a training, anchor it to the same posterior again.
 
     λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A head with more
     rows than before is held in its old rows. The anchor holds until `remove` or the end of the `with` block.
@@ -99,11 +95,11 @@ class Anchor(Hooked):
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
         if not self.anchored:
             raise MatchError("the optimiser trains none of the posterior's parameters: pass model=, what it trains")
-        mean, structure, settings = posterior.mean, posterior.curvature, posterior.settings
+        mean, curvature, settings = posterior.mean, posterior.curvature, posterior.settings
         self._mean = {name: mean[name].to(p.device, copy=True) for name, p in self._parameters.items()}
-        self._precision = {name: structure.precision(name, settings).to(mu) for name, mu in self._mean.items()}
-        bases = {name: basis for name, basis in posterior.curvature.bases.items() if name in self._mean}
-        self._bases = {n: basis.to(self._mean[n].device, self._mean[n].dtype) for n, basis in bases.items()}
+        self._precision = {name: curvature.precision(name, settings).to(mu) for name, mu in self._mean.items()}
+        bases = {name: mu for name, mu in self._mean.items() if name in curvature.bases}
+        self._bases = {name: curvature.bases[name].to(mu.device, mu.dtype) for name, mu in bases.items()}
         if not any(bool(values.any()) for values in self._precision.values()):
             raise ImproperError("the posterior's precision is 0 for every trained weight: no gradient and no prior")
         self._pending: dict[str, float | Tensor] = {}
@@ -121,50 +117,6 @@ class Anchor(Hooked):
             self._pull_back(index)
         self._handles = []
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` resumes from; tensors and plain data."""
-        return {
-            **{name: getattr(self, name) for name in _SETTINGS},
-            "steps": list(self._steps),
-            "pending": {name: float(rate) for name, rate in self._pending.items()},
-            "mean": dict(self._mean),
-            "precision": {
-                "precision": dict(self._precision),
-                "left": {name: basis.left for name, basis in self._bases.items() if basis.left is not None},
-                "right": {name: basis.right for name, basis in self._bases.items() if basis.right is not None},
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict()`, its posterior and settings, over parameters of the same names and shapes."""
-        named = state.get("precision", {})
-        complete = {*_SETTINGS, "steps", "pending", "mean"} <= state.keys() and "precision" in named
-        if not complete or named.get("rows"):
-            raise MatchError("not the state of an Anchor to a diagonal or Kronecker-factored posterior")
-        mean = state["mean"]
-        own, theirs = ({name: tuple(t.shape) for name, t in named.items()} for named in (self._mean, mean))
-        if own != theirs or len(state["steps"]) != len(self._steps):
-            wrong = dict(own.items() ^ theirs.items())
-            raise MatchError(f"the anchor's state is of other parameters or optimisers: {sorted(wrong)[:4]} differ")
-        self._mean = {name: mean[name].to(value, copy=True) for name, value in self._mean.items()}
-        self._precision, left, right = (
-            {name: tensor.to(self._mean[name], copy=True) for name, tensor in named.get(role, {}).items()}
-            for role in ("precision", "left", "right")
-        )
-        self._bases = {name: Rotation(left.get(name), right.get(name)) for name in left.keys() | right.keys()}
-        self.strength, self.n_data = (state[name] for name in _SETTINGS)
-        self._steps, self._pending = list(state["steps"]), dict(state["pending"])
-
-    def _gap(self, name: str) -> Tensor:
-        """μ − θ, of the old rows."""
-        mean = self._mean[name]
-        return mean - self._old_rows(self._parameters[name].detach(), name).to(mean.dtype)
-
-    def _scaled(self, name: str, x: Tensor, factors: Tensor) -> Tensor:
-        """A diagonal matrix times x, in the coordinates of the parameter's bases."""
-        basis = self._bases.get(name)
-        return x * factors if basis is None else basis.out_of(basis.into(x, x.dim()) * factors, x.dim())
-
     def _old_rows(self, tensor: Tensor, name: str) -> Tensor:
         return tensor[: len(self._mean[name])] if tensor.dim() else tensor
 
@@ -175,7 +127,7 @@ class Anchor(Hooked):
         return {name: group for name, group in named if name is not None}
 
     @torch.no_grad()
-    def _after_step(self, index: int, *_: Any) -> None:
+    def _after_step(self, index: int, *_: object) -> None:
         # Under a GradScaler a fused optimiser skips overflows inside its own step.
         overflow = getattr(self.optimizers[index], "found_inf", None)
         if overflow is not None and bool(overflow):
@@ -204,7 +156,10 @@ class Anchor(Hooked):
                 resistance = resistance.clamp(min=_LEAST * resistance.mean()).log_().mean().exp_()
             total = (self._precision[name] + resistance).clamp_(min=torch.finfo(mean.dtype).tiny)
             rows = self._old_rows(parameter, name)
-            rows.copy_(rows + self._scaled(name, self._gap(name), self._precision[name] / total))
+            gap, factors = mean - rows.to(mean.dtype), self._precision[name] / total
+            basis = self._bases.get(name)
+            pull = factors * gap if basis is None else basis.out_of(basis.into(gap, gap.dim()) * factors, gap.dim())
+            rows.copy_(rows + pull)
 
 
 # `with anchor(...)` reads as what it does.
@@ -225,16 +180,13 @@ def _metric(entry: Entry) -> Tensor | float | None:
     Adam and its kind √v̂ + ε; Adagrad √Σg² + ε; SGD (1 − μ)/(1 − dampening), for momentum μ repeats each gradient
     1/(1 − μ) times.
     """
-
-    def number(name: str) -> float:
-        value = entry.group.get(name, 0.0)
-        return float(value) if isinstance(value, int | float) else 0.0
-
-    if (steps := entry.reader.steps(entry.state, entry.group)) == 0:
+    group, steps = entry.group, entry.steps
+    if steps == 0:
         return None
     if entry.reader.name == "sgd":
-        return (1 - number("momentum")) / (1 - number("dampening") if number("momentum") else 1.0)
-    v = read_entry(entry)[1]
+        momentum = float(group.get("momentum", 0.0))
+        return (1 - momentum) / (1 - float(group.get("dampening", 0.0)) if momentum else 1.0)
+    v, eps = read_entry(entry)[1], float(group.get("eps", 0.0))
     if entry.reader.name == "adagrad" and steps:
-        return v.mul_(steps).sqrt_().add_(number("eps")).mul_(1 + (steps - 1) * number("lr_decay"))
-    return v.sqrt_().add_(number("eps"))
+        return v.mul_(steps).sqrt_().add_(eps).mul_(1 + (steps - 1) * float(group.get("lr_decay", 0.0)))
+    return v.sqrt_().add_(eps)

@@ -156,7 +156,8 @@ def diagnose(
         buffers = dict(model.named_buffers()) if model is not None else source.weights if source is not None else {}
         readable = [result.name for result in examined if not result.error and not result.bad]
         findings += _few_steps(steps)
-        findings += [] if source is None or source.apart is None else [Finding("other-epoch", "warning", source.apart)]
+        if source is not None and source.apart is not None:
+            findings.append(Finding("other-epoch", "warning", source.apart))
         findings += _of_match(match, n_data)
         findings += _batch_norms(readable, gaussian.curvature.second_moment, norm_widths(buffers))
     if tracked := gaussian.origin.tracked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,35 +86,33 @@ class Inspection:
         """Weights with |μ|/σ < 1; None where that or N is not known."""
         return sum(row.below or 0 for row in self.parameters) if self.has_weights and self.n_data else None
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """The table as text, its heading first and its total last."""
-        table: list[tuple[str, ...]] = [("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", "< 1")]
-        for row in self.parameters:
-            spread = (f"{value:.2g}" for value in row.quantiles)
-            dead, below = (_share(count or 0, row.weights) for count in (row.dead, row.below))
-            table.append((row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", dead, *spread, below))
-        dead, below = (_share(count or 0, self.weights) for count in (self.dead, self.below))
-        table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
-        return [row if self.below is not None else row[:-1] for row in table]
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         shown = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
-        columns = ("shape", "weights", "dead", "below", "quantiles")
+        parameters = [asdict(row) for row in self.parameters]
         return {
             **{key: getattr(self, key) for key in shown},
-            "parameters": {row.name: {key: getattr(row, key) for key in columns} for row in self.parameters},
+            "parameters": {row.pop("name"): row for row in parameters},
             "omitted": dict(self.omitted),
             "doctor": self.diagnosis.to_dict(),
         }
 
     def __str__(self) -> str:
+        table: list[tuple[str, ...]] = [("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", "< 1")]
+        for row in self.parameters:
+            dead, below = _share(row.dead, row.weights), _share(row.below or 0, row.weights)
+            quantiles = (f"{value:.2g}" for value in row.quantiles)
+            table.append((row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", dead, *quantiles, below))
+        dead, below = _share(self.dead, self.weights), _share(self.below or 0, self.weights)
+        table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
         legend = [
             "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
             f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights.",
-            *(["< 1: the share of weights with |μ|/σ below that."] if self.below is not None else []),
+            "< 1: the share of weights with |μ|/σ below that.",
         ]
-        return "\n".join([str(self.diagnosis), "", *aligned(self.rows()), "", *legend, self.rule])
+        if self.below is None:
+            table, legend = [row[:-1] for row in table], legend[:-1]
+        return "\n".join([str(self.diagnosis), "", *aligned(table), "", *legend, self.rule])
 
 
 def inspect(
@@ -131,7 +129,7 @@ def inspect(
     Args:
         source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-        **options: how the file is read, see `CheckpointOptions`.
+        **options: how the file is read, see `CheckpointKeywords`.
     """
     gaussian, n = _opened(source, n_data, options)
     opened = gaussian.source
@@ -144,17 +142,16 @@ def inspect(
         # Without the tensors, which the next step replaces.
         examined.append(replace(result, part=None))
         del result
-    reader = None if match is None else match.entries[0].reader
     return Inspection(
         source=type(getattr(gaussian, "model", gaussian)).__name__ if opened is None else str(opened.path),
         format="posterior" if opened is None else opened.format,
-        optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
+        optimizer=match.entries[0].reader.name if match else " and ".join(gaussian.origin.optimizers) or "unknown",
         n_data=n,
         parameters=tuple(reports),
         omitted=gaussian.omitted,
         diagnosis=diagnose(gaussian, examined, match, n_data=n),
         why=() if opened is None else opened.why,
-        rule=_rule(gaussian, n if match else None, match is not None),
+        rule=_rule(gaussian, n, match is not None),
         has_weights=gaussian.has_weights,
     )
 
@@ -196,9 +193,8 @@ def _rule(gaussian: GaussianWeights, n_data: float | None, is_checkpoint: bool) 
         return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {n_data:g}."
     if is_checkpoint:
         return "|μ|/σ = |θ| v̂^¼, which is N = 1: only the order of the weights counts; give n_data (--n-data) for more."
-    of = gaussian.settings
-    text = f"σ is that of the {gaussian.structure} posterior: N = {of.n_data:g}, "
-    text += f"1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
+    of, kind = gaussian.settings, gaussian.structure
+    text = f"σ is that of the {kind} posterior: N = {of.n_data:g}, 1/σ² = {of.weight:g} v̂^{of.power:g} + δ."
     if gaussian.has_weights:
         return text
     return f"{text}\nFor |μ|/σ inspect the weights' file, with this one as optimizer_path (--optimizer-file)."

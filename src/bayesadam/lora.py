@@ -37,14 +37,14 @@ class Pair(NamedTuple):
 
 def pairs_in(names: Iterable[str]) -> list[Pair]:
     """The adapters among parameters, by PEFT's names."""
-    known = dict.fromkeys(names)
-    found = []
-    for match in filter(None, map(_DOWN.fullmatch, known)):
+    listed = dict.fromkeys(names)
+    pairs = []
+    for match in filter(None, map(_DOWN.fullmatch, listed)):
         kind = match["kind"] or ""
         up = match[0].replace(f".lora_{kind}A", f".lora_{kind}B")
-        if up in known:
-            found.append(Pair(match[0], up, match["prefix"], match["adapter"]))
-    return found
+        if up in listed:
+            pairs.append(Pair(match[0], up, match["prefix"], match["adapter"]))
+    return pairs
 
 
 def scaling_of_model(model: nn.Module) -> Scaling:
@@ -52,8 +52,8 @@ def scaling_of_model(model: nn.Module) -> Scaling:
     modules = dict(unwrap(model).named_modules())
 
     def scaling(prefix: str, adapter: str | None, rank: int) -> float | None:
-        held = getattr(modules.get(prefix), "scaling", None)
-        return float(held[adapter]) if isinstance(held, Mapping) and adapter in held else None
+        scalings = getattr(modules.get(prefix), "scaling", None)
+        return float(scalings[adapter]) if isinstance(scalings, Mapping) and adapter in scalings else None
 
     return scaling
 
@@ -152,7 +152,7 @@ class LoraPrior(CovariantPrior):
         if not pairs:
             raise MatchError("LoraPrior found no lora_A with its lora_B: give prior_precision a number")
         scaling = scaling_of_model(model)
-        found: dict[str, Precision] = dict.fromkeys(mode, self.precision)
+        precisions: dict[str, Precision] = dict.fromkeys(mode, self.precision)
         for pair in pairs:
             up, down = (whole(weights[name]).detach() for name in (pair.up, pair.down))
             if up.dim() < 2 or up.shape[1] != len(down):
@@ -163,8 +163,8 @@ class LoraPrior(CovariantPrior):
             for name, delta in zip((pair.up, pair.down), _precisions(up, down, pair), strict=True):
                 if name in mode:
                     delta = (self.precision * scale**2 * delta).to(mode[name].dtype)
-                    found[name] = float(delta.mean()) if name in rotated else delta
-        return found
+                    precisions[name] = float(delta.mean()) if name in rotated else delta
+        return precisions
 
 
 def _precisions(up: Tensor, down: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:

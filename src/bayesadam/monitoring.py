@@ -26,22 +26,22 @@ runs out, so that a late change is caught as well: its price grows with the loga
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from bayesadam import _storage
-from bayesadam._checks import count, require_kind
+from bayesadam._checks import require_kind
 from bayesadam._extras import require
-from bayesadam._tables import aligned
-from bayesadam.calibrated.answer import Answer
-from bayesadam.calibrated.module import Calibrated
+from bayesadam.calibrated import Answer, Calibrated, Program
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Array = NDArray[np.float64]
 Scores = ArrayLike | torch.Tensor
@@ -54,37 +54,15 @@ _DIRECTIONS = ("stranger", "more familiar", "more alike")
 _BETS = len(_DIRECTIONS) * (len(_EXPONENTS) + 1) * len(_SHARES)
 # a: ½ log a/log(a + t) is not yet bet after t scores.
 _PATIENCE = 100.0
-# Scores of a stream that are taken at once: products of so many bets stay far from the ends of float64.
+# Scores that are taken at once: products of so many bets stay far from the ends of float64.
 _CHUNK = 64
 _EARLIER = np.tri(_CHUNK, k=-1, dtype=bool)
 # Capital beyond which no more is bet.
 _ENOUGH = 1e100
 # A group at rank r from the nearer end holds r/32 gaps.
 _FINE = 32
-# Points of the picture, and scores over which the means by layer go.
-_POINTS, _RECENT = 1024, 200
-
-
-@dataclass(frozen=True)
-class Watched:
-    """One stream: all scores, or those of a slice.
-
-    Attributes:
-        n: how many scores there were.
-        log_martingale: log M now; at most about 230, since nothing is bet beyond.
-        peak: the largest log M.
-        limit: the log M that raises the alarm.
-        alarmed_at: which score of this stream raised it, 1 for the first; None where none did.
-        direction: what most of M was bet on at the alarm, or is before one: that scores are `"stranger"` than held-out
-            ones, `"more familiar"`, or `"more alike"`.
-    """
-
-    n: int
-    log_martingale: float
-    peak: float
-    limit: float
-    alarmed_at: int | None
-    direction: str
+# Points of the picture.
+_POINTS = 1024
 
 
 class Monitor:
@@ -98,70 +76,49 @@ class Monitor:
     As long as held-out scores and those of the stream are exchangeable, the probability of ever raising an alarm,
     however long the stream, is at most `alarm`: the martingale M starts at 1, and the alarm is raised where it reaches
     1/`alarm`. Time and memory of an update do not depend on what came before. Scores that are not finite count as
-    larger than all that are.
-
-    With `slices=k` up to k parts of the stream, such as cameras or customers, are watched as well, each against the
-    same held-out scores. The whole stream then has half of `alarm`, and each slice the k-th part of the other half, so
-    that the probability of any false alarm at all is at most `alarm`. The inputs of a slice must be like the held-out
-    ones; those of one class are not, and need a monitor with a reference of that class.
+    larger than all that are. A part of the stream, such as a camera, has a monitor of its own: of k of them each gets
+    `alarm`/k, and a reference of inputs like its own.
 
     Attributes:
         alarm: the bound.
-        whole: the stream as a whole.
-        slices: those seen, by name.
-        alarmed_at: the score of the stream at which it or a slice raised the alarm, 1 for the first; None without.
+        n: how many scores the stream had.
+        log_martingale: log M now; at most about 230, since nothing is bet beyond.
+        alarmed_at: the score that raised the alarm, 1 for the first; None where none did.
+        direction: what most of M was bet on at the alarm, or is before one: that scores are `"stranger"` than held-out
+            ones, `"more familiar"`, or `"more alike"`.
         p_values: of the last update, (batch,).
 
     Args:
-        net: what `calibrate` returned, whose held-out novelties are the reference.
+        net: what `calibrate` returned, or `ba.load`, whose held-out novelties are the reference.
         reference: instead of it, held-out scores of any kind, (n,); larger is stranger.
         alarm: the bound on the probability of a false alarm.
-        slices: how many slices there may be.
         seed: of the random order of equal scores, and of U.
     """
 
     def __init__(
         self,
-        net: Calibrated | None = None,
+        net: Calibrated | Program | None = None,
         *,
         reference: Scores | None = None,
         alarm: float = 0.01,
-        slices: int = 0,
         seed: int = 0,
     ) -> None:
         if (net is None) == (reference is None):
             raise SettingError("give either a calibrated network or reference=, the scores of held-out inputs")
         if not 0 < alarm < 1:
             raise SettingError(f"alarm must lie between 0 and 1, the probability of a false alarm, got {alarm!r}")
-        count("slices", slices, "how many there may be", least=0)
-        self._layers: tuple[str, ...] = ()
         if net is not None:
-            require_kind(net, Calibrated, "net")
-            if net.novelties is None:
+            require_kind(net, (Calibrated, Program), "net")
+            reference = net.novelties
+            if reference is None:
                 raise CalibrationError("the network has no held-out novelties: calibrate on at least 20 examples")
-            reference, self._layers = net.novelties, tuple(net.layers)
         assert reference is not None
         scores = np.sort(_scores(reference, "reference"))
         if not len(scores):
             raise SettingError("the reference holds no score: some hundred held-out inputs are needed")
-        self.alarm, self._most = alarm, slices
-        self._draw = np.random.default_rng(seed)
+        self.alarm, self._draw = alarm, np.random.default_rng(seed)
         self._place(scores, self._draw.random(len(scores)))
         self.reset()
-
-    def reset(self) -> None:
-        """Begin anew, with the same reference: the next stream has the bound to itself."""
-        rows = 1 + self._most
-        self._names: dict[Any, int] = {}
-        self._counts = np.zeros((rows, len(self._gaps)))
-        self._capital = np.full((rows, _BETS), 0.5 / _BETS)
-        self._n = np.zeros(rows, np.int64)
-        self._log, self._peak = np.zeros(rows), np.zeros(rows)
-        self._alarmed, self._direction = np.zeros((2, rows), np.int64)
-        self.alarmed_at: int | None = None
-        self.p_values: Array = np.zeros(0)
-        self._history, self._stride = np.zeros((1, 2)), 1
-        self._excess, self._weight = np.zeros(1), 0.0
 
     def _place(self, scores: Array, order: Array) -> None:
         """Groups of gaps between the reference scores; `order` decides between equal ones."""
@@ -176,20 +133,14 @@ class Monitor:
         self._gaps = np.diff(cuts).astype(float)
         self._edges = keys[cuts[1:-1] - 1]
 
-    def _groups(self, scores: Array, order: Array) -> NDArray[np.int64]:
-        """The group of gaps that each score falls into."""
-        block = np.searchsorted(self._values, scores)
-        same = self._values[np.minimum(block, len(self._values) - 1)] == scores
-        return np.searchsorted(self._edges, np.where(same, 2.0 * block + order, 2.0 * block - 0.5))
-
-    @property
-    def n(self) -> int:
-        """How many scores the stream had."""
-        return int(self._n[0])
-
-    def same_reference(self, other: Monitor) -> bool:
-        """Whether another monitor ranks scores among the same held-out ones, as one of the same model does."""
-        return np.array_equal(self._scores, other._scores)
+    def reset(self) -> None:
+        """Begin anew, with the same reference: the next stream has the bound to itself."""
+        self.n, self.log_martingale = 0, 0.0
+        self.alarmed_at: int | None = None
+        self.p_values: Array = np.zeros(0)
+        self._counts, self._capital = np.zeros(len(self._gaps)), np.full(_BETS, 0.5 / _BETS)
+        self._at_alarm = self._capital
+        self._history, self._stride = np.zeros((1, 2)), 1
 
     @property
     def alarmed(self) -> bool:
@@ -197,164 +148,70 @@ class Monitor:
         return self.alarmed_at is not None
 
     @property
-    def log_martingale(self) -> float:
-        """log M of the whole stream."""
-        return self.whole.log_martingale
+    def direction(self) -> str:
+        """What most of M was bet on at the alarm, or is before one."""
+        capital = self._at_alarm if self.alarmed else self._capital
+        return _DIRECTIONS[int(capital.reshape(len(_DIRECTIONS), -1).sum(axis=1).argmax())]
 
-    @property
-    def peak(self) -> float:
-        """The largest log M of the whole stream."""
-        return self.whole.peak
+    def same_reference(self, other: Monitor) -> bool:
+        """Whether another monitor ranks scores among the same held-out ones, as one of the same model does."""
+        return np.array_equal(self._scores, other._scores)
 
-    @property
-    def whole(self) -> Watched:
-        """The stream as a whole."""
-        return self._watched(0)
-
-    @property
-    def slices(self) -> dict[Any, Watched]:
-        """The slices seen, by name."""
-        return {name: self._watched(row) for name, row in self._names.items()}
-
-    def _watched(self, row: int) -> Watched:
-        at, log, peak = int(self._alarmed[row]), float(self._log[row]), float(self._peak[row])
-        direction = int(self._direction[row]) if at else _direction(self._capital[row])
-        return Watched(int(self._n[row]), log, peak, self._limit(row), at or None, _DIRECTIONS[direction])
-
-    def _limit(self, row: int) -> float:
-        parts = 1 if not self._most else 2 * self._most if row else 2
-        return math.log(parts / self.alarm)
-
-    def update(self, scores: Scores | Answer, *, slices: Sequence[Any] | Scores | None = None) -> bool:
+    def update(self, scores: Scores | Answer) -> bool:
         """Take the scores of a batch, in the order of the stream; whether there was an alarm, now or before.
 
         Args:
-            scores: what the network says of a batch, whose novelty is taken and whose layers `drivers` tells of; or
-                scores, (batch,), or a number.
-            slices: the name of each score's slice, strings or whole numbers.
+            scores: what the network says of a batch, whose novelty is taken; or scores, (batch,), or a number.
         """
-        layers = scores.layers if isinstance(scores, Answer) else None
-        scores = scores.novelty if isinstance(scores, Answer) else scores
-        values = _scores(scores, "scores")
-        rows = None if slices is None else self._rows(slices, len(values))
-        excess = None if layers is None else self._matched(layers, len(values))
-        order, *uniform = self._draw.random((len(values), 3)).T
-        groups = self._groups(values, order)
-        first, zeros = self.n, np.zeros(len(values), np.int64)
-        logs, self.p_values = self._advance(zeros, groups, uniform[0])
-        reached = logs >= self._limit(0)
-        if rows is not None:
-            reached |= self._advance(rows, groups, uniform[1])[0] >= self._limit(1)
-        if self.alarmed_at is None and reached.any():
-            self.alarmed_at = first + int(reached.argmax()) + 1
-        self._remember(first, logs)
-        if excess is not None and len(excess):
-            kept = (1 - 1 / _RECENT) ** np.arange(len(excess), -1, -1.0)
-            self._excess = kept[0] * self._excess + kept[1:] @ excess
-            self._weight = kept[0] * self._weight + kept[1:].sum()
+        values = _scores(scores.novelty if isinstance(scores, Answer) else scores, "scores")
+        order, u = self._draw.random((len(values), 2)).T
+        block = np.searchsorted(self._values, values)
+        same = self._values[np.minimum(block, len(self._values) - 1)] == values
+        groups = np.searchsorted(self._edges, np.where(same, 2.0 * block + order, 2.0 * block - 0.5))
+        starts = range(0, len(values), _CHUNK)
+        p_values = [self._advance(groups[i : i + _CHUNK], u[i : i + _CHUNK]) for i in starts]
+        self.p_values = np.concatenate([np.zeros(0), *p_values])
         return self.alarmed
 
-    def _rows(self, slices: Any, n: int) -> NDArray[np.int64]:
-        """The row of each name, with new rows for new names."""
-        named = slices.tolist() if isinstance(slices, torch.Tensor | np.ndarray) else list(slices)
-        if len(named) != n:
-            raise MatchError(f"slices has {len(named)} names and scores has {n}: give each score the name of its slice")
-        new = [name for name in dict.fromkeys(named) if name not in self._names]
-        if odd := [name for name in new if not isinstance(name, str | int)]:
-            raise SettingError(f"names of slices are strings or whole numbers, got {odd[0]!r}")
-        if len(self._names) + len(new) > self._most:
-            many = f"{len(self._names) + len(new)} slices, {new[-1]!r} among them, are more than slices={self._most}"
-            raise SettingError(f"{many}: Monitor(..., slices=) sets how many there may be")
-        self._names |= {name: row for row, name in enumerate(new, start=len(self._names) + 1)}
-        return np.array([self._names[name] for name in named], np.int64)
+    def _advance(self, groups: NDArray[np.int64], u: Array) -> Array:
+        """Take the next scores, by their groups of gaps; their p."""
+        earlier = _EARLIER[: len(groups), : len(groups)]
+        mass = self._gaps + self._counts
+        above = mass.sum() - mass.cumsum()
+        greater = above[groups] + ((groups > groups[:, None]) & earlier).sum(axis=1)
+        equal = mass[groups] + ((groups == groups[:, None]) & earlier).sum(axis=1)
+        t = self.n + np.arange(len(groups) + 1)
+        p: Array = (greater + u * equal) / (len(self._scores) + 1 + t[:-1])
+        np.add.at(self._counts, groups, 1.0)
 
-    def _matched(self, layers: Scores, n: int) -> Array:
-        found = _array(layers)
-        width = len(self._layers) or (len(self._excess) if self._weight else found.shape[-1])
-        if found.shape != (n, width):
-            raise MatchError(f"layers has shape {found.shape}, it must be ({n}, {width}): a row for each score")
-        return np.where(np.isfinite(found), found, 0.0)
+        rest = 0.5 * math.log(_PATIENCE) / np.log(_PATIENCE + t)
+        f, spent = densities(p), (rest[:-1] - rest[1:])[:, None] / _BETS
+        if self._capital.sum() >= _ENOUGH:
+            f, spent = np.ones_like(f), np.zeros_like(spent)
+        grown = f.cumprod(axis=0)
+        capital = grown * (self._capital + (spent * f / grown).cumsum(axis=0))
+        logs = np.log(capital.sum(axis=1) + rest[1:])
+        reached = logs >= -math.log(self.alarm)
+        if self.alarmed_at is None and reached.any():
+            first = int(reached.argmax())
+            self.alarmed_at, self._at_alarm = int(t[first + 1]), capital[first]
+        self.n, self._capital, self.log_martingale = int(t[-1]), capital[-1], float(logs[-1])
 
-    def _advance(self, rows: NDArray[np.int64], groups: NDArray[np.int64], u: Array) -> tuple[Array, Array]:
-        """log M and p of each score; the streams of `rows` go on, in chunks and side by side."""
-        own, stream, many = np.unique(rows, return_inverse=True, return_counts=True)
-        turn = np.empty(len(rows), np.int64)
-        turn[np.argsort(stream, kind="stable")] = np.arange(len(rows)) - np.repeat(np.cumsum(many) - many, many)
-        logs, p = np.empty(len(rows)), np.empty(len(rows))
-        for start in range(0, int(many.max(initial=0)), _CHUNK):
-            now = np.flatnonzero((turn >= start) & (turn < start + _CHUNK))
-            left = np.flatnonzero(many > start)
-            at = np.searchsorted(left, stream[now]), turn[now] - start
-            shape = len(left), int(at[1].max()) + 1
-            table, uniform, valid = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape, bool)
-            table[at], uniform[at], valid[at] = groups[now], u[now], True
-            found = self._chunk(own[left], table, uniform, valid)
-            logs[now], p[now] = found[0][at], found[1][at]
-        return logs, p
-
-    def _chunk(
-        self, rows: NDArray[np.int64], groups: NDArray[np.int64], u: Array, valid: NDArray[np.bool_]
-    ) -> tuple[Array, Array]:
-        """log M and p, (streams, scores), of the next scores of several streams; not valid are those beyond the end."""
-        many, size = np.arange(len(rows)), groups.shape[1]
-        mass = self._gaps + self._counts[rows]
-        above = mass.sum(axis=1, keepdims=True) - mass.cumsum(axis=1)
-        earlier = _EARLIER[:size, :size] & valid[:, None]
-        mine, others, here = groups[:, :, None], groups[:, None], (many[:, None], groups)
-        greater = above[here] + ((others > mine) & earlier).sum(axis=2)
-        equal = mass[here] + ((others == mine) & earlier).sum(axis=2)
-        t = self._n[rows][:, None] + np.arange(size + 1)
-        p = (greater + u * equal) / (len(self._scores) + 1 + t[:, :-1])
-
-        capital, rest = self._capital[rows], 0.5 * math.log(_PATIENCE) / np.log(_PATIENCE + t)
-        bets = valid & (capital.sum(axis=1) < _ENOUGH)[:, None]
-        f = np.where(bets[..., None], densities(p), 1.0)
-        spent = np.where(bets, rest[:, :-1] - rest[:, 1:], 0.0)[..., None] / _BETS
-        grown = f.cumprod(axis=1)
-        capitals = grown * (capital[:, None] + (spent * f / grown).cumsum(axis=1))
-        logs = np.log(capitals.sum(axis=2) + rest[:, 1:])
-
-        last = valid.sum(axis=1) - 1
-        np.add.at(self._counts, (np.broadcast_to(rows[:, None], valid.shape)[valid], groups[valid]), 1.0)
-        self._capital[rows], self._log[rows] = capitals[many, last], logs[many, last]
-        shown = np.where(valid, logs, -np.inf)
-        self._peak[rows] = np.maximum(self._peak[rows], shown.max(axis=1))
-        reached = shown >= np.where(rows > 0, self._limit(1), self._limit(0))[:, None]
-        new = (self._alarmed[rows] == 0) & reached.any(axis=1)
-        at = reached.argmax(axis=1)
-        self._alarmed[rows[new]] = t[many, at + 1][new]
-        self._direction[rows[new]] = _direction(capitals[many, at])[new]
-        self._n[rows] += last + 1
-        return logs, p
-
-    def _remember(self, first: int, logs: Array) -> None:
-        """Keep every so many-th point of the picture; half of them where they are too many."""
-        numbers = np.arange(first + 1, first + 1 + len(logs))
-        kept = numbers % self._stride == 0
-        self._history = np.concatenate([self._history, np.stack([numbers, logs], axis=1)[kept]])
+        points = np.stack([t[1:], logs], axis=1)
+        self._history = np.concatenate([self._history, points[t[1:] % self._stride == 0]])
         while len(self._history) > _POINTS:
             self._stride *= 2
             self._history = self._history[self._history[:, 0] % self._stride == 0]
+        return p
 
-    def drivers(self, k: int = 5) -> dict[str, float]:
-        """The k layers that extrapolate most: the mean of log h of recent inputs less the median of held-out ones.
-
-        0 is about as on held-out inputs, 1 a leverage e times as large, less than 0 more familiar. The mean is over
-        about the last 200 scores.
-        """
-        if not self._weight:
-            raise SettingError("no layers were given: monitor.update(net(x)), not its novelty alone")
-        means = self._excess / self._weight
-        names = self._layers or tuple(map(str, range(len(means))))
-        return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")[:k]}
-
-    def plot(self, ax: Any = None) -> Any:
-        """log M of the whole stream over its scores, with the limit and where the alarm was."""
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """log M over the scores of the stream, with the limit and where the alarm was."""
         if ax is None:
             _, ax = require("matplotlib.pyplot").subplots(figsize=(5.6, 3.4), layout="constrained")
+        assert ax is not None
         numbers, logs = np.concatenate([self._history, [[self.n, self.log_martingale]]]).T
         ax.plot(numbers, logs / math.log(10), color="#0072B2", linewidth=1.6)
-        limit = self._limit(0) / math.log(10)
+        limit = -math.log10(self.alarm)
         ax.axhline(limit, color="#D55E00", linewidth=1.2, linestyle=(0, (4, 3)))
         ax.annotate("alarm", (0, limit), xytext=(4, 3), textcoords="offset points", color="#D55E00")
         if self.alarmed_at is not None:
@@ -364,57 +221,54 @@ class Monitor:
         return ax
 
     def __str__(self) -> str:
-        shown = sorted(self.slices.items(), key=lambda item: -item[1].peak)
-        rows = [["stream", "scores", "log M", "peak", "limit", "alarm", "they are"]]
-        for name, one in [("whole", self.whole), *shown[:5]]:
-            numbers = (f"{value:.2f}" for value in (one.log_martingale, one.peak, one.limit))
-            alarm = [f"{one.alarmed_at:,}", one.direction] if one.alarmed_at else ["none", "as usual"]
-            rows.append([str(name), f"{one.n:,}", *numbers, *alarm])
-        title = f"Monitor: at most {100 * self.alarm:g} % false alarms, {len(self._scores):,} held-out scores"
-        more = [f"and {len(shown) - 5:,} more slices"] if len(shown) > 5 else []
-        return "\n".join([title, *aligned(rows), *more])
+        state = f"alarm at score {self.alarmed_at:,}: they are {self.direction}" if self.alarmed_at else "no alarm"
+        return (
+            f"Monitor: at most {100 * self.alarm:g} % false alarms, {len(self._scores):,} held-out scores\n"
+            f"{self.n:,} scores, log M {self.log_martingale:.2f} (alarm at {-math.log(self.alarm):.2f}), {state}"
+        )
 
     def save(self, path: _storage.AnyPath) -> None:
         """Write it to a safetensors file, complete or not at all; `Monitor.load` goes on where it was."""
-        header = {
-            "alarm": self.alarm,
-            "slices": self._most,
-            "names": list(self._names),
-            "layers": list(self._layers),
-            "alarmed_at": self.alarmed_at,
-            "stride": self._stride,
-            "weight": self._weight,
-            "draw": self._draw.bit_generator.state,
-        }
-        tensors = {name: torch.tensor(getattr(self, f"_{name}")) for name in _SAVED}
-        _storage.write(path, tensors, header, _KIND)
+        names = ("n", "log_martingale", "alarm", "alarmed_at")
+        header = {name: getattr(self, name) for name in names}
+        header |= {"stride": self._stride, "draw": self._draw.bit_generator.state}
+        _storage.write(path, {name: torch.tensor(getattr(self, f"_{name}")) for name in _ARRAYS}, header, _KIND)
 
     @classmethod
     def load(cls, path: _storage.AnyPath) -> Monitor:
         """The monitor that `save` wrote, which goes on to the bit."""
         tensors, header = _storage.read(path, _KIND)
         try:
-            found = {name: tensors[name].numpy() for name in _SAVED}
-            settings = {name: header[name] for name in ("alarm", "slices")}
-            monitor = cls(reference=found["scores"], **settings)
-            monitor._place(found.pop("scores"), found.pop("order"))
-            for name, values in found.items():
+            if "n" in tensors:
+                tensors, header = _of_release_0_3(tensors, header)
+            arrays = {name: tensors[name].numpy() for name in _ARRAYS}
+            monitor = cls(reference=arrays["scores"], alarm=header["alarm"])
+            monitor._place(arrays.pop("scores"), arrays.pop("order"))
+            for name, values in arrays.items():
                 setattr(monitor, f"_{name}", values)
-            monitor._names = {name: row for row, name in enumerate(header["names"], start=1)}
-            monitor._layers, monitor.alarmed_at = tuple(header["layers"]), header["alarmed_at"]
-            monitor._stride, monitor._weight = header["stride"], header["weight"]
+            monitor.n, monitor.log_martingale = header["n"], header["log_martingale"]
+            monitor.alarmed_at, monitor._stride = header["alarmed_at"], header["stride"]
             monitor._draw.bit_generator.state = header["draw"]
-        except (KeyError, TypeError, ValueError) as error:
+            # What the file holds goes together if a copy can go on.
+            _, _ = str(monitor), copy.deepcopy(monitor).update(np.zeros(3))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged: {error}") from None
         return monitor
 
 
-_SAVED = ("scores", "order", "counts", "capital", "n", "log", "peak", "alarmed", "direction", "history", "excess")
+_ARRAYS = ("scores", "order", "counts", "capital", "at_alarm", "history")
 
 
-def _direction(capital: Array) -> Any:
-    """Which kind of bets has the most of a capital, (..., bets)."""
-    return capital.reshape(*capital.shape[:-1], len(_DIRECTIONS), -1).sum(axis=-1).argmax(axis=-1)
+def _of_release_0_3(
+    tensors: dict[str, torch.Tensor], header: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The whole stream of a monitor that could have slices, which took half of its bound on false alarms."""
+    whole = {name: tensor[0] for name, tensor in tensors.items() if name not in ("scores", "order", "history")}
+    at_alarm = torch.zeros(len(_DIRECTIONS), _BETS // len(_DIRECTIONS), dtype=torch.float64)
+    at_alarm[int(whole["direction"])] = 1.0
+    alarm = header["alarm"] / (2 if header["slices"] else 1)
+    state = {"alarm": alarm, "n": int(whole["n"]), "log_martingale": float(whole["log"])}
+    return {**tensors, **whole, "at_alarm": at_alarm}, {**header, **state}
 
 
 def densities(p: Array) -> Array:
@@ -424,21 +278,17 @@ def densities(p: Array) -> Array:
     """
     q = np.stack([p, 1 - p, np.abs(2 * p - 1)], axis=-1)[..., None]
     g = np.concatenate([_SCALES * np.exp((_EXPONENTS - 1) * np.log(q + _SHIFT)), 2 - 2 * q], axis=-1)
-    found: Array = 1 - _SHARES + _SHARES * g[..., None]
-    return found.reshape(*p.shape, _BETS)
-
-
-def _array(values: Scores) -> Array:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().double().cpu().numpy()
-    return np.asarray(values, np.float64)
+    mixed: Array = 1 - _SHARES + _SHARES * g[..., None]
+    return mixed.reshape(*p.shape, _BETS)
 
 
 def _scores(values: Scores, name: str) -> Array:
     """(n,), with what is not finite as the largest."""
     if values is None:
         raise MatchError(f"{name} are None: give a number for each input")
-    found = np.atleast_1d(_array(values))
-    if found.ndim != 1:
-        raise MatchError(f"{name} must be one number an input, (n,), got shape {found.shape}")
-    return np.where(np.isfinite(found), found, np.inf)
+    if isinstance(values, torch.Tensor):
+        values = values.detach().double().cpu().numpy()
+    array = np.atleast_1d(np.asarray(values, np.float64))
+    if array.ndim != 1:
+        raise MatchError(f"{name} must be one number an input, (n,), got shape {array.shape}")
+    return np.where(np.isfinite(array), array, np.inf)

@@ -37,8 +37,9 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
     confidence, answer = probs.double().max(dim=-1)
-    counts, sure, right = _in_bins(confidence, answer == y, bins)
-    return float((right - sure).abs().sum() / counts.sum())
+    index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
+    gaps = confidence.new_zeros(bins).index_add_(0, index, (answer == y).double() - confidence)
+    return float(gaps.abs().sum() / len(y))
 
 
 def rmse(mean: Tensor, y: Tensor) -> float:
@@ -62,7 +63,12 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     """
     if not inside.numel() or not outside.numel():
         raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {inside.numel()} and {outside.numel()}")
-    return _chance_above(inside, outside)
+    scores = torch.cat([inside.flatten(), outside.flatten()]).double()
+    # By the sum of ranks, that of equal scores their mean.
+    _, position, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[position]
+    n_in, n_out = inside.numel(), outside.numel()
+    return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
@@ -102,29 +108,6 @@ def coverage_at(doubt: Tensor, wrong: Tensor, *, risk: float) -> float:
     """The greatest share that could be answered with a share of wrong answers of at most `risk`, on these very data."""
     coverage, risks = risk_coverage(doubt, wrong)
     return float(coverage[risks <= risk].amax()) if bool((risks <= risk).any()) else 0.0
-
-
-def _chance_above(inside: Tensor, outside: Tensor) -> float:
-    """P(outside > inside) + ½ P(outside = inside) over all pairs, by the sum of ranks: the area under the ROC curve."""
-    scores = torch.cat([inside.flatten(), outside.flatten()]).double()
-    _, position, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[position]
-    n_in, n_out = inside.numel(), outside.numel()
-    return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
-
-
-def _in_bins(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
-    """The number of answers in each of equal bins of confidence, their sum of confidence, and how many are right.
-
-    >>> _in_bins(torch.tensor([0.4, 0.9, 1.0]), torch.tensor([False, True, True]), 2)
-    tensor([[1.0000, 2.0000],
-            [0.4000, 1.9000],
-            [0.0000, 2.0000]], dtype=torch.float64)
-    """
-    confidence = confidence.double()
-    index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    values = torch.stack([torch.ones_like(confidence), confidence, right.double()])
-    return values.new_zeros(3, bins).index_add_(1, index, values)
 
 
 def _answered_up_to(doubt: Tensor, wrong: Tensor) -> Tensor:

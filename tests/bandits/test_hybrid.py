@@ -49,7 +49,7 @@ def played(x: np.ndarray, pays: np.ndarray, rounds: int, **changes: object) -> t
 
 
 def test_mean_and_deviation_by_hand():
-    learner, _ = played(RINGS, RINGS_PAY, 150, exploration=0.3, settling=5.0, reward_range=(0.0, 2.0))
+    learner, _ = played(RINGS, RINGS_PAY, 150, exploration=0.3, reward_range=(0.0, 2.0))
     belief, x = learner.belief, RINGS[200:206]
     belief.share = 0.4
     mean, std = learner.predictive(x)
@@ -59,7 +59,7 @@ def test_mean_and_deviation_by_hand():
         features = belief.features(head, x)
         pooled = head.scale.sum() / (1 + (head.shape - 1).sum())
         for arm in range(3):
-            tempered = 0.09 + 0.91 * 5 / (5 + 2 * (belief.linear.shape[arm] - 1))
+            tempered = 0.09 + 0.91 / (1 + 2 * (belief.linear.shape[arm] - 1))
             for k, row in enumerate(features):
                 width = row @ head.covariance[arm] @ row
                 expected[0][k, arm] += share * row @ head.mean[arm]
@@ -73,9 +73,7 @@ def test_mean_and_deviation_by_hand():
 
 @pytest.mark.parametrize(("average", "l2"), [(0.0, 0.0), (0.6, 0.01)])
 def test_a_training_is_torchs_adam_on_the_chosen_arms(average, l2):
-    settings = HybridSettings(
-        hidden=(6, 5), dropout=0.0, train_steps=4, batch_size=16, average=average, l2=l2, hold_out=7
-    )
+    settings = HybridSettings(hidden=(6, 5), dropout=0.0, train_steps=4, batch_size=16, average=average, l2=l2)
     learner, seen = Hybrid(settings, 2, 3, 5), Observations(2)
     chosen = rng(1).integers(3, size=60)
     learner.observe(seen, seen.add(RINGS[:60], chosen, RINGS_PAY[np.arange(60), chosen]))
@@ -84,8 +82,8 @@ def test_a_training_is_torchs_adam_on_the_chosen_arms(average, l2):
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=l2 * 500 / 560)
     rows = Streams([5], "batches").rows(60, 4, 16).numpy()[0]
     for _ in range(2):
-        rows = np.where(rows % 7 == 0, (rows - 1) % 60, rows)
-    assert (rows % 7 != 0).all()
+        rows = np.where(rows % 10 == 0, (rows - 1) % 60, rows)
+    assert (rows % 10 != 0).all()
     shift, scale = (np.float32(part) for part in seen.moments())
     averaged = None
     for t, at in enumerate(rows):
@@ -172,27 +170,19 @@ def test_rewards_of_nothing_but_zeros_do_not_end_exploration():
     assert min(np.bincount(arms[50:], minlength=4)) > 2
 
 
-def test_exploration_settles():
-    bold, settled = (
-        played(RINGS, RINGS_PAY, 150, exploration=share, train_steps=20)[0].predictive(RINGS[:1])[1]
-        for share in (1.0, 0.1)
-    )
-    assert (settled < bold).all()
-
-
 def test_trainings_grow_rarer():
     trained, following = 0, 0
     for count in range(5, 401, 5):
         if count >= following:
             trained, following = trained + 1, count + int(max(5, (1.15 - 1) * count))
-    assert played(RINGS, RINGS_PAY, 400, train_steps=2, growth=1.15)[0].stack.done == 2 * trained
-    assert played(RINGS, RINGS_PAY, 400, train_steps=2, growth=1.15, forget=50.0)[0].stack.done > 2 * trained
+    assert played(RINGS, RINGS_PAY, 400, train_steps=2)[0].stack.done == 2 * trained
+    assert played(RINGS, RINGS_PAY, 400, train_steps=2, forget=50.0)[0].stack.done > 2 * trained
 
 
 def test_the_penalty_falls_with_the_data_and_with_the_noise():
     learner, seen = played(RINGS, RINGS_PAY, 120, train_steps=10)
     learner.train(seen, learner.belief)
-    noise = float(learner._penalty) * (500 + 120) / 500 / learner.settings.l2
+    noise = learner.stack.penalty * (500 + 120) / 500 / learner.settings.l2
     hidden = learner.belief.hidden
     expected = (hidden.scale + learner._noise(learner.belief)).sum() / hidden.shape.sum()
     # The last training's units are nearly those of this one.

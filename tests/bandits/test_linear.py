@@ -9,7 +9,6 @@ import pytest
 from scipy import integrate, stats
 from scipy.linalg import block_diag
 
-from bayesadam.bandits import make_agent
 from bayesadam.bandits.linear import Head, Linear, Statistics, normal_equations, shared_precision
 from bayesadam.bandits.observations import Observations
 from bayesadam.bandits.settings import LinearSettings
@@ -134,28 +133,6 @@ def test_linear_is_the_posterior_of_weighted_data_however_it_was_fed(half_life, 
         assert_close(learner.head.covariance[arm], covariance, rtol=1e-8)
         assert learner.head.shape[arm] == approx(6 + weights[own].sum() / 2, rel=1e-9)
         assert learner.head.scale[arm] == approx(6 + residual, rel=1e-6)
-
-
-def test_an_arm_that_is_never_seen_again_ends_with_the_prior():
-    agent = make_agent("linear", 3, 2, forget=1.0)
-    rows = np.random.default_rng(0).normal(size=(70, 3))
-    agent.update(rows[:10], np.zeros(10, int), np.ones(10))
-    agent.update(rows[10:], np.ones(60, int), np.ones(60))
-    head = agent._learner.head
-    assert_close(head.mean[0], np.zeros(4), atol=1e-12)
-    assert_close(head.covariance[0], 4 * np.eye(4))
-    assert head.shape[0] == approx(6)
-
-
-def test_draws_are_students():
-    learner, _ = fed(COUNT, None, standardise=True)
-    here, n = np.array([[0.5, -1.0, 0.3]], np.float32), 60_000
-    draws = learner.sampler(here)(n, Streams([1], "draws"))[0, :, 0].astype(float)
-    head, x = learner.head, np.append(here[0].astype(float), 1)
-    scale = math.sqrt(head.scale[0] / head.shape[0] * x @ head.covariance[0] @ x)
-    student = stats.t(2 * head.shape[0], x @ head.mean[0], scale)
-    assert stats.kstest(draws, student.cdf).pvalue > 1e-3
-    assert draws.mean() == approx(student.mean(), abs=5 * scale / math.sqrt(n))
 
 
 def test_probabilities_are_the_integrals_over_students():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -188,6 +187,7 @@ def test_what_cannot_be_written_does_not_happen(failure, tmp_path, monkeypatch):
         patch.setattr(os, "write", fails)
         for call in (
             lambda: agent.decide(ROWS[9]),
+            lambda: agent.decide(ROWS[9:19]),
             lambda: agent.reward(waits, 1.0),
             lambda: agent.update(ROWS[9], 0, 1.0),
             lambda: agent.forget(waits),
@@ -235,13 +235,6 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
     path.write_bytes(text[:-1])
     with pytest.warns(ba.errors.BayesAdamWarning, match="half written"):
         assert replay(path).pending == (0, 1)
-
-
-def test_an_empty_file_is_a_new_log(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b"")
-    new().log(path)
-    assert len(read_log(path)) == 0
 
 
 DAMAGE = {
@@ -338,29 +331,6 @@ def test_a_forked_process_cannot_write_its_parent_s_log(tmp_path, monkeypatch):
             agent.decide(ROWS[0])
     assert agent.decide(ROWS[0]).id == 0
     assert len(read_log(path)) == 1
-
-
-def test_many_threads_write_whole_lines_in_order(tmp_path):
-    path, agent, failures = tmp_path / "log.jsonl", new(initial_pulls=0), []
-    agent.log(path)
-
-    def work(seed: int) -> None:
-        try:
-            for row in np.random.default_rng(seed).normal(size=(25, 3)):
-                agent.reward(agent.decide(row, draws=2).id, 1.0)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    found = read_log(path)
-    np.testing.assert_array_equal(found.ids, np.arange(100))
-    assert np.isfinite(found.rewards).all()
-    assert_alike(replay(path), agent)
 
 
 # --- going on -------------------------------------------------------------------------------------------------------
@@ -500,61 +470,23 @@ def test_arms_that_changed_without_a_log_are_told_of(tmp_path):
     assert changes == [(0, "removed"), (3, "added"), (2, "removed"), (0, "restored")]
 
 
-# --- defined behaviour ----------------------------------------------------------------------------------------------
-
-
-def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new()
-    agent.log(path)
-    kept, given_up = agent.decide(ROWS[0]), agent.decide(ROWS[1])
-    agent.forget(given_up.id)
-    agent.forget(given_up.id)
-    with pytest.raises(MatchError, match="99 was never made"):
-        agent.forget(99)
-    assert agent.pending == replay(path).pending == (kept.id,)
-    assert agent._seen.count == 0
-    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
-        agent.reward(given_up.id, 1.0)
-    found = read_log(path)
-    assert np.isnan(found.rewards).all()
-    assert len(of_kind(path, "forget")) == 1
-
-
-def test_an_arm_that_is_removed_still_gets_its_rewards(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new(initial_pulls=1)
-    agent.log(path)
-    decisions = [agent.decide(row) for row in ROWS[:3]]
-    agent.remove_arm(1)
-    agent.reward(decisions[1].id, 2.0)
-    assert all(agent.decide(row).arm != 1 for row in ROWS[3:20])
-    found = read_log(path)
-    assert found.rewards[1] == 2.0
-    assert not found.allowed[3:, 1].any()
-    assert_alike(replay(path), agent)
-
-
 # --- arrays of others -----------------------------------------------------------------------------------------------
 
 GIVEN = {"contexts": np.zeros((2, 3)), "arms": [0, 1], "probabilities": [0.5, 1.0], "rewards": [1.0, np.nan]}
 
 
 def test_logs_of_other_systems():
-    found = Log.of(**GIVEN, n_arms=4)
-    assert (len(found), found.n_arms, found.id) == (2, 4, None)
-    assert found.possible.all()
-    assert not found.tried.any()
+    log, every = Log.of(**GIVEN, n_arms=4), np.array([[0.3, 0.7, 0.0], [0.5, 0.2, 0.3]])
+    assert (len(log), log.n_arms, log.id) == (2, 4, None)
+    assert log.possible.all()
+    assert log.tried.sum() == log.shares.sum() == 0
     assert Log.of(**GIVEN).n_arms == 2
     assert Log.of(**GIVEN, allowed=[[True, False, True], [True, True, True]]).n_arms == 3
-    assert not found.shares.any()
-
-
-def test_logs_of_other_systems_with_the_probabilities_of_all_arms():
-    every = np.array([[0.3, 0.7, 0.0], [0.5, 0.2, 0.3]])
-    found = Log.of(**{**GIVEN, "probabilities": every})
-    np.testing.assert_array_equal(found.shares, every)
-    np.testing.assert_array_equal(found.probabilities, [every[row, arm] for row, arm in enumerate(GIVEN["arms"])])
-    np.testing.assert_array_equal(found.possible, every > 0)
-    assert found.allowed.all()
+    full = Log.of(**{**GIVEN, "probabilities": every})
+    np.testing.assert_array_equal(full.shares, every)
+    np.testing.assert_array_equal(full.probabilities, [every[row, arm] for row, arm in enumerate(GIVEN["arms"])])
+    np.testing.assert_array_equal(full.possible, every > 0)
+    assert full.allowed.all()
 
 
 @pytest.mark.parametrize(

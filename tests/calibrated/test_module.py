@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam import _storage
+from bayesadam.calibrated import files
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
@@ -24,7 +29,7 @@ def calibrated(name: str, **settings: object) -> ba.Calibrated:
 
 
 def same(answers: dict[str, Tensor], p: ba.Answer, rtol: float | None = None) -> None:
-    for name in ("novelty", "p_value", "probs", "mean", "stddev", "answered", "in_range", "layers"):
+    for name in ("novelty", "p_value", "probs", "mean", "stddev", "f_mean", "answered", "in_range"):
         expected = getattr(p, name)
         assert (expected is None) == (name not in answers), name
         if expected is not None:
@@ -105,10 +110,19 @@ def test_onnx_runs_alike(network, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["binary", "heteroscedastic"])
-def test_a_program_runs_without_this_package(name, tmp_path):
+def test_a_program_runs_without_the_model_and_without_this_package(name, tmp_path):
     net, x = calibrated(name, **RISKS[name]), data(name, 20, 300)[0]
     net.save(tmp_path / "net.pt2", level=0.8)
     answers, p = torch.export.load(tmp_path / "net.pt2").module()(x), net(x)
+    again = ba.load(tmp_path / "net.pt2")
+    assert_close(again(x).doubt, p.doubt)
+    torch.testing.assert_close(again(x).distribution.mean, p.distribution.mean)
+    assert (again(x).likelihood, again.about["likelihood"]) == (name, name)
+    assert ba.Monitor(again).same_reference(ba.Monitor(net))
+    if name == "binary":
+        assert torch.equal(again(x).set(0.7), p.set(0.7))
+    else:
+        assert_close(again(x).interval(0.7)[0], p.interval(0.7)[0])
     assert type(answers) is dict
     answers = dict(answers)
     if name == "binary":
@@ -141,12 +155,74 @@ def test_files_of_others_are_refused(tmp_path):
     trained("classification").save(tmp_path / "posterior.safetensors")
     with pytest.raises(FileError, match=r"net\.save"):
         ba.load(tmp_path / "posterior.safetensors", trained("classification").model)
+    with pytest.raises(SettingError, match=r"ba\.load\(path, model\)"):
+        ba.load(tmp_path / "net.safetensors")
     with pytest.raises(SettingError, match="must end in"):
         net.save(tmp_path / "net.bin")
     with pytest.raises(SettingError, match="holds none"):
         net.save(tmp_path / "net.pt2", [1.0])
-    net.save(tmp_path / "net.pt2", torch.zeros(1, 2))
-    assert torch.export.load(tmp_path / "net.pt2").module()(torch.zeros(5, 2))["probs"].shape == (5, 3)
+    with pytest.raises(SettingError, match="onnxruntime"):
+        ba.load("net.onnx")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pt2"):
+        ba.load(tmp_path / "nowhere.pt2")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, ...]:
+        return pytest.fail, ("unpickled",)
+
+
+def with_parts(source: Path, **changed: bytes | None) -> None:
+    """Rewrite an archive with other parts, by the end of their names; None takes one out."""
+    with zipfile.ZipFile(source) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    root = next(iter(parts)).partition("/")[0]
+    for name, content in changed.items():
+        parts[f"{root}/{name}"] = content
+    with zipfile.ZipFile(source, "w") as archive:
+        for name, content in parts.items():
+            if content is not None:
+                archive.writestr(name, content)
+
+
+def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
+    path = tmp_path / "net.pt2"
+    calibrated("classification").save(path, torch.zeros(1, 2))
+    assert ba.load(path)(torch.zeros(5, 2)).probs.shape == (5, 3)
+    with pytest.raises(SettingError, match="without a model"):
+        ba.load(path, nn.Linear(2, 3))
+    whole = path.read_bytes()
+    entry = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
+    config = json.dumps({"config": {"x": entry}}).encode()
+    for parts in (
+        {"data/sample_inputs/model.pt": pickle.dumps(Harmful(), 2)},
+        {
+            "data/constants/model_constants_config.json": config,
+            "data/constants/opaque_obj_0": pickle.dumps(Harmful(), 2),
+        },
+        {"data/aotinductor/model/x.so": b"code"},
+        {"models/model.json": None},
+        {"models/model.json": b"{}"},
+    ):
+        path.write_bytes(whole)
+        with_parts(path, **parts)
+        with pytest.raises(FileError, match=r"net\.pt2"):
+            ba.load(path)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FileError, match="damaged"):
+        ba.load(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("dims", []), ("exponent", "x"), ("report", {}), ("leverage", {"source": "x", "modules": []})]
+)
+def test_a_damaged_header_is_a_file_error(entry, value, tmp_path):
+    path, net = tmp_path / "net.safetensors", calibrated("classification")
+    net.save(path)
+    tensors, header = _storage.read(path, files._KIND)
+    _storage.write(path, tensors, {**header, entry: value}, files._KIND)
+    with pytest.raises(FileError, match="damaged"):
+        ba.load(path, net.model)
 
 
 @pytest.mark.parametrize("name", ["regression", "binary", "poisson"])
@@ -221,8 +297,6 @@ def test_what_does_not_apply():
         numbers.set()
     with pytest.raises(SettingError, match="level must lie"):
         p.set(1.5)
-    with pytest.raises(SettingError, match="token_novelty is of outputs"):
-        _ = p.token_novelty
     assert p.answered is None
     few = ba.calibrate(nn.Linear(2, 3), (torch.randn(20, 2), torch.arange(20) % 3), likelihood="classification")
     few.scores = None

@@ -1,4 +1,4 @@
-"""Masks on a model: all or nothing, tied and wrapped models, zeros that stay zero while training goes on, files."""
+"""Masks on a model: all or nothing, tied and wrapped models, zeros that stay zero while training goes on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesadam.compress import apply_masks, keep_pruned, load_masks, masks, save_masks
-from bayesadam.errors import FileError, MatchError
+from bayesadam.compress import apply_masks, keep_pruned, masks
+from bayesadam.errors import MatchError
 from cases import mlp, train
 from compress.cases_compress import posterior_of
 
@@ -104,38 +104,3 @@ def test_zeros_stay_exactly_zero_through_fine_tuning(make: Callable[[Any], torch
         assert is_pruned()
     train(model, optimizer, steps=2)
     assert not is_pruned()
-
-
-def test_masks_survive_a_file(tmp_path: Any) -> None:
-    shapes = {"a": (3, 5), "b.c": (), "empty": (0, 2), "long": (1001,), "d": (2, 2, 2)}
-    kept = {name: torch.rand(shape) < 0.5 for name, shape in shapes.items()}
-    kept["transposed"] = kept["a"].T
-    path = tmp_path / "masks.safetensors"
-    save_masks(path, kept)
-    found = load_masks(path)
-    assert list(found) == list(kept)
-    assert all(torch.equal(found[name], mask) and found[name].dtype == torch.bool for name, mask in kept.items())
-    # A bit a weight, and a header.
-    assert path.stat().st_size < 1001
-    # A save that fails leaves the old file.
-    with pytest.raises(MatchError, match="'w' must be boolean"):
-        save_masks(path, {"w": torch.ones(2)})
-    assert list(load_masks(path)) == list(kept)
-    assert [p.name for p in tmp_path.iterdir()] == ["masks.safetensors"]
-
-
-def test_files_that_hold_no_masks_are_refused(tmp_path: Any) -> None:
-    model = mlp(2, 1)
-    posterior_of(model).save(tmp_path / "posterior")
-    save_masks(tmp_path / "masks", half_masks(model))
-    whole = (tmp_path / "masks").read_bytes()
-    (tmp_path / "cut").write_bytes(whole[:-1])
-    (tmp_path / "wrong").write_bytes(whole.replace(b"[1, 2]", b"[9, 2]"))
-    for name, words in (
-        ("absent", "no file at"),
-        ("posterior", "not a file of masks"),
-        ("cut", "truncated"),
-        ("wrong", "1 bytes for a mask of shape"),
-    ):
-        with pytest.raises(FileError, match=words):
-            load_masks(tmp_path / name)

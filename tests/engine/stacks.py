@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import loss_and_slope
 from bayesadam.engine.network import Network, forward, unflatten
+from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, constant, train
 
 NETWORK = Network(2, (5, 4), 1, "tanh")
@@ -23,14 +24,13 @@ def rows(seeds: int) -> Tensor:
     return torch.randint(N, (STEPS, seeds, SIZE), generator=torch.Generator().manual_seed(1))
 
 
-def stack_of(rule, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
+def batch(chosen: Tensor):
     x, y = data()
+    return x[chosen], lambda f: loss_and_slope(lambda g: (g - y[chosen]).square().mean(dim=(1, 2)), f)[1]
 
-    def batch(chosen: Tensor):
-        targets = y[chosen]
-        return x[chosen], lambda f: loss_and_slope(lambda g: (g - targets).square().mean(dim=(1, 2)), f)[1]
 
-    stack = Stack(network, rule, seeds, batch, n_data=N, **options)
+def stack_of(rule: Adam, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
+    stack = Stack(network, rule, seeds, batch, **options)
     train(stack, [rows(len(seeds))], constant(LR))
     return stack
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 
 from bayesadam.engine.gradients import StackedGradient, loss_and_slope
 from bayesadam.engine.network import ACTIVATIONS, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import Adam, Dropout, optimizer_state_dict
+from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams
-from engine.stacks import LR, NETWORK, SIZE, N, data, rows, stack_of
+from engine.stacks import LR, NETWORK, SIZE, batch, data, rows, stack_of
 from floats import assert_close
 
 
@@ -30,9 +31,8 @@ def test_the_gradient_is_autograds(activation):
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_adam_is_torchs_and_its_state_dict_loads_there(decoupled):
-    rule = Adam(weight_decay=0.1, decoupled=decoupled)
-    stack = stack_of(rule)
+def test_adam_is_torchs(decoupled):
+    stack = stack_of(Adam(weight_decay=0.1, decoupled=decoupled))
     params = {name: t[1].clone().requires_grad_() for name, t in initial(NETWORK, [0, 1]).items()}
     optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(params.values(), lr=LR, weight_decay=0.1)
     x, y = data()
@@ -43,34 +43,31 @@ def test_adam_is_torchs_and_its_state_dict_loads_there(decoupled):
         optimizer.step()
     for name, parameter in params.items():
         assert_close(stack.params[name][1], parameter.detach(), rtol=1e-4, atol=1e-6)
-    found = optimizer_state_dict(NETWORK, stack.state, 1, rule)
-    expected = optimizer.state_dict()
-    optimizer.load_state_dict(found)
-    for key, state in expected["state"].items():
-        assert_close(found["state"][key]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-4, atol=1e-9)
-        assert found["state"][key]["step"] == state["step"]
+    for key, moment in unflatten(NETWORK, stack.state["exp_avg_sq"]).items():
+        assert_close(moment[1], optimizer.state[params[key]]["exp_avg_sq"], rtol=1e-4, atol=1e-9)
+    assert stack.state["step"].tolist() == [len(rows(2))]
 
 
 def test_dropout_trains_under_its_masks():
-    network = replace(NETWORK, dropout=0.3, input_dropout=0.2)
-    stack = stack_of(Dropout(), seeds=(3,), network=network)
+    network = replace(NETWORK, dropout=0.3)
+    stack = stack_of(Adam(), seeds=(3,), network=network)
     params = {name: t[0].clone().requires_grad_() for name, t in initial(NETWORK, [3]).items()}
     adam, streams, (x, y) = torch.optim.Adam(params.values(), lr=LR), Streams([3], "training"), data()
     for chosen in rows(1)[:, 0]:
-        inputs, *masks = Dropout().masks(Dropout().noise(streams, network, SIZE), network)
+        uniform = streams.uniform(SIZE * sum(network.hidden)).split([SIZE * width for width in network.hidden], dim=1)
+        masks = [(part.view(1, SIZE, -1) >= 0.3) / 0.7 for part in uniform]
         adam.zero_grad()
-        out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, x[chosen] * inputs, masks=masks)[0]
+        out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, x[chosen], masks=masks)[0]
         (out - y[chosen]).square().mean().backward()
         adam.step()
     for name, parameter in params.items():
         assert_close(stack.params[name][0], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", [Adam(), Dropout()], ids=["adam", "dropout"])
-def test_a_stack_resumes_from_its_tensors(rule):
+def test_a_stack_resumes_from_its_tensors():
     network = replace(NETWORK, dropout=0.2)
-    whole, half = stack_of(rule, network=network), stack_of(rule, network=network)
-    resumed = Stack(network, rule, (0, 1), whole.batch, n_data=N)
+    whole, half = (stack_of(Adam(), network=network, average=0.9) for _ in range(2))
+    resumed = Stack(network, Adam(), (0, 1), whole.batch, average=0.9)
     for key, tensor in resumed.tensors().items():
         tensor.copy_(half.tensors()[key])
     resumed.done = half.done
@@ -84,7 +81,11 @@ def test_a_stack_resumes_from_its_tensors(rule):
 def test_averages_clips_penalties_and_schedules():
     averaged = stack_of(Adam(), average=0.5)
     assert not torch.equal(averaged.mean, averaged.weights)
-    tiny, plain = (stack_of(Adam(betas=(0.0, 0.9)), clip=clip) for clip in (1e-6, None))
+    decayed, pulled = stack_of(Adam(weight_decay=0.1)), Stack(NETWORK, Adam(), (0, 1), batch)
+    pulled.penalty = 0.1
+    train(pulled, [rows(2)], constant(LR))
+    assert_close(pulled.weights, decayed.weights, rtol=1e-5, atol=1e-7)
+    tiny, plain = (stack_of(Adam(betas=(0.0, 0.9)), clip=clip) for clip in (1e-6, math.inf))
     assert tiny.state["exp_avg"].norm(dim=1).max() <= 1.001e-6 < plain.state["exp_avg"].norm(dim=1).min()
     rates = cosine(0.1, 10)(torch.tensor([0.0, 5.0, 10.0], dtype=torch.float64))
     assert_close(rates, torch.tensor([0.1, 0.05, 0.0], dtype=torch.float64))

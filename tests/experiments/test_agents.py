@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from bayesadam.engine.gradients import StackedGradient
-from bayesadam.engine.network import Network, forward, unflatten
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.network import forward, unflatten
 from bayesadam.errors import SettingError
 from experiments.agents import AGENTS, agent_settings
 from experiments.networks import BadamSettings, Buffer, GreedySettings, initial_weights
 from experiments.rules import gaussian, sampled_outputs
+from experiments.stacks import Network, Streams
 from floats import approx, assert_close, close
 
 CPU = torch.device("cpu")

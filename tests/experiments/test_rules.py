@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from bayesadam.engine.network import flatten, forward, initial, unflatten
-from bayesadam.engine.stack import Stack, constant
-from bayesadam.engine.streams import Streams
-from engine.stacks import LR, NETWORK, N, data, gradient_at, rows, stack_of
+from bayesadam.engine.stack import constant
+from engine.stacks import LR, NETWORK, N, batch, data, gradient_at, rows
 from experiments.rules import IVON, RULES, Adam, BayesByBackprop, Vadam, functions, gaussian
+from experiments.stacks import Network, Stack, Streams, train
 from floats import assert_close
+
+
+def stack_of(rule, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
+    stack = Stack(network, rule, seeds, batch, n_data=N, **options)
+    train(stack, [rows(len(seeds))], constant(LR))
+    return stack
 
 
 def perturbation(streams: Streams) -> Tensor:
@@ -91,7 +96,7 @@ def test_a_laplace_prior_shrinks_in_adams_metric():
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_draws_functions(name):
-    network = replace(NETWORK, dropout=0.2) if name == "mc-dropout" else NETWORK
+    network = Network(2, (5, 4), 1, "tanh", dropout=0.2) if name == "mc-dropout" else NETWORK
     stack = stack_of(RULES[name].with_settings(every=2, snapshots=6, rank=3), network=network)
     params, masks = functions(stack, 1, 6, Streams([1], "draws"))
     out = forward(network, params, data()[0], masks=masks)

@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import Network, initial
-from bayesadam.engine.rules import Step
-from bayesadam.engine.stack import Stack, constant, train
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.network import initial
+from bayesadam.engine.stack import constant
 from experiments.rules import gaussian
 from experiments.showdown import LocalBayesByBackprop, RMSprop, RMSpropDropout
+from experiments.stacks import Network, Stack, Step, Streams, train
 from floats import assert_close
 
 NETWORK, SIZE, STEPS, N = Network(3, (5, 4), 2), 7, 12, 40

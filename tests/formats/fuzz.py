@@ -16,14 +16,13 @@ import resource
 import signal
 import sys
 import tempfile
-import time
+import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -106,13 +105,8 @@ def mutated(content: bytes, dice: random.Random) -> bytes:
         return bytes(data)
     for _ in range(dice.choice((1, 1, 2, 5, 20))):
         at = dice.randrange(len(data))
-        data[at] = (
-            data[at] ^ (1 << dice.randrange(8))
-            if how == "bits"
-            else _opcode(dice)
-            if how == "opcodes"
-            else dice.randrange(256)
-        )
+        bits = data[at] ^ (1 << dice.randrange(8))
+        data[at] = {"bits": bits, "opcodes": _opcode(dice)}.get(how, dice.randrange(256))
     return bytes(data)
 
 
@@ -136,23 +130,17 @@ def _mutated_archive(content: bytes, how: str, dice: random.Random) -> bytes:
         held = members[name]
         members[name] = mutated(held, dice) if not held.startswith(b"PK") else held[: dice.randrange(len(held))]
         if name.endswith("data.pkl") and dice.random() < 0.3:
-            hostile = (
-                b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R0"
-                if dice.random() < 0.5
-                else b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R0"
-            )
-            members[name] = held[:2] + hostile + held[2:]
+            hostile = (b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R0", b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R0")
+            members[name] = held[:2] + dice.choice(hostile) + held[2:]
     return _zipped(members, zipfile.ZIP_STORED)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of one file."""
 
     number: int
     name: str
     what: str
-    seconds: float
     detail: str = ""
 
 
@@ -201,27 +189,20 @@ def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
 
 
 def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
-    began = time.perf_counter()
     what, detail = "read", ""
     try:
         with _alarm():
             inspect(path)
     except BayesAdamError:
         what = "refused"
-    except TimeoutError as error:
-        what, detail = "HANG", str(error)
     except BaseException as error:
-        what, detail = "CRASH", f"{type(error).__name__}: {error} at {_place(error)}"
+        what, detail = (
+            "HANG" if isinstance(error, TimeoutError) else "CRASH",
+            "".join(traceback.format_exception(error)),
+        )
     if events:
         what, detail = "CALLED", "; ".join(events[:3])
-    return Outcome(number, name, what, time.perf_counter() - began, detail)
-
-
-def _place(error: BaseException) -> str:
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
+    return Outcome(number, name, what, detail)
 
 
 def main() -> int:

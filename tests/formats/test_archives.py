@@ -103,47 +103,6 @@ def test_a_folder_with_several_checkpoints_lists_them(pair: Any, tmp_path: Path)
     check(tmp_path, pair, "folder")
 
 
-def actor_and_critic(targets: tuple[str, ...]) -> tuple[nn.ModuleDict, dict[str, torch.optim.Optimizer]]:
-    """A policy of parts of equal shapes, targets among them, and an optimiser for each part that is trained."""
-    torch.manual_seed(0)
-    policy = nn.ModuleDict(
-        {part: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for part in ("actor", "critic", *targets)}
-    )
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    for part in ("actor", "critic"):
-        optimizers[part] = torch.optim.Adam(policy[part].parameters())
-        for parameter in policy[part].parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizers[part].step()
-    return policy, optimizers
-
-
-def test_the_optimisers_of_stable_baselines_are_named_for_the_parts_they_train(tmp_path: Path) -> None:
-    policy, optimizers = actor_and_critic(("actor_target", "critic_target"))
-    members = {"policy.pth": content(policy.state_dict())}
-    members |= {f"{part}.optimizer.pth": content(live.state_dict()) for part, live in optimizers.items()}
-    path = write_zip(tmp_path / "td3.zip", members)
-    with pytest.raises(FileError, match=r"weights_key='policy\.critic', optimizer_key='critic\.optimizer'"):
-        read_checkpoint(path)
-    for part, live in optimizers.items():
-        read = read_checkpoint(path, weights_key=f"policy.{part}", optimizer_key=f"{part}.optimizer")
-        expected = ba.readers.read_optimizer(policy, live).second_moment
-        found = ba.readers.read_curvature(read).second_moment
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], v) for name, v in expected.items())
-
-
-def test_a_target_in_the_same_weights_is_not_trained(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    parts = {part: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for part in ("q_net", "q_net_target")}
-    policy = nn.ModuleDict(parts)
-    live = torch.optim.Adam(policy["q_net"].parameters())
-    policy["q_net"](torch.ones(1, 3)).sum().backward()
-    live.step()
-    members = {"policy.pth": content(policy.state_dict()), "policy.optimizer.pth": content(live.state_dict())}
-    check(write_zip(tmp_path / "dqn.zip", members), (policy, live), "zip archive")
-
-
 def test_the_class_that_stable_baselines_wrote_down_decides(pair: Any, tmp_path: Path) -> None:
     # Its average starts at one, and its entries are those of torch's RMSprop.
     live = torch.optim.RMSprop(pair[0].parameters(), alpha=0.9)

@@ -96,15 +96,6 @@ def test_what_the_trainer_wrote_down(pair: Any, tmp_path: Path) -> None:
     assert silent == ba.readers.Recorded()
 
 
-def test_two_files(pair: Any, tmp_path: Path) -> None:
-    model, optimizer = pair
-    weights = saved(tmp_path / "model.pt", model.state_dict())
-    state = saved(tmp_path / "optimizer.pt", optimizer.state_dict())
-    read = read_checkpoint(weights, optimizer_path=state)
-    assert read.optimizer_path == state
-    check(read, model, optimizer)
-
-
 def test_nothing_is_copied_until_it_is_used(pair: Any, tmp_path: Path) -> None:
     model, optimizer = pair
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})

@@ -16,14 +16,8 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError
 from bayesadam.readers import format_of, read_checkpoint
-from bayesadam.readers.formats import registry
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.lazy import Lazy
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registry", {**registry._registry, DEEPSPEED.name: DEEPSPEED})
 
 
 def network(*, tied: bool = False, frozen: bool = False) -> nn.Module:
@@ -158,8 +152,7 @@ def trained(**options: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"frozen": True}])
+@pytest.mark.parametrize(("options", "ranks"), [({}, 1), ({}, 7), ({"tied": True}, 2), ({"frozen": True}, 3)])
 def test_the_ranks_are_put_together(options: dict[str, bool], ranks: int, classes: Any, tmp_path: Path) -> None:
     model, optimizer = trained(**options)
     folder = write(tmp_path / "c", model, optimizer, classes, ranks=ranks)

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -37,33 +36,40 @@ from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
 from cases import trained
 
-UTC = datetime.timezone.utc
+
+class Mine:
+    """A class that nobody here knows."""
+
+    def __init__(self) -> None:
+        self.lr, self.other = 0.1, [self]
+
+
+class Words(dict[str, int]):
+    """A dictionary of one's own."""
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
 BESIDE = {
     "namespace": argparse.Namespace(lr=0.1, out=Path("runs/1"), layers=[3, 5], best=np.float64(0.5)),
-    "simple": types.SimpleNamespace(lr=0.1),
-    "float64": np.float64(0.25),
-    "float32": np.float32(0.25),
-    "int64": np.int64(-7),
-    "bool": np.bool_(True),
-    "str": np.str_("größer"),
-    "empty str": np.str_(""),
-    "array": np.arange(6.0).reshape(2, 3),
-    "columns": np.asfortranarray(np.arange(6).reshape(2, 3)),
-    "nothing": np.zeros((0, 3), np.float16),
-    "words": np.array(["a", "bcd"]),
-    "point": np.array(3 + 1j),
-    "dtype": np.dtype("f4"),
+    "numbers": [np.float64(0.25), np.int64(-7), np.bool_(True), np.str_("größer")],
+    "arrays": [np.asfortranarray(np.arange(6).reshape(2, 3)), np.zeros((0, 3), np.float16), np.array(["a", "bcd"])],
     "random": np.random.RandomState(0).get_state(),
-    "path": Path("runs") / "last",
-    "other path": pathlib.PureWindowsPath("c:\\runs"),
+    "path": pathlib.PureWindowsPath("c:\\runs"),
     "defaultdict": collections.defaultdict(list, {"loss": [1.0, np.float32(2.0)]}),
-    "empty defaultdict": collections.defaultdict(int),
     "counter": collections.Counter("aab"),
-    "ordered": collections.OrderedDict(b=1, a=2),
-    "when": datetime.datetime(2024, 2, 29, 12, tzinfo=UTC),
-    "day": datetime.date(2024, 2, 29),
-    "took": datetime.timedelta(hours=2),
+    "when": datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone.utc),
     "nested": [{"deep": (np.float64(1.0), {"set"})}],
+    "object": Mine(),
+    "function": Mine.__init__,
+    "dictionary": Words(a=1),
+    "partial": functools.partial(Mine),
+    "enum": Colour.RED,
+    "several": [Mine(), Words(), torch.optim.Adam, torch.device("cpu"), torch.float16, ValueError("no")],
+    "module": nn.Linear(2, 2),
+    "loader": torch.utils.data.TensorDataset(torch.zeros(3)),
 }
 
 
@@ -74,10 +80,6 @@ class Counted:
 
     def __init__(self, *_: Any) -> None:
         type(self).made += 1
-
-
-class Colour(enum.Enum):
-    RED = 1
 
 
 def check(path: Path, pair: Any) -> None:
@@ -98,24 +100,19 @@ def saved(path: Path, pair: tuple[nn.Module, torch.optim.Optimizer], /, **more: 
     return path
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 @pytest.mark.parametrize("key", BESIDE)
 def test_it_is_read_and_a_pruned_file_has_it_again(key: str, pair: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", pair, extra=BESIDE[key])
     check(path, pair)
     ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+    with zipfile.ZipFile(path) as one, zipfile.ZipFile(tmp_path / "out.pt") as other:
+        name = next(name for name in one.namelist() if name.endswith("data.pkl"))
+        assert one.read(name) == other.read(name)
     # Our own file of a moment ago: read as its author would.
-    again = torch.load(tmp_path / "out.pt", weights_only=False)["extra"]
-    assert type(again) is type(BESIDE[key])
-    assert same(again, BESIDE[key])
-    assert getattr(again, "default_factory", None) is getattr(BESIDE[key], "default_factory", None)
+    again = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert type(again["extra"]) is type(BESIDE[key])
+    weights = torch.cat([w.flatten() for w in again["model"].values() if w.dim() > 1])
+    assert 0.3 < (weights == 0).double().mean() < 0.7
 
 
 # --- nothing runs ---------------------------------------------------------------------------------------------------
@@ -209,49 +206,6 @@ RECONSTRUCT = np.zeros(1).__reduce__()[0]
 )
 def test_bytes_are_never_taken_for_more_than_numbers(value: Any, pair: Any, tmp_path: Path) -> None:
     check(saved(tmp_path / "c.pt", pair, value=value), pair)
-
-
-class Mine:
-    """A class that nobody here knows."""
-
-    def __init__(self) -> None:
-        self.lr, self.other = 0.1, [self]
-
-
-class Words(dict[str, int]):
-    """A dictionary of one's own."""
-
-
-UNKNOWN = {
-    "object": Mine(),
-    "class": torch.optim.Adam,
-    "function": Mine.__init__,
-    "dictionary": Words(a=1),
-    "partial": functools.partial(Mine),
-    "exception": ValueError("no"),
-    "enum": Colour.RED,
-    "several": [Mine(), Words(), torch.optim.Adam, torch.device("cpu"), torch.float16],
-    "module": nn.Linear(2, 2),
-    "loader": torch.utils.data.TensorDataset(torch.zeros(3)),
-}
-
-
-@pytest.mark.parametrize("key", UNKNOWN)
-def test_classes_beside_the_tensors_do_not_matter_and_stay_in_a_pruned_file(
-    key: str, pair: Any, tmp_path: Path
-) -> None:
-    path = saved(tmp_path / "c.pt", pair, config=UNKNOWN[key])
-    check(path, pair)
-    ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
-    with zipfile.ZipFile(path) as one, zipfile.ZipFile(tmp_path / "out.pt") as other:
-        pickled = [
-            archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))) for archive in (one, other)
-        ]
-    assert pickled[0] == pickled[1]
-    found = torch.load(tmp_path / "out.pt", weights_only=False)
-    assert type(found["config"]) is type(UNKNOWN[key])
-    weights = torch.cat([w.flatten() for w in found["model"].values() if w.dim() > 1])
-    assert 0.3 < (weights == 0).double().mean() < 0.7
 
 
 # --- the machine ----------------------------------------------------------------------------------------------------

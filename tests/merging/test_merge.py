@@ -226,17 +226,12 @@ def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):
     assert all(close(again[name], merged[name], atol=1e-6) for name in again)
 
 
-def test_the_report_has_mean_shares_and_the_least_overlap(tuned, tmp_path):
+def test_the_report_has_mean_shares(tuned, tmp_path):
     merged = merge(posteriors(tuned))
     report = merged.report
     v = torch.cat([moments(tuned, f"0.{key}").flatten(1) for key in ("weight", "bias")], dim=1)
     assert report.layers["0"] == approx((v / v.sum(0)).mean(dim=1).tolist(), abs=1e-5)
     assert all(sum(shares) == approx(1) for shares in report.layers.values())
-    # One less the squared Hellinger distance of the curvatures as distributions over the weights.
-    whole = torch.cat([moments(tuned, name).flatten(1) for name, _ in tuned[0].named_parameters()], dim=1)
-    roots = (whole / whole.sum(1, keepdim=True)).sqrt()
-    distances = [0.5 * float((roots[i] - roots[j]).square().sum()) for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert report.overlap == approx(1 - max(distances), abs=1e-5)
     assert "model 3" in str(report)
     assert report.method == "fisher"
     torch.save(merged, tmp_path / "m.pt")

@@ -20,13 +20,11 @@ class Trace:
         gradients: the gradient before the step; zero where a sparse one has no entry.
         parameters: the parameter before the step.
         norms: the norm of the gradients of all parameters together.
-        curvatures: AdaHessian's estimates of the Hessian's diagonal.
     """
 
     gradients: list[Tensor] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    curvatures: list[Tensor] = field(default_factory=list)
 
 
 class Moments(NamedTuple):
@@ -88,20 +86,6 @@ def adam(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Momen
         highest = highest_average(squares(gradients), beta)
         return Moments(highest, highest / (1 - beta ** len(gradients)))
     return Moments(average(squares(gradients), beta), weighted_mean(squares(gradients), beta))
-
-
-def debiased(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
-    """Adam's, by a β₂ that grows from 0: the average has no start."""
-    mean = weighted_mean(squares(gradients), settings["betas"][1])
-    return Moments(mean, mean)
-
-
-def adopt(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
-    """Adam's, which starts from the first gradient's square."""
-    s = gradients[0] ** 2
-    for g in gradients[1:]:
-        s = settings["betas"][1] * s + (1 - settings["betas"][1]) * g * g
-    return Moments(s, s)
 
 
 def sparse_adam(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
@@ -167,14 +151,6 @@ def lamb(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Momen
     return adam(trace, clipped, settings)
 
 
-def adan(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
-    """The average of (gₜ + β₂ (gₜ − gₜ₋₁))², with g₀ = g₁."""
-    _, beta2, beta3 = settings["betas"]
-    previous = [gradients[0], *gradients[:-1]]
-    ahead = squares([g + beta2 * (g - before) for g, before in zip(gradients, previous, strict=True)])
-    return Moments(average(ahead, beta3), weighted_mean(ahead, beta3))
-
-
 def adabelief(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
     """s ← β₂ s + (1−β₂) (g − m)² + ε: each step adds ε whole."""
     beta1, beta2 = settings["betas"]
@@ -185,8 +161,3 @@ def adabelief(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> 
         highest = torch.maximum(highest, s)
     kept = highest if settings["amsgrad"] else s
     return Moments(kept, kept / (1 - beta2 ** len(gradients)))
-
-
-def adahessian(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
-    beta = settings["betas"][1]
-    return Moments(average(squares(trace.curvatures), beta), weighted_mean(squares(trace.curvatures), beta))

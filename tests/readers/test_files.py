@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.readers import Rules, explain, match_checkpoint, read_checkpoint, read_curvature, read_optimizer
-from cases import mlp, train
+from bayesadam.readers import Rules, explain, read_checkpoint, read_curvature, read_optimizer
+from cases import mlp
 from floats import assert_close
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -387,17 +387,6 @@ def test_a_model_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> N
         with pytest.raises(MatchError):
             ba.Posterior.from_checkpoint(path, other, n_data=10)
         assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
-
-
-def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
-    net = mlp(3, 5, 1)
-    live = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    train(net, live)
-    read = read_checkpoint(save(tmp_path, net, live))
-    with pytest.raises(MatchError, match=r"sgd, .*momentum_buffer.*optimizer='ogd'"):
-        match_checkpoint(read)
-    found = read_curvature(read, optimizer="ogd").second_moment
-    assert all(bool((v == 1).all()) for v in found.values())
 
 
 # --- fastai ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,8 +144,6 @@ def test_tied_weights_are_counted_once(saved: bool) -> None:
     ("dtype", "expected"),
     [
         (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ],
     ids=str,
@@ -206,9 +204,7 @@ def test_an_optimiser_inside_a_trainers_wrapper_is_found(wrap: Callable[[torch.o
 
 def test_the_optimiser_of_another_model_is_refused() -> None:
     model, optimizer = trained(*SIZES)
-    with pytest.raises(
-        MatchError, match=r"none of the 6 parameters of Adam belongs to this Sequential.*from_state_dict"
-    ):
+    with pytest.raises(MatchError, match=r"no parameter of Adam belongs to this Sequential.*from_state_dict"):
         read_optimizer(copy.deepcopy(model), optimizer)
 
 
@@ -262,29 +258,6 @@ def test_a_step_count_that_cannot_be_is_refused(steps: float) -> None:
 # --- saved states ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["all", "trainable"])
-def test_one_group_may_hold_frozen_parameters_or_not(given: str) -> None:
-    model = mlp(*SIZES)
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if given == "all" or p.requires_grad])
-    step(model, optimizer)
-    curvature = read_state_dict(model, optimizer.state_dict())
-    assert list(curvature.second_moment) == ["2.weight", "2.bias", "4.weight", "4.bias"]
-    assert list(curvature.omitted) == ["0.weight", "0.bias"]
-    for name, v in curvature.second_moment.items():
-        assert_close(v, kept(optimizer, model.get_parameter(name)))
-
-
-@pytest.mark.parametrize("shuffle", [lambda items: items, reversed, lambda items: items[2:] + items[:2]])
-def test_named_parameters_are_read_in_any_order(shuffle: Callable[[list[Any]], Iterable[Any]]) -> None:
-    model = mlp(*SIZES)
-    optimizer = torch.optim.Adam(list(shuffle(list(model.named_parameters()))))
-    step(model, optimizer)
-    saved = optimizer.state_dict()
-    assert "param_names" in saved["param_groups"][0]
-    assert_is_adams(model, optimizer, read_state_dict(model, saved))
-
-
 def test_names_that_are_passed_win_over_those_in_the_state() -> None:
     model = mlp(*SIZES)
     optimizer = torch.optim.Adam(model.named_parameters())
@@ -321,6 +294,11 @@ def test_an_inconsistent_state_dict_is_refused(keys: list[int]) -> None:
     saved["param_groups"][0]["params"] = keys
     with pytest.raises(MatchError, match=r"inconsistent: keys \[1\] are repeated or in no group"):
         read_state_dict(model, saved)
+
+
+def test_a_state_dict_without_groups_is_refused() -> None:
+    with pytest.raises(MatchError, match="leaves no parameter to read: 2 not in the optimiser"):
+        read_state_dict(mlp(3, 1), {"state": {}, "param_groups": []})
 
 
 @pytest.mark.parametrize(("place", "entry"), [("state", "step"), ("group", "betas")])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
-from bayesadam.readers import read_checkpoint, read_curvature, read_optimizer
+from bayesadam.readers import read_checkpoint, read_optimizer
 from bayesadam.readers.tracking import COUNT, TENSORS
 from bayesadam.trainers.keeper import PosteriorKeeper, count_examples
 from floats import approx, assert_close
@@ -121,7 +121,7 @@ def test_the_posterior_is_kept_saved_and_logged(tmp_path):
     assert numbers["posterior/snr_below_1"] == approx(float((snr < 1).double().mean()))
 
 
-@pytest.mark.parametrize("track", ["factored", {"what": "kronecker", "every": 2, "batch_size": BATCH}])
+@pytest.mark.parametrize("track", ["factored", {"what": "diagonal", "every": 2, "batch_size": BATCH}])
 def test_what_keeps_no_moment_is_tracked(track):
     keeper = PosteriorKeeper(track=track)
     model, optimizers, _ = fit(keeper, "muon", None)
@@ -211,10 +211,6 @@ def test_lightning(package, tmp_path):
     assert (read.recorded.n_data, read.recorded.step) == (N, 2 * N // BATCH)
     inner = ba.Posterior.from_checkpoint(tmp_path / "last.ckpt", Network())
     assert_close(inner.variance["layers.0.weight"], expected.variance["network.layers.0.weight"])
-    assert_close(
-        read_curvature(read).second_moment["network.layers.0.weight"],
-        read_optimizer(module, trainer.optimizers).second_moment["network.layers.0.weight"],
-    )
 
 
 @quiet
@@ -231,15 +227,14 @@ def test_lightning_writes_nothing_in_a_dry_run_and_asks_which_of_two_optimisers(
 
 @quiet
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("muon", "diagonal"), ("momentum", "kronecker")])
-def test_lightning_resumes_what_is_tracked(name, what, tmp_path):
+def test_lightning_resumes_what_is_tracked(tmp_path):
     def given() -> dict[str, Any]:
-        return {"track": {"what": what, "every": 2}, "settings": {"logger": False}}
+        return {"track": {"what": "diagonal", "every": 2}, "settings": {"logger": False}}
 
-    whole, _ = lightning_run(tmp_path / "whole", name, 4, **given())
-    first, _ = lightning_run(tmp_path / "first", name, 2, **given())
+    whole, _ = lightning_run(tmp_path / "whole", "muon", 4, **given())
+    first, _ = lightning_run(tmp_path / "first", "muon", 2, **given())
     first.save_checkpoint(tmp_path / "half.ckpt")
-    second, callback = lightning_run(tmp_path / "second", name, 4, str(tmp_path / "half.ckpt"), **given())
+    second, callback = lightning_run(tmp_path / "second", "muon", 4, str(tmp_path / "half.ckpt"), **given())
     same_states(second.optimizers, whole.optimizers, 4 * N // BATCH // 2)
     same(callback.posterior, ba.Posterior.from_optimizer(whole.lightning_module, whole.optimizers, N))
 

@@ -33,9 +33,11 @@ def v_hat(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("form", ["map", "likelihood"])
-@pytest.mark.parametrize(("power", "batch_size"), [(0.5, None), (0.5, 8), (1.0, 8), (0.25, None), (0.8, 8)])
-def test_mean_and_variance_are_the_equations(power, batch_size, form):
-    (model, optimizer), delta = trained(), 3.0
+@pytest.mark.parametrize(
+    ("power", "batch_size", "delta"), [(0.5, None, 3.0), (0.5, 8, 0.0), (1.0, 8, 0.0), (0.25, None, 3.0), (0.8, 8, 3.0)]
+)
+def test_mean_and_variance_are_the_equations(power, batch_size, delta, form):
+    model, optimizer = trained()
     q = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=delta, power=power, batch_size=batch_size)
     q = q.replace(form=form)
     for name, parameter in model.named_parameters():
@@ -45,14 +47,6 @@ def test_mean_and_variance_are_the_equations(power, batch_size, form):
         assert_close(q.variance[name].double(), 1 / (data + delta), rtol=1e-5)
         assert_close(q.mean[name].double(), mean, rtol=1e-5, atol=1e-9)
         assert_close(q.snr()[name].double(), mean.abs() * (data + delta).sqrt(), rtol=1e-5, atol=1e-9)
-
-
-def test_the_papers_equation_to_the_letter_and_its_laplace_consistent_sibling():
-    model, optimizer = trained()
-    v = v_hat(optimizer, model[0].weight)
-    paper = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=0.0, batch_size=64)
-    assert_close(paper.variance["0.weight"].double(), 1 / (N * v.sqrt()), rtol=1e-5)
-    assert_close(paper.replace(power=1.0).variance["0.weight"].double(), 1 / (N * 64 * v), rtol=1e-5)
 
 
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.1, 0.02), (0.1, 0.0)])
@@ -215,16 +209,10 @@ def test_rows_that_embeddings_keep_for_padding_are_never_drawn():
         assert not (rows[:, 2] == model[0].weight[2]).any()
 
 
-@pytest.mark.parametrize("n_data", [0, -5, float("nan"), float("inf"), "many", None, True])
-def test_n_must_be_positive(n_data):
-    model, optimizer = trained()
-    with pytest.raises(SettingError, match=r"n_data must be a positive finite number"):
-        ba.Posterior.from_optimizer(model, optimizer, n_data)
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
+        *(({"n_data": n}, "n_data must be a positive finite number") for n in (0, float("nan"), "many", True)),
         ({"prior_precision": -1.0}, "at least 0, got -1.0"),
         ({"prior_precision": float("nan")}, "finite"),
         ({"prior_precision": None}, "at least 0, got None"),

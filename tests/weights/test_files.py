@@ -100,6 +100,9 @@ def rewrite(path: Path, **changes: object) -> None:
         ({"structure": "banded"}, "holds a 'banded' posterior"),
         ({"parameters": ["0.weight", "missing"]}, "damaged.*missing"),
         ({"settings": {}}, "damaged"),
+        ({"noise_variance": []}, "damaged"),
+        ({"temperature": [1.0]}, "damaged"),
+        ({"parameters": 5}, "damaged"),
     ],
 )
 def test_headers_that_cannot_be_read(tmp_path, changes, match):
@@ -108,6 +111,24 @@ def test_headers_that_cannot_be_read(tmp_path, changes, match):
     rewrite(path, **changes)
     with pytest.raises(FileError, match=match):
         ba.Posterior.load(path, mlp(3, 5, 2))
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("mode.0.weight", lambda t: t.int()),
+        ("second_moment.0.weight", lambda t: t.flatten()),
+        ("second_moment.0.bias", lambda t: t.to(torch.complex64)),
+        ("second_moment.2.bias", lambda t: t[:1]),
+    ],
+)
+def test_tensors_that_do_not_fit_together(tmp_path, key, change):
+    path = tmp_path / "p.safetensors"
+    build().save(path)
+    tensors, header = storage.read(path)
+    save_file({**tensors, key: change(tensors[key])}, path, metadata={"bayesadam": json.dumps(header)})
+    with pytest.raises(FileError, match="damaged"):
+        ba.GaussianWeights.open(path)
 
 
 def test_files_that_are_damaged_or_no_posteriors(tmp_path):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._checks import count
-from bayesadam.bandits.linear import Linear
-from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
+from bayesadam.bandits.linear import Learner, Linear
+from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Standing
 from bayesadam.bandits.network import Belief, Hybrid
-from bayesadam.bandits.observations import MOST_ROOM, Observations
+from bayesadam.bandits.observations import MOST_ROOM, Contexts, Observations, Rewards
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
@@ -28,12 +27,10 @@ from bayesadam.weights.draws import stream_seed
 
 # Draws from the posterior over which a probability is counted.
 DRAWS = 200
-# Observations that a newly trained belief takes note of while no decision is made.
-_LAST = 8
 Training = Literal["now", "background"]
-Floats = npt.ArrayLike
+Numbers = npt.ArrayLike | Tensor
 # The learner and the settings of every agent.
-_REGISTRY: Mapping[str, tuple[type[Hybrid] | type[Linear], type[AgentSettings]]] = {
+_REGISTRY: Mapping[str, tuple[type[Learner], type[AgentSettings]]] = {
     "hybrid": (Hybrid, HybridSettings),
     "linear": (Linear, LinearSettings),
 }
@@ -69,8 +66,8 @@ def make_agent(
     Args:
         name: `"hybrid"`, or `"linear"`, which has no network.
         training: `"now"`: `reward` and `update` return when a training that is due is done, and the same calls give the
-            same agent. `"background"`: a thread trains, so that no call waits for it, and decisions use its result once
-            it is there; when that is depends on the machine.
+            same agent. `"background"`: a thread trains, no call waits for it, and decisions use its result once it is
+            there.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`: see `HybridSettings`,
             `LinearSettings`.
     """
@@ -83,36 +80,27 @@ def make_agent(
         raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {name!r}")
     settings = _REGISTRY[name][1]
     if unknown := sorted(set(changes) - set(settings.names())):
-        known = ", ".join(sorted(settings.names()))
-        raise SettingError(f"{name} has no setting {', '.join(unknown)}: choose from {known}")
+        choices = ", ".join(sorted(settings.names()))
+        raise SettingError(f"{name} has no setting {', '.join(unknown)}: choose from {choices}")
     return Agent(name, settings(**changes), int(n_features), int(n_arms), seed, training)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    All methods may be called from many threads. `act` and `decide` never wait for a training: it makes a new belief of
-    the observations so far while the old one decides. Then the new one takes note of the observations that came
-    meanwhile, and takes over.
-
-    Of more than 65,536 observations the network is trained on the newest. Sums over the contexts, of which linear
-    posteriors are made, have all of them.
+    All methods may be called from many threads. `act` and `decide` never wait for a training: the old belief decides
+    until the new one has taken note of the observations that came meanwhile. Of more than 65,536 observations
+    `"hybrid"` learns from the newest.
     """
 
     def __init__(
-        self,
-        name: str,
-        settings: AgentSettings,
-        n_features: int,
-        n_arms: int,
-        seed: int,
-        training: Training = "now",
+        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, training: Training = "now"
     ) -> None:
         self.name, self.settings, self.n_features, self.seed = name, settings, n_features, seed
         self.training: Training = training
         self._standing = Standing(n_features, n_arms)
         self._seen = Observations(n_features, settings.forget)
-        self._learner: Hybrid | Linear = _REGISTRY[name][0](settings, n_features, n_arms, seed)  # type: ignore[arg-type]
+        self._learner = _REGISTRY[name][0](settings, n_features, n_arms, seed)
         self._since_training = 0
         # The draws by which probabilities are counted.
         self._further = Streams([seed], "probability")
@@ -122,7 +110,7 @@ class Agent:
         self._thread: threading.Thread | None = None
         self._busy = False
         self._failure: Exception | None = None
-        self._log: LogFile | None = None
+        self._log: LogWriter | None = None
         # The id of the log that the agent has learnt, and up to which byte.
         self._known: tuple[str, int] | None = None
         # Decisions that wait here, but not in the log.
@@ -133,7 +121,7 @@ class Agent:
         """How many arms there have been; those removed keep their index."""
         return self._standing.n_arms
 
-    def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
+    def act(self, context: Numbers, *, arms: Iterable[int] | None = None) -> Any:
         """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.
 
         At first every arm is tried a few times, in turn. `arms` are those to choose from now; None for all not removed.
@@ -144,12 +132,11 @@ class Agent:
             chosen = self._in_turn(allowed, len(rows))
             for arm in chosen:
                 self._standing.pulls[arm] += 1
-            rest = rows[len(chosen) :]
-            if len(rest):
-                chosen += self._learner.chosen(rest, allowed)[0]
+            if len(chosen) < len(rows):
+                chosen += self._learner.chosen(rows[len(chosen) :], allowed)[0]
         return chosen[0] if single else np.array(chosen)
 
-    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Any:
+    def decide(self, context: Numbers, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Any:
         """As `act`: a `Decision`, or a list of k, each remembered until its reward comes with `reward(decision.id, …)`.
 
         The decision has its probability: 1 for an arm that is tried in turn at first, otherwise (count + 1)/(draws + 1)
@@ -160,25 +147,25 @@ class Agent:
         allowed = self._arms(arms)
         count("draws", draws, "from the posterior")
         with self._acting:
-            number, chosen = self._standing.next_id, self._in_turn(allowed, len(rows))
+            first, chosen = self._standing.next_id, self._in_turn(allowed, len(rows))
             tried = len(chosen)
             shares = [[float(one == arm) for one in allowed] for arm in chosen]
             if tried < len(rows):
-                self._further.begin(self.seed, "decision", number)
-                arms_, share = self._learner.chosen(rows[tried:], allowed, draws=draws, further=self._further)
-                chosen += arms_
+                self._further.begin(self.seed, "decision", first)
+                more, share = self._learner.chosen(rows[tried:], allowed, draws=draws, further=self._further)
+                chosen += more
                 shares += share.tolist()
             made, events = [], []
             for at, (arm, probabilities) in enumerate(zip(chosen, shares, strict=True)):
-                made.append(Decision(number + at, arm, probabilities[allowed.index(arm)]))
-                event = {"event": "decision", "decision": number + at, "context": rows[at], "arm": arm}
+                made.append(Decision(first + at, arm, probabilities[allowed.index(arm)]))
+                event = {"event": "decision", "decision": first + at, "context": rows[at], "arm": arm}
                 event |= {"probability": made[at].probability, "arms": allowed, "probabilities": probabilities}
                 events.append(event | {"tried": at < tried})
             self._take(*events)
         return made[0] if single else made
 
     def probabilities(
-        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS
+        self, contexts: Numbers, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
@@ -205,7 +192,7 @@ class Agent:
             chosen.append(allowed[at])
         return chosen
 
-    def update(self, context: Floats, arm: Any, reward: Any) -> None:
+    def update(self, context: Numbers, arm: npt.ArrayLike, reward: Numbers) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
         rows, _ = self._contexts(context)
         arms = np.atleast_1d(np.asarray(arm))
@@ -216,7 +203,7 @@ class Agent:
             self._tell()
             if self._log is not None:
                 with self._acting:
-                    self._log.write(_updated(rows, arms.tolist(), rewards))
+                    self._log.write(_update(rows, arms.tolist(), rewards))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
@@ -229,12 +216,18 @@ class Agent:
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
                 if self._log is not None and decision in self._unlogged:
-                    # The log does not have the decision.
-                    self._log.write(_updated([context], [arm], value))
+                    self._log.write(_update([context], [arm], value))
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
             self._learn([context], [arm], value)
 
-    def _learn(self, contexts: Any, chosen: Any, paid: Any, *, now: bool = False) -> None:
+    def _learn(
+        self,
+        contexts: Sequence[Any] | Contexts,
+        arms: Sequence[int] | npt.NDArray[Any],
+        paid: Sequence[float] | Rewards,
+        *,
+        now: bool = False,
+    ) -> None:
         """Add observations (k, features), (k,), (k,); every `train_every` of them, train if that is due."""
         every = self.settings.train_every
         for first in range(0, len(paid), every):
@@ -244,10 +237,8 @@ class Agent:
                 self._thread.join()
             with self._acting:
                 if not self._busy and self._seen.count + len(paid[part]) > MOST_ROOM:
-                    self._learner.thin(self._seen)
                     self._seen.thin()
-                rows = self._seen.add(contexts[part], chosen[part], paid[part])
-                self._learner.observe(self._seen, rows)
+                self._learner.observe(self._seen, self._seen.add(contexts[part], arms[part], paid[part]))
             self._since_training += len(paid[part])
             if self._since_training >= every and not self._busy:
                 self._since_training = 0
@@ -256,22 +247,20 @@ class Agent:
 
     def _begin_training(self, learner: Hybrid, now: bool) -> None:
         with self._acting:
-            seen, belief = self._seen.until(self._seen.count), copy.deepcopy(learner.belief)
+            arguments = learner, self._seen.snapshot(), copy.deepcopy(learner.belief), now
             self._busy = True
         if now:
-            self._train(learner, seen, belief, now)
+            self._train(*arguments)
         else:
-            self._thread = threading.Thread(
-                target=self._train, args=(learner, seen, belief, now), name="bayesadam training"
-            )
+            self._thread = threading.Thread(target=self._train, args=arguments, name="bayesadam training")
             self._thread.start()
 
     def _train(self, learner: Hybrid, seen: Observations, belief: Belief, now: bool) -> None:
         """Train, take note of the observations that came meanwhile, and let the new belief take over."""
         try:
             new = learner.train(seen, belief)
-            while self._seen.count - seen.count > _LAST:
-                seen = self._catch_up(learner, new, seen.count)
+            # Most of them while decisions are made, and the few that came then while none is.
+            seen = self._catch_up(learner, new, seen.count)
             with self._acting:
                 self._catch_up(learner, new, seen.count)
                 learner.belief = new
@@ -285,7 +274,7 @@ class Agent:
     def _catch_up(self, learner: Hybrid, new: Belief, first: int) -> Observations:
         """Let a belief take note of the observations from this row on; returns these and those before."""
         with self._acting:
-            seen = self._seen.until(self._seen.count)
+            seen = self._seen.snapshot()
         if seen.count > first:
             learner.note(new, seen, slice(first, seen.count))
         return seen
@@ -302,8 +291,8 @@ class Agent:
         """Raise the reason for which a training in the background failed, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            told = "repeat this call, which did nothing: the agent goes on with what it had learnt before"
-            raise BayesAdamError(f"a training failed ({failure!r}); {told}") from failure
+            remedy = "repeat this call, which did nothing: the agent goes on with what it had learnt before"
+            raise BayesAdamError(f"a training failed ({failure!r}); {remedy}") from failure
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -317,7 +306,7 @@ class Agent:
             if self._waits(decision):
                 self._take({"event": "forget", "decision": int(decision)})
 
-    def _waits(self, decision: Any) -> bool:
+    def _waits(self, decision: object) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
         if not _is_index(decision) or not 0 <= decision < self._standing.next_id:
             raise MatchError(f"decision {decision!r} was never made: give the `id` of what decide returned")
@@ -360,7 +349,7 @@ class Agent:
         for event in events:
             self._standing.take(event)
 
-    def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
+    def log(self, path: AnyPath | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
 
         A log that the agent wrote before it was saved, or that `replay` made it from, is continued: the agent first
@@ -368,32 +357,40 @@ class Agent:
         a call returns.
         """
         with self._alone():
+            self._known = self._position()
             if self._log is not None:
-                self._known = self._log.id, self._log.end
                 self._log.close()
                 self._log = None
             if path is None:
                 return
-            about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
-            about |= {"n_features": self.n_features, "n_arms": self.n_arms}
-            file = LogFile(path, about, sync=sync)
-            before, (known, end) = file.before, self._known or ("", 0)
+            writer = LogWriter(path, self._about(), sync=sync)
+            standing, before = Standing(self.n_features, self.n_arms), writer.before
             if before is not None:
-                if known != file.id:
+                standing, (known, end) = before.standing, self._known or ("", 0)
+                if known != writer.id:
                     raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
-                self._follow([event for start, event in before.events if start >= end], before.path)
-            self._log = file
-            standing = Standing(self.n_features, self.n_arms) if before is None else before.standing
+                self._follow([event for start, event in before.events if start >= end], path)
+            self._log = writer
             self._unlogged = self._standing.waiting.keys() - standing.waiting.keys()
             for change in self._standing.changes_since(standing):
-                file.write(change)
+                writer.write(change)
+
+    def _position(self) -> tuple[str, int] | None:
+        """The id of the log that the agent writes or has learnt, and up to which byte."""
+        return self._known if self._log is None else (self._log.id, self._log.end)
+
+    def _about(self) -> dict[str, Any]:
+        """What a file says of the agent that wrote it."""
+        about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
+        return about | {"n_features": self.n_features, "n_arms": self.n_arms}
 
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
-        return self._log.id if self._log is not None else self._known and self._known[0]
+        position = self._position()
+        return position and position[0]
 
-    def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
+    def _follow(self, written: Sequence[Event], path: AnyPath) -> None:
         """Do as the agent that wrote these events did."""
         standing = self._standing
         first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
@@ -413,37 +410,31 @@ class Agent:
             if kind == "arm" and event["change"] == "added":
                 self._learner = self._learner.widened()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._alone():
-            if self._log is not None:
-                self._known = self._log.id, self._log.end
-            waiting = self._standing.waiting
-            rows = np.array([context for context, _ in waiting.values()], np.float32).reshape(-1, self.n_features)
+            standing = self._standing
+            contexts, arms = ([pair[at] for pair in standing.waiting.values()] for at in (0, 1))
             tensors = {
                 **self._seen.state(),
                 **{f"learner.{name}": torch.from_numpy(array) for name, array in self._learner.state().items()},
-                "pending.id": torch.tensor(list(waiting), dtype=torch.int64),
-                "pending.arm": torch.tensor([arm for _, arm in waiting.values()], dtype=torch.int64),
-                "pending.context": torch.from_numpy(rows),
+                "pending.id": torch.tensor(list(standing.waiting), dtype=torch.int64),
+                "pending.arm": torch.tensor(arms, dtype=torch.int64),
+                "pending.context": torch.from_numpy(np.array(contexts, np.float32).reshape(-1, self.n_features)),
             }
             header = {
-                "agent": self.name,
-                "settings": self.settings.plain(),
-                "n_features": self.n_features,
-                "n_arms": self._standing.n_arms,
-                "seed": self.seed,
+                **self._about(),
                 "training": self.training,
-                "gone": sorted(self._standing.removed),
-                "pulls": self._standing.pulls,
-                "next_id": self._standing.next_id,
+                "gone": sorted(standing.removed),
+                "pulls": standing.pulls,
+                "next_id": standing.next_id,
                 "since_training": self._since_training,
-                "log": self._known,
+                "log": self._position(),
             }
             storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Agent:
+    def load(cls, path: AnyPath) -> Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
         tensors, header = storage.read(path, storage.AGENT)
         try:
@@ -451,10 +442,9 @@ class Agent:
             agent.training = header.get("training", "now")
             agent._seen.restore(tensors)
             agent._learner.restore({"moments": np.array(agent._seen.moments()), **_learnt(tensors)})
-            agent._since_training, known = header["since_training"], header["log"]
-            agent._known = known and (known[0], known[1])
-            standing = agent._standing
-            waiting = zip(tensors["pending.context"].numpy(), tensors["pending.arm"].tolist(), strict=True)
+            agent._since_training, agent._known = header["since_training"], header["log"] and tuple(header["log"])
+            standing, contexts = agent._standing, tensors["pending.context"].numpy()
+            waiting = zip(contexts, tensors["pending.arm"].tolist(), strict=True)
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
             standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
             standing.next_id = header["next_id"]
@@ -462,19 +452,19 @@ class Agent:
             raise FileError(f"{path} is not a saved agent of this version: {error}") from error
         return agent
 
-    def _contexts(self, context: Floats) -> tuple[npt.NDArray[np.float32], bool]:
+    def _contexts(self, context: Numbers) -> tuple[Contexts, bool]:
         array, width = _numbers(context, "a context"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
             raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
         return array.reshape(-1, width), array.ndim == 1
 
-    def _rewards(self, reward: Any, n: int) -> npt.NDArray[np.float32]:
+    def _rewards(self, reward: Numbers, n: int) -> Rewards:
         rewards = np.atleast_1d(_numbers(reward, "a reward"))
         if rewards.shape != (n,):
             raise MatchError(f"{n} contexts have {n} rewards, got {reward!r}")
         return rewards
 
-    def _arms(self, arms: Any) -> list[int]:
+    def _arms(self, arms: Iterable[int] | None) -> list[int]:
         available = self._standing.arms()
         if arms is None:
             return available
@@ -484,16 +474,12 @@ class Agent:
         return sorted({int(arm) for arm in chosen})
 
 
-def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
+def replay(path: AnyPath, agent: Agent | None = None) -> Agent:
     """An agent that has learnt all that a log has, in its order, and whose pending decisions can be rewarded.
 
     What is learnt agrees with the agent that wrote the log but for rounding; the random numbers of choices begin anew.
-    `agent.log(path)` then continues the log.
-
-    Args:
-        path: the log.
-        agent: one that made no decision yet, with as many features and arms as the log begins with; None for an agent
-            like the one that wrote the log.
+    `agent.log(path)` then continues the log. An `agent` that made no decision yet, with as many features and arms as
+    the log begins with, replaces one like the log's.
     """
     reader = LogReader(path)
     header = reader.header
@@ -505,19 +491,19 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     with agent._alone():
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
-        for what, own in (("n_features", agent.n_features), ("n_arms", agent.n_arms)):
-            if own != header[what]:
-                raise MatchError(f"{path} begins with {what}={header[what]}, the agent has {own}")
-        agent._follow([event for _, event in reader.events], reader.path)
+        for name in ("n_features", "n_arms"):
+            if getattr(agent, name) != header[name]:
+                raise MatchError(f"{path} begins with {name}={header[name]}, the agent has {getattr(agent, name)}")
+        agent._follow([event for _, event in reader.events], path)
         agent._known = reader.id, reader.end
     return agent
 
 
-def _updated(contexts: Any, arms: Sequence[int], rewards: Any) -> Event:
+def _update(contexts: Sequence[Any] | Contexts, arms: Sequence[int], rewards: Rewards) -> Event:
     return {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}
 
 
-def _like(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Agent:
+def _like(path: AnyPath, header: Mapping[str, Any]) -> Agent:
     """A new agent, as the header of a file describes it."""
     if header["agent"] not in _REGISTRY:
         there = "releases up to 0.3 have it, and `python -m experiments table1` plays it"
@@ -532,26 +518,24 @@ def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
     """The learner's part of a file; up to release 0.3 there were two, and the one that trained had its own streams."""
     parts = storage.under("learner.", tensors)
     if not parts:
-        trainer = storage.under("trainer.", tensors)
-        streams: dict[str, Tensor] = {
-            name: trainer[name] for name in ("stream.batches", "stream.training") if name in trainer
-        }
-        parts = {**storage.under("actor.", tensors), **streams}
+        trainer = storage.under("trainer.stream.", tensors)
+        streams = {f"stream.{name}": trainer[name] for name in trainer.keys() & {"batches", "training"}}
+        parts = storage.under("actor.", tensors) | streams
     return {name: tensor.numpy() for name, tensor in parts.items()}
 
 
-def _is_index(value: Any) -> bool:
+def _is_index(value: object) -> TypeGuard[int]:
     """Whether it is a whole number, of Python or numpy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
+def _numbers(values: Numbers, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-    narrow = array.copy()
-    if array.dtype != np.float32:
+    narrow = np.full(1, np.nan, np.float32)
+    if array.dtype.kind in "biuf":
         with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
+            narrow = array.astype(np.float32)
     if not np.isfinite(narrow).all():
         raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
     return narrow

@@ -5,24 +5,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from bayesadam.bandits.observations import Floats, Indices, Observations
+from bayesadam.bandits.observations import Contexts, Floats, Indices, Observations, Rewards
 from bayesadam.bandits.settings import AgentSettings, LinearSettings
 from bayesadam.engine.streams import Streams
 
-Contexts = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float32]
 Sampler = Callable[[int, Streams], Scores]
+Arrays = dict[str, npt.NDArray[Any]]
+Rows = TypeVar("Rows", Contexts, Floats, npt.NDArray[np.bool_])
 # Scores that are in memory at once when probabilities are counted.
 _ROWS_AT_ONCE = 1 << 14
 
 
-def with_constant(x: npt.NDArray[Any]) -> Floats:
+def with_constant(x: Contexts | Floats) -> Floats:
     """The features with a constant 1 appended, float64."""
     features = np.ones((len(x), x.shape[1] + 1))
     features[:, :-1] = x
@@ -52,14 +53,15 @@ class Statistics:
         for array in vars(self).values():
             array *= factor
 
-    def add(self, arms: Indices, x: Floats, rewards: npt.NDArray[Any], weights: Floats) -> None:
+    def add(self, arms: Indices, x: Floats, rewards: Rewards | Floats, weights: Floats) -> None:
         """Add examples of any arms, with arms, rewards and weights (k,)."""
+        targets = rewards.astype(np.float64)
         for arm in np.unique(arms):
             rows = arms == arm
             weighed = weights[rows, None] * x[rows]
             self.gram[arm] += weighed.T @ x[rows]
-            self.cross[arm] += rewards[rows] @ weighed
-            self.squares[arm] += weights[rows] @ rewards[rows].astype(np.float64) ** 2
+            self.cross[arm] += targets[rows] @ weighed
+            self.squares[arm] += weights[rows] @ targets[rows] ** 2
 
     def standardised(self, shift: float, scale: float) -> Statistics:
         """The same for rewards (r − shift)/scale."""
@@ -71,7 +73,7 @@ def normal_equations(data: Statistics, prior: Floats, precision: Floats) -> tupl
     """C = (Λ₀ + Σ x xᵀ)⁻¹, μ = C (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ C⁻¹ μ), by which b grows.
 
     The `prior` μ₀, and so μ, is (arms, features), the third (arms,); the `precision` Λ₀ is diagonal, (features,).
-    Solved by torch's Cholesky factors, which take half the time of numpy's.
+    torch's Cholesky factors take half the time of numpy's.
     """
     cross = data.cross + precision * prior
     factor = torch.linalg.cholesky(torch.from_numpy(data.gram + np.diag(precision)))
@@ -84,15 +86,9 @@ def normal_equations(data: Statistics, prior: Floats, precision: Floats) -> tupl
 def shared_precision(gaps: Floats, covariance: Floats, variance: float, first: Floats, *, first_arms: float) -> Floats:
     """Λ₀ of all arms after a step of expectation maximisation: feature j's is (A + A₀)/(Σ_a s_aj + A₀/λ_j).
 
-    s_a = (μ_a − μ₀)²/σ² + diag C_a is the second moment of an arm's weights about their prior mean, given its rewards.
-    Beside the A arms, A₀ that nothing is known of have the first precision λ.
-
-    Args:
-        gaps: μ_a − μ₀, (arms, features).
-        covariance: C_a, (arms, features, features).
-        variance: σ².
-        first: λ, (features,).
-        first_arms: A₀.
+    s_a = (μ_a − μ₀)²/σ² + diag C_a is the second moment of an arm's weights about their prior mean, given its rewards:
+    `gaps` are μ_a − μ₀, (arms, features), the `variance` σ². Beside the A arms, A₀ (`first_arms`) that nothing is known
+    of have the `first` precision λ, (features,).
     """
     moments = gaps**2 / variance + np.diagonal(covariance, axis1=1, axis2=2)
     shared: Floats = (len(gaps) + first_arms) / (moments.sum(axis=0) + first_arms / first)
@@ -165,7 +161,7 @@ class Learner(ABC):
         """Take note of new rows."""
 
     @abstractmethod
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> Arrays:
         """What was learnt, by name, in the learner's own memory."""
 
     @abstractmethod
@@ -176,7 +172,11 @@ class Learner(ABC):
         """Views of an array, of each of which the leading part stays when an arm is added."""
         return (array,)
 
-    def widened(self) -> Any:
+    def due(self, seen: Observations) -> bool:
+        """Whether there is something to train."""
+        return False
+
+    def widened(self) -> Learner:
         """The same for one more arm, which is as in a new learner."""
         wide = type(self)(self.settings, self.n_features, self.n_arms + 1, self.seed)
         state = wide.state()
@@ -185,13 +185,6 @@ class Learner(ABC):
                 whole[tuple(slice(0, length) for length in part.shape)] = part
         wide.restore(state)
         return wide
-
-    def due(self, seen: Observations) -> bool:
-        """Whether there is something to train."""
-        return False
-
-    def thin(self, seen: Observations) -> None:  # noqa: B027
-        """Take note that the older observations are about to be dropped."""
 
     def chosen(
         self, contexts: Contexts, allowed: Sequence[int], *, draws: int = 0, further: Streams | None = None
@@ -217,8 +210,7 @@ class Learner(ABC):
             if further is not None:
                 best = np.concatenate([best, sample(draws, further)[..., mask].argmax(axis=2)], axis=1)
             shares.append(_shares(best, many))
-        share = np.concatenate(shares)
-        return arms, epsilon / many + (1 - epsilon) * share if epsilon else share
+        return arms, epsilon / many + (1 - epsilon) * np.concatenate(shares)
 
     def probabilities(self, contexts: Contexts, allowed: npt.NDArray[np.bool_], draws: int, streams: Streams) -> Floats:
         """As `chosen` for a mask (k, arms) of the arms allowed, without a choice.
@@ -226,15 +218,14 @@ class Learner(ABC):
         The share of M draws is unbiased, with a standard error of √(P(1 − P)/M).
         """
         shares: Floats = allowed / allowed.sum(axis=1, keepdims=True) * self.settings.epsilon
-        for x, mask, share in zip(*(_parts(part, draws) for part in (contexts, allowed, shares)), strict=True):
+        for x, mask, share in zip(_parts(contexts, draws), _parts(allowed, draws), _parts(shares, draws), strict=True):
             best = np.where(mask[:, None], self.sampler(x)(draws, streams), -np.inf).argmax(axis=2)
             share += (1 - self.settings.epsilon) * _shares(best, self.n_arms)
         return shares
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
+    def state(self) -> Arrays:
         """What was learnt, and where the random numbers are."""
-        streams = {f"stream.{name}": stream.state().numpy() for name, stream in self.streams.items()}
-        return {**self.arrays(), **streams}
+        return self.arrays() | {f"stream.{name}": stream.state().numpy() for name, stream in self.streams.items()}
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Resume where `state` was taken, with the same settings and seed."""
@@ -243,7 +234,7 @@ class Learner(ABC):
             stream.restore(torch.from_numpy(state[f"stream.{name}"].copy()))
 
 
-def _parts(rows: npt.NDArray[Any], draws: int) -> list[npt.NDArray[Any]]:
+def _parts(rows: Rows, draws: int) -> list[Rows]:
     """Views of rows whose draws are in memory at once."""
     size = max(1, _ROWS_AT_ONCE // (draws + 1))
     return [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -269,6 +260,7 @@ class Linear(Learner):
     def __init__(self, settings: LinearSettings, n_features: int, n_arms: int, seed: int) -> None:
         super().__init__(settings, n_features, n_arms, seed)
         self.statistics = Statistics.zeros(n_arms, n_features + 1)
+        # Mean and standard deviation of the rewards.
         self.moments = np.array([0.0, 1.0])
         self._head: Head | None = None
 
@@ -276,12 +268,12 @@ class Linear(Learner):
     def head(self) -> Head:
         """The current posterior, in units of the standardised rewards where these are."""
         if self._head is None:
-            own, data = self.settings, self.statistics
-            if own.standardise:
+            settings, data = self.settings, self.statistics
+            if settings.standardise:
                 data = data.standardised(*self.moments.tolist())
-            precision = np.full(self.n_features + 1, own.precision)
+            precision = np.full(self.n_features + 1, settings.precision)
             covariance, mean, residual = normal_equations(data, np.zeros_like(data.cross), precision)
-            self._head = Head(mean, covariance, own.shape + 0.5 * data.counts, own.scale + residual)
+            self._head = Head(mean, covariance, settings.shape + 0.5 * data.counts, settings.scale + residual)
         return self._head
 
     def sampler(self, contexts: Contexts) -> Sampler:
@@ -301,22 +293,10 @@ class Linear(Learner):
     def observe(self, seen: Observations, rows: slice) -> None:
         """Add the new observations to the statistics, which fade towards the prior by 2^(−k/h)."""
         self.statistics.fade(seen.faded(rows.stop - rows.start))
-        self.add(seen.contexts[rows], seen.arms[rows], seen.rewards[rows], seen.weights(rows), seen.moments())
+        self.statistics.add(seen.arms[rows], with_constant(seen.contexts[rows]), seen.rewards[rows], seen.weights(rows))
+        self.moments[:], self._head = seen.moments(), None
 
-    def add(
-        self,
-        contexts: Contexts,
-        arms: Indices,
-        rewards: npt.NDArray[Any],
-        weights: Floats,
-        moments: tuple[float, float],
-    ) -> None:
-        """Add examples to the statistics, with the mean and the standard deviation of all rewards."""
-        self.statistics.add(arms, with_constant(contexts), rewards.astype(np.float64), weights)
-        self.moments[:] = moments
-        self._head = None
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> Arrays:
         """The statistics, from which the posterior follows."""
         return {**vars(self.statistics), "moments": self.moments}
 

@@ -12,6 +12,7 @@ The first line says whose log it is. The others are events, dictionaries here as
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -35,9 +36,9 @@ Event = dict[str, Any]
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 
 
-def _shortest(values: Any) -> Any:
+def _shortest(values: npt.NDArray[np.float32] | np.float32) -> Any:
     """Floats, nested as an array of float32 is, with no more digits than a float32 has."""
-    return float(str(values)) if np.ndim(values) == 0 else [_shortest(value) for value in values]
+    return [_shortest(value) for value in values] if isinstance(values, np.ndarray) else float(str(values))
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_shortest)
@@ -83,27 +84,32 @@ class Standing:
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
+        contexts, arms, numbers = list[Any](), list[int](), list[float]()
         match event:
-            case {"event": "decision", "decision": decision, "context": context, "arms": arms, "probabilities": shares}:
-                if decision < self.next_id or event["arm"] not in arms or not 0 < event["probability"] <= 1 + 1e-9:
+            case {"event": "decision", "decision": decision, "arm": arm, "arms": arms, "probabilities": numbers}:
+                contexts = [event["context"]]
+                possible = 0 < event["probability"] <= 1 + 1e-9 and len(arms) == len(numbers)
+                if decision < self.next_id or arm not in arms or not possible:
                     raise ValueError(f"decision {decision} is out of order, or its arm impossible")
-                rows = [(context, arm, share) for arm, share in zip(arms, shares, strict=True)]
-            case {"event": "reward" | "forget" as kind, "decision": decision}:
-                rows = [(*self.waiting[decision], event["reward"] if kind == "reward" else 0.0)]
-            case {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}:
-                rows = list(zip(contexts, arms, rewards, strict=True))
+            case {"event": "reward", "decision": decision, "reward": reward} if decision in self.waiting:
+                numbers = [reward]
+            case {"event": "forget", "decision": decision} if decision in self.waiting:
+                pass
+            case {"event": "update", "contexts": contexts, "arms": arms, "rewards": numbers}:
+                if not len(contexts) == len(arms) == len(numbers):
+                    raise ValueError("as many contexts, arms and rewards must be there")
             case {"event": "arm", "change": change, "arm": arm}:
-                possible = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-                rows = []
-                if arm not in possible[change]:
+                changeable = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
+                if arm not in changeable[change]:
                     raise ValueError(f"arm {arm} cannot be {change} here")
             case _:
                 raise ValueError("no event that can be here")
-        for context, arm, number in rows:
-            if len(context) != self.n_features or not all(map(math.isfinite, (*context, number))):
-                raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
-            if arm not in range(self.n_arms):
-                raise ValueError(f"there is no arm {arm} yet")
+        if any(len(context) != self.n_features for context in contexts):
+            raise ValueError(f"a context must have {self.n_features} numbers")
+        if not all(map(math.isfinite, itertools.chain(numbers, *contexts))):
+            raise ValueError("contexts, rewards and probabilities must be finite numbers")
+        if not set(arms) <= set(range(self.n_arms)):
+            raise ValueError(f"there are {self.n_arms} arms here, not all of {arms}")
 
     def arms(self) -> list[int]:
         """Those to choose from."""
@@ -126,52 +132,51 @@ class LogReader:
     """
 
     def __init__(self, path: AnyPath) -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise MissingFileError(f"no file at {self.path}")
-        with self.path.open("rb") as file:
+        if not Path(path).is_file():
+            raise MissingFileError(f"no file at {path}")
+        with Path(path).open("rb") as file:
             first, *lines = [*file] or [b""]
         try:
             self.header = json.loads(first)
             if self.header["event"] != _KIND.header or not first.endswith(b"\n"):
                 raise ValueError
-            storage.check_version(self.path, self.header.get("format"), _KIND)
+            storage.check_version(path, self.header.get("format"), _KIND)
             self.id = self.header["id"]
             self.standing = Standing(self.header["n_features"], self.header["n_arms"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}") from error
+            raise FileError(f"{path} is not {_KIND.what}{_KIND.remedy}") from error
         self.events: list[tuple[int, Event]] = []
         self.end = len(first)
         for number, line in enumerate(lines, 2):
             if not line.endswith(b"\n"):
-                warn(f"the last line of {self.path}, {len(line)} bytes, was only half written and is left out")
+                warn(f"the last line of {path}, {len(line)} bytes, was only half written and is left out")
                 break
             try:
                 event = json.loads(line)
                 self.standing.check(event)
                 self.standing.take(event)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise FileError(f"{self.path} is damaged in line {number} ({error!r}): mend or remove it") from None
+                raise FileError(f"{path} is damaged in line {number} ({error!r}): mend or remove it") from None
             self.events.append((self.end, event))
             self.end += len(line)
 
 
-class LogFile:
+class LogWriter:
     """A log that is written: open, and locked against other writers. `before` is what it had; None for a new one."""
 
-    def __init__(self, path: AnyPath, header: Mapping[str, Any], *, sync: bool) -> None:
-        self.path, self._sync, self._process, self.end = Path(path), sync, os.getpid(), 0
+    def __init__(self, path: AnyPath, about: Mapping[str, Any], *, sync: bool) -> None:
+        self.path, self._sync, self._process, self.end = path, sync, os.getpid(), 0
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
-            raise FileError(f"cannot log to {self.path}: {error.strerror}") from error
+            raise FileError(f"cannot log to {path}: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
-            _lock(self._descriptor, self.path)
-            self.before = LogReader(self.path) if os.fstat(self._descriptor).st_size else None
+            _lock(self._descriptor, path)
+            self.before = LogReader(path) if os.fstat(self._descriptor).st_size else None
             if self.before is None:
                 self.id = secrets.token_hex(8)
-                self.write({"event": _KIND.header, "format": storage.FORMAT_VERSION, **header, "id": self.id})
+                self.write({"event": _KIND.header, "format": storage.FORMAT_VERSION, **about, "id": self.id})
             else:
                 self.id, self.end = self.before.id, self.before.end
                 os.ftruncate(self._descriptor, self.end)
@@ -196,7 +201,7 @@ class LogFile:
         self.end += len(lines)
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: AnyPath) -> None:
     try:
         import fcntl
 
@@ -218,7 +223,6 @@ class Log:
         probabilities: with which they were chosen, (n,); NaN for an `update`.
         rewards: (n,); NaN where none came.
         allowed: the arms that could be chosen from, (n, arms).
-        possible: those of them that had a probability above 0, (n, arms).
         tried: where an arm was tried in turn, whatever the context, (n,).
         ids: of the decisions, (n,); −1 for an `update`.
         shares: the probabilities of all arms, (n, arms); all 0 in the rows of which only the chosen arm's is known.
@@ -230,7 +234,6 @@ class Log:
     probabilities: npt.NDArray[np.float64]
     rewards: npt.NDArray[np.float64]
     allowed: npt.NDArray[np.bool_]
-    possible: npt.NDArray[np.bool_]
     tried: npt.NDArray[np.bool_]
     ids: npt.NDArray[np.int64]
     shares: npt.NDArray[np.float64]
@@ -256,31 +259,30 @@ class Log:
         Rewards are NaN where none came. All arms are `allowed` by default, as many as the largest of `arms` says.
         `probabilities` are those of the arms chosen, (n,), or of all arms, (n, arms).
         """
-        chosen, shares = np.asarray(arms), np.asarray(probabilities, np.float64)
+        chosen, given = np.asarray(arms), np.asarray(probabilities, np.float64)
         table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise MatchError(f"arms must be (n,) whole numbers, got {chosen.dtype} of shape {chosen.shape}")
-        n, rows, full = len(chosen), np.arange(len(chosen)), shares.ndim == 2
-        many = n_arms or (shares.shape[1] if full else int(chosen.max(initial=0)) + 1)
+        n, rows, full = len(chosen), np.arange(len(chosen)), given.ndim == 2
+        many = n_arms or (given.shape[1] if full else int(chosen.max(initial=0)) + 1)
         mask = np.ones((n, many), bool) if allowed is None else np.asarray(allowed, bool)
-        shapes = table.shape[:1], mask.shape[:1], paid.shape, shares.shape[:1]
-        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2 or (full and shares.shape != mask.shape):
+        shapes = table.shape[:1], mask.shape[:1], paid.shape, given.shape[:1]
+        if set(shapes) != {(n,)} or table.ndim != 2 or mask.ndim != 2 or (full and given.shape != mask.shape):
             raise MatchError(f"contexts and allowed must have {n} rows, probabilities and rewards be ({n},)")
         inside = (chosen >= 0) & (chosen < mask.shape[1])
         place = rows, np.where(inside, chosen, 0)
-        own, every = (shares[place], shares) if full else (shares, np.zeros(mask.shape))
+        of_chosen, shares = (given[place], given) if full else (given, np.zeros(mask.shape))
         for rule, holds in (
             ("arms must be among those allowed", inside & mask[place]),
-            ("probabilities must be above 0 and at most 1", (own > 0) & (own <= 1)),
-            ("probabilities must sum to 1 over the arms allowed", np.abs((every * mask).sum(axis=1) - full) < 1e-4),
-            ("probabilities must be at least 0, and 0 where not allowed", (every * mask == abs(every)).all(axis=1)),
+            ("probabilities must be above 0 and at most 1", (of_chosen > 0) & (of_chosen <= 1)),
+            ("probabilities must sum to 1 over the arms allowed", np.abs((shares * mask).sum(axis=1) - full) < 1e-4),
+            ("probabilities must be at least 0, and 0 where not allowed", (shares * mask == abs(shares)).all(axis=1)),
             ("contexts must be finite", np.isfinite(table).all(axis=1)),
             ("rewards must be finite, or NaN where none came", ~np.isinf(paid)),
         ):
             if not holds.all():
                 raise MatchError(f"{rule}, and those of row {int(holds.argmin())} are not")
-        possible = every > 0 if full else mask
-        return cls(table, chosen.astype(np.int64), own, paid, mask, possible, np.zeros(n, bool), rows, every)
+        return cls(table, chosen.astype(np.int64), of_chosen, paid, mask, np.zeros(n, bool), rows, shares)
 
     def __len__(self) -> int:
         return len(self.arms)
@@ -289,6 +291,11 @@ class Log:
     def n_arms(self) -> int:
         """How many arms there have been."""
         return int(self.allowed.shape[1])
+
+    @property
+    def possible(self) -> npt.NDArray[np.bool_]:
+        """The arms allowed that are not known to have had the probability 0, (n, arms)."""
+        return self.allowed & ((self.shares > 0) | ~self.shares.any(axis=1, keepdims=True))
 
 
 def read_log(path: AnyPath) -> Log:
@@ -306,19 +313,18 @@ def read_log(path: AnyPath) -> Log:
             unknown = {"decision": -1, "probability": np.nan, "arms": [], "probabilities": [], "tried": False}
             for context, arm, reward in zip(event["contexts"], event["arms"], event["rewards"], strict=True):
                 rows.append({**unknown, "context": context, "arm": arm, "reward": reward})
-    n = len(rows)
-    shares = np.full((n, reader.standing.n_arms), -1.0)
+    n, standing = len(rows), reader.standing
+    shares, allowed = np.zeros((n, standing.n_arms)), np.zeros((n, standing.n_arms), bool)
     for number, row in enumerate(rows):
-        shares[number, row["arms"]] = row["probabilities"]
+        shares[number, row["arms"]], allowed[number, row["arms"]] = row["probabilities"], True
     return Log(
-        contexts=np.array([row["context"] for row in rows], np.float32).reshape(n, reader.standing.n_features),
+        contexts=np.array([row["context"] for row in rows], np.float32).reshape(n, standing.n_features),
         arms=np.array([row["arm"] for row in rows], np.int64),
         probabilities=np.array([row["probability"] for row in rows], np.float64),
         rewards=np.array([row.get("reward", paid.get(row["decision"], np.nan)) for row in rows], np.float64),
-        allowed=shares >= 0,
-        possible=shares > 0,
+        allowed=allowed,
         tried=np.array([row["tried"] for row in rows], bool),
         ids=np.array([row["decision"] for row in rows], np.int64),
-        shares=shares.clip(min=0),
+        shares=shares,
         id=reader.id,
     )

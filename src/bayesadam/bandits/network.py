@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.bandits.linear import (
-    Contexts,
+    Arrays,
     Head,
     Learner,
     Sampler,
@@ -22,12 +22,12 @@ from bayesadam.bandits.linear import (
     shared_precision,
     with_constant,
 )
-from bayesadam.bandits.observations import MOST_ROOM, Floats, Indices, Observations
+from bayesadam.bandits.observations import Contexts, Floats, Indices, Observations
 from bayesadam.bandits.settings import HybridSettings
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
-from bayesadam.engine.rules import Adam, Dropout
-from bayesadam.engine.stack import Stack, constant
+from bayesadam.engine.rules import Adam
+from bayesadam.engine.stack import Stack, constant, train
 from bayesadam.engine.streams import Streams
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
@@ -44,6 +44,10 @@ _MEMORY = 0.9995
 _CAUTION = 4.0
 # The penalty falls to a half over this many observations.
 _PENALISED = 500.0
+# The next training comes when the number of observations has grown by this factor.
+_GROWTH = 1.15
+# One of so many observations is held out from the network, to weigh the heads by.
+_HOLD_OUT = 10
 _CLIP, _CHUNK = 5.0, 4096
 
 
@@ -68,19 +72,6 @@ class Belief:
             h = np.maximum(h @ weight.T + bias, 0)
         return with_constant(h)
 
-    def observe(self, contexts: Contexts, arms: Indices, rewards: npt.NDArray[Any], memory: float | None) -> None:
-        """Update both heads; the hidden one, which forgets its errors by the factor `memory`, unless that is None."""
-        targets = (rewards.astype(np.float64) - self.units[0]) / self.units[1]
-        self.ends = min(self.ends[0], float(rewards.min())), max(self.ends[1], float(rewards.max()))
-        for head in (self.linear, self.hidden) if memory is not None else (self.linear,):
-            for arm, x, target in zip(arms.tolist(), self.features(head, contexts), targets.tolist(), strict=True):
-                head.update(arm, x, target)
-                if memory is not None and head is self.hidden:
-                    head.scale *= memory
-                    head.shape -= _SHAPE
-                    head.shape *= memory
-                    head.shape += _SHAPE
-
 
 class Hybrid(Learner):
     """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
@@ -93,8 +84,8 @@ class Hybrid(Learner):
     each feature of the contexts matters is learnt from all arms together: see `shared_precision`. σ² is the noise of
     all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each arm's f with
     one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h)) with V = (α² σ² + b₀/a) xᵀ C x. α falls from 1
-    to `exploration` with the arm's own observations, and b₀/a with the arm's own a: an arm that was seldom chosen stays
-    doubtful however much is known of the others.
+    to `exploration` with the arm's own observations n, α² as 1/(1 + n), and b₀/a with the arm's own a: an arm that was
+    seldom chosen stays doubtful however much is known of the others.
 
     The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
@@ -105,16 +96,12 @@ class Hybrid(Learner):
     def __init__(self, settings: HybridSettings, n_features: int, n_arms: int, seed: int) -> None:
         super().__init__(settings, n_features, n_arms, seed)
         self.network = Network(n_features, settings.hidden, n_arms, dropout=settings.dropout)
-        rule = (Dropout if settings.dropout else Adam)(betas=(0.9, 0.999))
-        self.stack = Stack(self.network, rule, [seed], self._batch, average=settings.average, clip=_CLIP, predraw=True)
-        self._penalty = torch.zeros(1, 1)
-        self.stack.penalty = self._penalty if settings.l2 else None
+        self.stack = Stack(self.network, Adam(), [seed], self._batch, average=settings.average, clip=_CLIP)
         self.streams |= {"batches": Streams([seed], "batches"), "training": self.stack.streams}
         linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
         self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
-        # How many observations the next training waits for; statistics of those no longer held, and when they were.
+        # How many observations the next training waits for.
         self._next = 0
-        self._dropped, self._dropped_at = Statistics.zeros(n_arms, n_features + 1), 0
         # What a training learns from, in which units.
         self._seen, self._units = Observations(n_features), (0.0, 1.0)
 
@@ -122,10 +109,6 @@ class Hybrid(Learner):
         """A copy of the network's hidden layers."""
         params = {name: tensor[0].numpy().copy() for name, tensor in self.stack.params.items()}
         return [(params[f"layer{at}.weight"], params[f"layer{at}.bias"]) for at in range(len(self.network.hidden))]
-
-    def _memory(self, seen: Observations) -> float | None:
-        """By which an observation fades the errors of the head on the hidden layer; None before the first training."""
-        return min(_MEMORY, seen.faded(1)) if self.stack.done else None
 
     # --- what decides -----------------------------------------------------------------------------------------------
 
@@ -155,9 +138,9 @@ class Hybrid(Learner):
 
     def predictive(self, contexts: Contexts) -> tuple[Floats, Floats]:
         """Mean and standard deviation of f, (k, arms), in units of the targets."""
-        belief, least, settling = self.belief, self.settings.exploration**2, self.settings.settling
+        belief, least = self.belief, self.settings.exploration**2
         noise, counts = self._noise(belief), 2 * (belief.linear.shape - _SHAPE)
-        tempered = least + (1 - least) * settling / (settling + counts)
+        tempered = least + (1 - least) / (1 + counts)
         mean = std = np.zeros(())
         for head, weight in ((belief.linear, 1 - belief.share), (belief.hidden, belief.share)):
             if weight:
@@ -184,13 +167,22 @@ class Hybrid(Learner):
         self.note(self.belief, seen, rows)
 
     def note(self, belief: Belief, seen: Observations, rows: slice) -> None:
-        """Update both heads of a belief."""
-        belief.observe(seen.contexts[rows], seen.arms[rows], seen.rewards[rows], self._memory(seen))
+        """Update both heads of a belief, once trained; the hidden one then forgets its errors little by little."""
+        contexts, rewards, memory = seen.contexts[rows], seen.rewards[rows], min(_MEMORY, seen.faded(1))
+        targets = ((rewards.astype(np.float64) - belief.units[0]) / belief.units[1]).tolist()
+        belief.ends = min(belief.ends[0], float(rewards.min())), max(belief.ends[1], float(rewards.max()))
+        for head in (belief.linear, belief.hidden) if self.stack.done else (belief.linear,):
+            features = belief.features(head, contexts)
+            for arm, x, target in zip(seen.arms[rows].tolist(), features, targets, strict=True):
+                head.update(arm, x, target)
+                if head is belief.hidden:
+                    head.scale *= memory
+                    head.shape += (1 - memory) * (_SHAPE - head.shape)
 
     # --- a training -------------------------------------------------------------------------------------------------
 
     def due(self, seen: Observations) -> bool:
-        """Whether the observations have grown by the factor `growth`."""
+        """Whether the observations have grown enough."""
         return seen.total >= self._next
 
     def train(self, seen: Observations, old: Belief) -> Belief:
@@ -199,17 +191,18 @@ class Hybrid(Learner):
         `old` is a copy of the one that decides, which goes on. Where it fails, the network is as it was.
         """
         before = {name: tensor.clone() for name, tensor in self.stack.tensors().items()}
-        done, own = self.stack.done, self.settings
-        self._seen, self._units = seen, _rounded(*seen.moments())
+        done, settings = self.stack.done, self.settings
+        # In float32, as the network learns.
+        shift, scale = map(np.float32, seen.moments())
+        self._seen, self._units = seen, (float(shift), float(scale))
         # Squared errors are in the units of the previous training.
         errors = old.hidden.scale * (old.units[1] / self._units[1]) ** 2
         new = replace(old, hidden=replace(old.hidden, scale=errors), units=self._units)
         noise = min(self._variance(new, new.hidden), 1) if done else 1.0
-        self._penalty.fill_(noise * own.l2 * _PENALISED / (_PENALISED + seen.total))
+        self.stack.penalty = noise * settings.l2 * _PENALISED / (_PENALISED + seen.total)
         try:
             rows = torch.from_numpy(self._rows(seen)).unsqueeze(1)
-            self.stack.prepare(rows, constant(own.lr))
-            self.stack.run(own.train_steps)
+            train(self.stack, [rows], constant(settings.lr))
             new.layers = self._layers()
             new.linear = self._fit_linear(new)
             self._fit_hidden(new)
@@ -219,7 +212,7 @@ class Hybrid(Learner):
             for name, tensor in self.stack.tensors().items():
                 tensor.copy_(before[name])
             raise
-        self._next = seen.total + int(max(own.train_every, (own.growth - 1) * seen.effective_count))
+        self._next = seen.total + int(max(settings.train_every, (_GROWTH - 1) * seen.effective_count))
         return new
 
     def _rows(self, seen: Observations) -> Indices:
@@ -232,7 +225,7 @@ class Hybrid(Learner):
     def _held_out(self, seen: Observations) -> npt.NDArray[np.bool_]:
         """Which observations are not trained on."""
         numbers = np.arange(seen.total - seen.count, seen.total)
-        return np.equal(numbers % self.settings.hold_out, 0)
+        return np.equal(numbers % _HOLD_OUT, 0)
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
         """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
@@ -246,32 +239,13 @@ class Hybrid(Learner):
 
         return contexts, slope
 
-    def thin(self, seen: Observations) -> None:
-        """Add what is dropped to its statistics."""
-        self._dropped.fade(seen.faded(seen.total - self._dropped_at))
-        self._dropped_at = seen.total
-        for part in _chunks(seen.count - MOST_ROOM // 2):
-            x = self.belief.features(self.belief.linear, seen.contexts[part])
-            self._dropped.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
-
     def _statistics(self, belief: Belief, head: Head) -> Statistics:
-        """Of all observations, in units of the targets.
-
-        Those no longer held are known by their contexts' statistics; on the hidden layer, those held count as all of
-        their arm.
-        """
+        """Of the observations, in units of the targets."""
         seen, data = self._seen, Statistics.zeros(*head.mean.shape)
-        for part in _chunks(seen.count):
+        for first in range(0, seen.count, _CHUNK):
+            part = slice(first, min(first + _CHUNK, seen.count))
             x = belief.features(head, seen.contexts[part])
             data.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
-        if seen.total > seen.count:
-            faded = seen.faded(seen.total - self._dropped_at)
-            more = 1 + faded * self._dropped.counts / data.counts.clip(min=1)
-            for name, array in vars(data).items():
-                if head is belief.linear:
-                    array += faded * vars(self._dropped)[name]
-                else:
-                    array *= more.reshape(-1, *[1] * (array.ndim - 1))
         return data.standardised(*belief.units)
 
     def _fit_linear(self, belief: Belief) -> Head:
@@ -314,40 +288,26 @@ class Hybrid(Learner):
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Both heads, the statistics of what is no longer held, the network and its optimiser."""
+    def arrays(self) -> Arrays:
+        """Both heads, the network and its optimiser."""
         belief = self.belief
-        parts = {"linear": belief.linear, "hidden": belief.hidden, "dropped": self._dropped}
+        parts = {"linear": belief.linear, "hidden": belief.hidden}
         arrays = {f"{name}.{field}": array for name, part in parts.items() for field, array in vars(part).items()}
-        arrays |= {"share": np.array(belief.share), "ends": np.array(belief.ends), "due": np.array(self._next)}
-        arrays |= {"shift": np.array(belief.units[0]), "scale": np.array(belief.units[1])}
-        arrays |= {"dropped.at": np.array(self._dropped_at), "steps": np.array(self.stack.done)}
-        return arrays | {name: tensor.numpy() for name, tensor in self._weights().items()}
-
-    def _weights(self) -> dict[str, Tensor]:
-        # Rewards are scaled before the network sees them, and "scale" is theirs.
-        return {name: tensor for name, tensor in self.stack.tensors().items() if name != "scale"}
+        numbers = {"share": belief.share, "ends": belief.ends, "shift": belief.units[0], "scale": belief.units[1]}
+        numbers |= {"due": self._next, "steps": self.stack.done}
+        arrays |= {name: np.array(number) for name, number in numbers.items()}
+        return arrays | {name: tensor.numpy() for name, tensor in self.stack.tensors().items()}
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over all of it. A file of release 0.2 has dropped nothing."""
+        """Take over all of it."""
         own, belief = self.arrays(), self.belief
-        values = {name: arrays[name] for name in own if name in arrays or not name.startswith("dropped")}
-        for name, value in values.items():
-            own[name][...] = value.reshape(own[name].shape)
-        self._next, self._dropped_at = int(own["due"]), int(own["dropped.at"])
-        self.stack.done, belief.layers, belief.share = int(own["steps"]), self._layers(), float(own["share"])
+        for name, array in own.items():
+            array[...] = arrays[name].reshape(array.shape)
+        self._next, self.stack.done, belief.layers = int(own["due"]), int(own["steps"]), self._layers()
         belief.units, belief.ends = (float(own["shift"]), float(own["scale"])), tuple(own["ends"].tolist())
+        belief.share = float(own["share"])
 
     def parts(self, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
         """The layers of flat weights."""
         flat = array.shape == tuple(self.stack.weights.shape)
         return [t.numpy() for t in unflatten(self.network, torch.from_numpy(array)).values()] if flat else (array,)
-
-
-def _chunks(count: int) -> Iterator[slice]:
-    return (slice(first, min(first + _CHUNK, count)) for first in range(0, count, _CHUNK))
-
-
-def _rounded(shift: float, scale: float) -> tuple[float, float]:
-    """Units that float32, in which the network learns, has."""
-    return float(np.float32(shift)), float(np.float32(scale))

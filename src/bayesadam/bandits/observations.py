@@ -1,11 +1,10 @@
-"""What an agent has observed: contexts, chosen arms and rewards, all of them or a sample, and how much each weighs."""
+"""What an agent has observed: contexts, chosen arms and rewards, and how much each weighs."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from bayesadam.engine.streams import Streams
 
+Contexts = npt.NDArray[np.float32]
+Rewards = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
@@ -37,16 +38,15 @@ class Observations:
     def add(self, contexts: npt.ArrayLike, arms: npt.ArrayLike, rewards: npt.ArrayLike) -> slice:
         """The next observations, (k, features), (k,), (k,); returns their rows."""
         paid = np.asarray(rewards, np.float32)
-        k = len(paid)
-        rows = slice(self.count, self.count + k)
+        rows = slice(self.count, self.count + len(paid))
         if rows.stop > len(self.arms):
             more = max(len(self.arms), rows.stop - len(self.arms))
             self.contexts = np.pad(self.contexts, ((0, more), (0, 0)))
             self.arms, self.rewards = np.pad(self.arms, (0, more)), np.pad(self.rewards, (0, more))
         self.contexts[rows], self.arms[rows], self.rewards[rows] = contexts, arms, paid
-        self.count, self.total = rows.stop, self.total + k
+        self.count, self.total = rows.stop, self.total + len(paid)
         weighed = paid.astype(np.float64) * self.weights(rows)
-        self.sums *= self.faded(k)
+        self.sums *= self.faded(len(paid))
         self.sums += weighed.sum(), weighed @ paid
         return rows
 
@@ -87,21 +87,21 @@ class Observations:
     def thin(self) -> None:
         """Hold the newest half of `MOST_ROOM` only."""
         kept = slice(max(0, self.count - MOST_ROOM // 2), self.count)
-        k = self.count = kept.stop - kept.start
+        self.count = kept.stop - kept.start
         for array in (self.contexts, self.arms, self.rewards):
-            array[:k] = array[kept].copy()
+            array[: self.count] = array[kept].copy()
 
-    def until(self, count: int) -> Observations:
-        """The first rows, in the same memory; what is added to this one later does not change it."""
-        first = copy.copy(self)
-        first.count, first.total, first.sums = count, self.total - (self.count - count), self.sums.copy()
-        return first
+    def snapshot(self) -> Observations:
+        """The same as they are now, in the same memory; what is added later does not change it."""
+        now = copy.copy(self)
+        now.sums = self.sums.copy()
+        return now
 
     def state(self) -> dict[str, Tensor]:
         """As tensors, by name."""
-        arrays: dict[str, Any] = {"contexts": self.contexts, "arms": self.arms, "rewards": self.rewards}
-        held = {name: torch.tensor(array[: self.count]) for name, array in arrays.items()}
-        return {**held, "sums": torch.tensor(self.sums), "thinned": torch.tensor([self.total])}
+        arrays: dict[str, Contexts | Indices] = {"contexts": self.contexts, "arms": self.arms, "rewards": self.rewards}
+        tensors = {name: torch.tensor(array[: self.count]) for name, array in arrays.items()}
+        return {**tensors, "sums": torch.tensor(self.sums), "thinned": torch.tensor([self.total])}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken; releases up to 0.3 have one more dimension, and may hold a sample."""

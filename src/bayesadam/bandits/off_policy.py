@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +14,13 @@ from bayesadam._checks import count
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import Agent
 from bayesadam.bandits.linear import Statistics, with_constant
-from bayesadam.bandits.log import Log, read_log
+from bayesadam.bandits.log import AnyPath, Log, read_log
+from bayesadam.bandits.observations import Contexts, Floats, Indices
 from bayesadam.bandits.settings import LinearSettings
-from bayesadam.errors import BayesAdamWarning, MatchError
+from bayesadam.errors import MatchError
 from bayesadam.likelihoods.conformal import check_level
 
-Numbers = npt.NDArray[np.float64]
-Policy = Callable[[npt.NDArray[np.float32]], Any]
+Policy = Callable[[Contexts], npt.ArrayLike]
 
 # The model of the rewards is refitted whenever its data have grown by this factor.
 _GROWTH = 1.1
@@ -47,13 +45,13 @@ class Estimate:
         return self.value - reach, self.value + reach
 
 
-def mean(terms: Numbers) -> Estimate:
+def mean(terms: Floats) -> Estimate:
     """Of independent terms, or of martingale differences around one mean; s/√n is its standard error."""
     error = float(terms.std(ddof=1)) / math.sqrt(len(terms)) if len(terms) > 1 else math.nan
     return Estimate(float(terms.mean()), error)
 
 
-def self_normalised(rewards: Numbers, weights: Numbers) -> Estimate:
+def self_normalised(rewards: Floats, weights: Floats) -> Estimate:
     """SNIPS, v = Σ w r/Σ w, with the standard error of a ratio by the delta method, √(Σ w² (r − v)²)/Σ w.
 
     Its bias is of the order 1/n; unlike IPS it does not change when a constant is added to all rewards.
@@ -65,18 +63,18 @@ def self_normalised(rewards: Numbers, weights: Numbers) -> Estimate:
     return Estimate(float(value), float(np.sqrt((weights**2 * (rewards - value) ** 2).sum()) / total))
 
 
-def predicted_before(log: Log) -> Numbers:
+def predicted_before(log: Log) -> Floats:
     """q̂(x, ·) of every row, (n, arms), by ridge regression per arm around the mean reward, from earlier rows only.
 
     Later rows would bias it: an agent that learns chooses by the rewards it had, so its later choices tell of this
     reward. The model is refitted whenever its data have grown by a tenth.
     """
-    x, known = with_constant(log.contexts), np.isfinite(log.rewards)
+    x, paid = with_constant(log.contexts), np.isfinite(log.rewards)
     data = Statistics.zeros(log.n_arms, x.shape[1])
     ridge = LinearSettings.precision * np.eye(x.shape[1])
     predicted, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
     while first < len(log):
-        rows = fitted + np.flatnonzero(known[fitted:first])
+        rows = fitted + np.flatnonzero(paid[fitted:first])
         data.add(log.arms[rows], x[rows], log.rewards[rows], np.ones(len(rows)))
         shift = data.cross[:, -1].sum() / max(data.counts.sum(), 1)
         slopes = np.linalg.solve(data.gram + ridge, (data.cross - shift * data.gram[..., -1])[..., None])
@@ -86,7 +84,7 @@ def predicted_before(log: Log) -> Numbers:
     return predicted
 
 
-def lower_bounds(terms: Numbers, risk: float) -> Numbers:
+def lower_bounds(terms: Floats, risk: float) -> Floats:
     """Bounds below the mean of μ_i = E[X_i | all before it], one after each of the terms X_i ≥ 0.
 
     All of them hold together with a probability of at least 1 − risk, however large single terms are, also where the
@@ -109,6 +107,36 @@ def lower_bounds(terms: Numbers, risk: float) -> Numbers:
     return low
 
 
+def doubly_robust_terms(log: Log, predicted: Floats, shares: Floats) -> Floats:
+    """v̂(x) + w (r − q̂(x, a)), (n,); linear in the shares."""
+    chosen = np.arange(len(log)), log.arms
+    expected: Floats = (shares * predicted).sum(axis=1)
+    return expected + shares[chosen] / log.probabilities * (log.rewards - predicted[chosen])
+
+
+def sequence_terms(
+    log: Log, predicted: Floats, gains: Floats, losses: Floats, ends: tuple[float, float], depth: float
+) -> Floats:
+    """X ≥ −depth, (n,), whose mean is that of Σ_a π(a | x) r(a) + ρ(a | x) (1 − r(a)), with rewards from 0 to 1.
+
+    π are `gains` and ρ `losses`, both (n, arms). For g(a, r) = π(a | x) r + ρ(a | x) (1 − r), the mean of
+    g(a, r)/p(a | x) is the one wanted. As in a doubly robust estimate, what the model predicts of it is replaced by its
+    exact mean (Waudby-Smith et al., "Anytime-valid off-policy inference for contextual bandits"), but only so far as
+    the bound allows, c(a) = min(g(a, q̂), depth p(a | x)):
+
+        X = (g(a, r) − c(a))/p(a | x) + Σ_b c(b).
+
+    Where the log could not choose what π or ρ do, the mean is too small.
+    """
+    low, high = ends
+    chosen = np.arange(len(log)), log.arms
+    rewards, predicted = ((part - low) / (high - low) for part in (log.rewards, predicted.clip(low, high)))
+    bounded = np.minimum(gains * predicted + losses * (1 - predicted), depth * log.shares)
+    paid = gains[chosen] * rewards + losses[chosen] * (1 - rewards)
+    expected: Floats = bounded.sum(axis=1)
+    return (paid - bounded[chosen]) / log.probabilities + expected
+
+
 @dataclass(frozen=True, eq=False)
 class ConfidenceSequence:
     """An interval after each decision; with the probability asked for, every one of them holds.
@@ -118,108 +146,38 @@ class ConfidenceSequence:
         lower, upper: (n,) each, of the mean over the decisions so far.
     """
 
-    decisions: npt.NDArray[np.int64]
-    lower: Numbers
-    upper: Numbers
+    decisions: Indices
+    lower: Floats
+    upper: Floats
 
 
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """The n decisions of a log that are used, what a model predicts for them, and how many were left out."""
+def _sequence(
+    one: Estimates, other: Estimates | None, level: float, reward_range: tuple[float, float]
+) -> ConfidenceSequence:
+    """Of a policy's mean reward, less another's, from the `lower_bounds` of terms that are at least 0.
 
-    log: Log
-    predicted: Numbers
-    left_out: Mapping[str, int]
-
-    @classmethod
-    def of(cls, log: Log | str | os.PathLike[str], since: int | None, until: int | None) -> Judged:
-        """See `evaluate`."""
-        log = log if isinstance(log, Log) else read_log(log)
-        for name, end in (("since", since), ("until", until)):
-            if end is not None:
-                count(name, end, "a decision's number: logs have no times", least=0)
-        # An update belongs to the decision before it.
-        number = np.maximum.accumulate(log.ids)
-        inside = (number >= (-1 if since is None else since)) & (number < (math.inf if until is None else until))
-        known, paid = np.isfinite(log.probabilities), np.isfinite(log.rewards)
-        used = np.flatnonzero(inside & known & paid & ~log.tried)
-        left_out = {
-            "without a reward": int((inside & known & ~paid).sum()),
-            "tried in turn": int((inside & paid & log.tried).sum()),
-            "without a probability": int((inside & ~known).sum()),
-        }
-        if len(used) < 2:
-            window = f"since={since}, until={until}"
-            raise MatchError(f"the log has {len(used)} decisions to use ({window}), too few; left out: {left_out}")
-        rows = {name: part[used] for name, part in vars(log).items() if name != "id"}
-        return cls(Log(**rows, id=log.id), predicted_before(log)[used], left_out)
-
-    def shares(self, policy: Agent | Policy) -> Numbers:
-        """The probabilities with which a policy chooses, (n, arms)."""
-        log = self.log
-        allowed = log.allowed
-        if isinstance(policy, Agent):
-            # Arms of the agent that the log does not have were not on offer.
-            both = min(log.n_arms, policy.n_arms)
-            mask, shares = np.zeros((len(log), policy.n_arms), bool), np.zeros(allowed.shape)
-            mask[:, :both] = allowed[:, :both]
-            shares[:, :both] = policy.probabilities(log.contexts, allowed=mask)[:, :both]
-            return shares
-        shares = _checked_probabilities(policy(log.contexts), allowed.shape)
-        # Where nothing is left, all of it stays, to be told as impossible.
-        left = shares * (allowed | ~(shares * allowed).any(axis=1, keepdims=True))
-        factor: Numbers = shares.sum(axis=1) / left.sum(axis=1)
-        return factor[:, None] * left
-
-    def doubly_robust(self, shares: Numbers) -> Numbers:
-        """v̂(x) + w (r − q̂(x, a)), (n,); linear in the shares."""
-        chosen = np.arange(len(self.log)), self.log.arms
-        expected: Numbers = (shares * self.predicted).sum(axis=1)
-        return expected + shares[chosen] / self.log.probabilities * (self.log.rewards - self.predicted[chosen])
-
-    def terms(self, gains: Numbers, losses: Numbers, low: float, high: float, depth: float) -> Numbers:
-        """X ≥ −depth, (n,), whose mean is that of Σ_a π(a | x) r(a) + ρ(a | x) (1 − r(a)), with rewards from 0 to 1.
-
-        π are `gains` and ρ `losses`, both (n, arms). For g(a, r) = π(a | x) r + ρ(a | x) (1 − r), the mean of
-        g(a, r)/p(a | x) is the one wanted. As in a doubly robust estimate, what the model predicts of it is replaced by
-        its exact mean (Waudby-Smith et al., "Anytime-valid off-policy inference for contextual bandits"), but only so
-        far as the bound allows, c(a) = min(g(a, q̂), depth p(a | x)):
-
-            X = (g(a, r) − c(a))/p(a | x) + Σ_b c(b).
-
-        Where the log could not choose what π or ρ do, the mean is too small.
-        """
-        log, chosen = self.log, (np.arange(len(self.log)), self.log.arms)
-        rewards, predicted = ((part - low) / (high - low) for part in (log.rewards, self.predicted.clip(low, high)))
-        told = np.minimum(gains * predicted + losses * (1 - predicted), depth * log.shares)
-        paid = gains[chosen] * rewards + losses[chosen] * (1 - rewards)
-        expected: Numbers = told.sum(axis=1)
-        return (paid - told[chosen]) / log.probabilities + expected
-
-    def sequence(
-        self, shares: Numbers, other: Numbers | None, level: float, reward_range: tuple[float, float]
-    ) -> ConfidenceSequence:
-        """Of the mean reward by `shares`, less that by `other`, from the `lower_bounds` of terms that are at least 0.
-
-        With rewards from 0 to 1, the mean of the terms with π = `shares` and ρ = `other` is the difference plus 1, and
-        that with π and ρ exchanged is 1 less the difference. With ρ = 0 they are the value and 1 less the value.
-        Terms whose mean is too small leave the bounds true.
-        """
-        check_level(level)
-        low, high = (float(end) for end in reward_range)
-        least, most = self.log.rewards.min(), self.log.rewards.max()
-        if not (-math.inf < low <= least <= most <= high < math.inf and low < high):
-            told = f"here {least:g} to {most:g}; got {reward_range!r}"
-            raise MatchError(f"reward_range must be (low, high) around all rewards, {told}")
-        # Without the probabilities of all arms, a prediction's mean is not known.
-        depth = _DEPTH if self.log.shares.any() else 0.0
-        rival, floor, origin = (np.zeros_like(shares), 0, low) if other is None else (other, -1, 0)
-        above, below = (
-            lower_bounds(self.terms(*pair, low, high, depth) + depth, (1 - level) / 2) - depth
-            for pair in ((shares, rival), (rival, shares))
+    With rewards from 0 to 1, the mean of the terms with π of the one and ρ of the other is the difference plus 1, and
+    that with π and ρ exchanged is 1 less the difference. With ρ = 0 they are the value and 1 less the value. Terms
+    whose mean is too small leave the bounds true.
+    """
+    check_level(level)
+    log = one.log
+    low, high = (float(end) for end in reward_range)
+    least, most = log.rewards.min(), log.rewards.max()
+    if not (-math.inf < low <= least <= most <= high < math.inf and low < high):
+        raise MatchError(
+            f"reward_range must be (low, high) around all rewards, here {least:g} to {most:g}; got {reward_range!r}"
         )
-        lower, upper = (origin + (high - low) * np.clip(one, floor, 1) for one in (above + floor, 1 - below))
-        return ConfidenceSequence(self.log.ids, lower, upper)
+    # Without the probabilities of all arms, a prediction's mean is not known.
+    depth = _DEPTH if log.shares.any() else 0.0
+    pair = (one.shares, np.zeros_like(one.shares) if other is None else other.shares)
+    floor, origin = (0, low) if other is None else (-1, 0)
+    above, below = (
+        lower_bounds(sequence_terms(log, one.predicted, *shares, (low, high), depth) + depth, (1 - level) / 2) - depth
+        for shares in (pair, pair[::-1])
+    )
+    lower, upper = (origin + (high - low) * np.clip(end, floor, 1) for end in (above + floor, 1 - below))
+    return ConfidenceSequence(log.ids, lower, upper)
 
 
 @dataclass(frozen=True)
@@ -239,8 +197,7 @@ class Estimates:
         effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
         impossible: the share of the policy's probability on arms that the log could not choose.
         doubts: why the estimates cannot be trusted; empty where they can.
-        judged: the decisions that were used.
-        shares: the policy's probabilities, (decisions, arms).
+        log, predicted, shares: the decisions used, q̂ and the policy's probabilities, (decisions, arms) each.
     """
 
     logged: Estimate
@@ -252,8 +209,9 @@ class Estimates:
     effective_size: float
     impossible: float
     doubts: tuple[str, ...]
-    judged: Judged = field(repr=False, compare=False)
-    shares: Numbers = field(repr=False, compare=False)
+    log: Log = field(repr=False, compare=False)
+    predicted: Floats = field(repr=False, compare=False)
+    shares: Floats = field(repr=False, compare=False)
 
     def sequence(self, level: float, *, reward_range: tuple[float, float]) -> ConfidenceSequence:
         """Intervals that hold at any time: look after every decision, and stop when you like.
@@ -261,21 +219,13 @@ class Estimates:
         With a probability of at least `level`, all of them hold: also of an agent that learns, after few decisions, and
         where the log could not choose what the policy does. The logged probabilities must be right, and all rewards
         that can come lie in `reward_range`. Where contexts or rewards drift, each interval is for the mean over the
-        decisions so far. The derivation is at `lower_bounds` and `Judged.terms`.
-
-        >>> rng = np.random.default_rng(0)
-        >>> arms = rng.integers(2, size=400)
-        >>> log = Log.of(contexts=np.zeros((400, 1)), arms=arms, probabilities=np.full((400, 2), 0.5), rewards=arms)
-        >>> found = evaluate(log, lambda contexts: np.ones(len(contexts), int)).sequence(0.95, reward_range=(0, 1))
-        >>> bool(found.lower[-1] > 0.9 and (found.upper == 1).all())
-        True
+        decisions so far. The derivation is at `lower_bounds` and `sequence_terms`.
         """
-        return self.judged.sequence(self.shares, None, level, reward_range)
+        return _sequence(self, None, level, reward_range)
 
     def __str__(self) -> str:
         rows = {"as logged": self.logged, "IPS": self.ips, "self-normalised IPS": self.snips}
-        rows["doubly robust"] = self.doubly_robust
-        lines = _table(rows)
+        lines = _table(rows | {"doubly robust": self.doubly_robust})
         lines.append(f"{self.decisions} decisions; left out: {dict(self.left_out)}")
         lines.append(f"effective sample size {self.effective_size:.4g}; on impossible arms {self.impossible:.2%}")
         return "\n".join(lines + [f"not to be trusted: {doubt}" for doubt in self.doubts])
@@ -283,9 +233,9 @@ class Estimates:
 
 def _table(rows: Mapping[str, Estimate]) -> list[str]:
     lines = [f"{'':20s}{'value':>10s}{'std. error':>12s}  {_LEVEL:.0%} interval"]
-    for name, found in rows.items():
-        low, high = found.interval(_LEVEL)
-        lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
+    for name, row in rows.items():
+        low, high = row.interval(_LEVEL)
+        lines.append(f"{name:20s}{row.value:10.4g}{row.error:12.2g}  {low:.4g} to {high:.4g}")
     return lines
 
 
@@ -305,7 +255,7 @@ class Comparison:
 
     def sequence(self, level: float, *, reward_range: tuple[float, float]) -> ConfidenceSequence:
         """Of the difference, as `Estimates.sequence`: once 0 is outside, one policy is the better."""
-        return self.first.judged.sequence(self.first.shares, self.second.shares, level, reward_range)
+        return _sequence(self.first, self.second, level, reward_range)
 
     def __str__(self) -> str:
         both = {"first": self.first, "second": self.second}
@@ -315,11 +265,7 @@ class Comparison:
 
 
 def evaluate(
-    log: Log | str | os.PathLike[str],
-    policy: Agent | Policy,
-    *,
-    since: int | None = None,
-    until: int | None = None,
+    log: Log | AnyPath, policy: Agent | Policy, *, since: int | None = None, until: int | None = None
 ) -> Estimates:
     """What a policy would have earned in place of the one that wrote a log.
 
@@ -331,27 +277,22 @@ def evaluate(
     >>> bool(low <= 1 <= high), always_one.doubts
     (True, ())
 
-    The decisions with a probability and a reward are used, but for arms that were tried in turn. Rewards must be
-    missing at random: whether one comes must depend neither on the arm nor on how large it is. Contexts are taken as
-    independent draws, and rewards as not drifting. The intervals, which are normal, do not hold where an
-    `BayesAdamWarning` comes: where the policy chooses what the log could not, or few decisions have most of the weight.
-    They are for one look at the end: `Estimates.sequence` is for many.
+    The decisions with a probability and a reward are used, but for arms that were tried in turn. Whether a reward comes
+    must depend neither on the arm nor on how large it is; contexts and rewards must not drift. The normal intervals are
+    for one look at the end, and do not hold where a `BayesAdamWarning` comes.
 
     Args:
-        log: a path, or the result of `read_log` or `Log.of`.
         policy: an agent as it is now, which learns nothing; or a function from contexts (n, features) to probabilities
-            (n, arms), or to arms (n,). It must not have learnt from the decisions that are used. It chooses among the
-            arms that were on offer: probabilities are divided by their sum over these. Where that is 0, they stay as
-            they are, and the estimates are doubted.
-        since: the first decision to use, by its id, as in `Decision.id`; in logs by `Log.of` its row. Earlier ones
-            still serve the model of the rewards. Logs have no times.
-        until: the first decision not to use.
+            (n, arms), or to arms (n,). It must not have learnt from the decisions that are used, and chooses among the
+            arms that were on offer: probabilities are divided by their sum over these.
+        since, until: the first decision to use and the first not to use, by `Decision.id`; in logs by `Log.of` by row.
+            Earlier ones still serve the model of the rewards.
     """
-    return _estimates(Judged.of(log, since, until), policy)
+    return _estimates(*_used(log, since, until), policy)
 
 
 def compare(
-    log: Log | str | os.PathLike[str],
+    log: Log | AnyPath,
     first: Agent | Policy,
     second: Agent | Policy,
     *,
@@ -367,13 +308,36 @@ def compare(
     >>> round(compare(log, one, zero).difference.value, 1)
     1.0
     """
-    judged = Judged.of(log, since, until)
-    one, other = (_estimates(judged, policy) for policy in (first, second))
-    return Comparison(one, other, mean(judged.doubly_robust(one.shares - other.shares)))
+    used, predicted, left_out = _used(log, since, until)
+    one, other = (_estimates(used, predicted, left_out, policy) for policy in (first, second))
+    return Comparison(one, other, mean(doubly_robust_terms(used, predicted, one.shares - other.shares)))
 
 
-def _estimates(judged: Judged, policy: Agent | Policy) -> Estimates:
-    log, shares = judged.log, judged.shares(policy)
+def _used(log: Log | AnyPath, since: int | None, until: int | None) -> tuple[Log, Floats, dict[str, int]]:
+    """The decisions of a log that are used, what a model predicts for them, and how many were left out."""
+    whole = log if isinstance(log, Log) else read_log(log)
+    for name, end in (("since", since), ("until", until)):
+        if end is not None:
+            count(name, end, "a decision's number: logs have no times", least=0)
+    # An update belongs to the decision before it.
+    number = np.maximum.accumulate(whole.ids)
+    inside = (number >= (-1 if since is None else since)) & (number < (math.inf if until is None else until))
+    decided, paid = np.isfinite(whole.probabilities), np.isfinite(whole.rewards)
+    rows = np.flatnonzero(inside & decided & paid & ~whole.tried)
+    left_out = {
+        "without a reward": int((inside & decided & ~paid).sum()),
+        "tried in turn": int((inside & paid & whole.tried).sum()),
+        "without a probability": int((inside & ~decided).sum()),
+    }
+    if len(rows) < 2:
+        window = f"since={since}, until={until}"
+        raise MatchError(f"the log has {len(rows)} decisions to use ({window}), too few; left out: {left_out}")
+    used = Log(**{name: part if name == "id" else part[rows] for name, part in vars(whole).items()})
+    return used, predicted_before(whole)[rows], left_out
+
+
+def _estimates(log: Log, predicted: Floats, left_out: Mapping[str, int], policy: Agent | Policy) -> Estimates:
+    shares = _shares(log, policy)
     n, weights = len(log), shares[np.arange(len(log)), log.arms] / log.probabilities
     total, weight, never = weights.sum(), mean(weights), np.bincount(log.arms, minlength=log.n_arms) == 0
     size, largest = (float(total**2 / (weights**2).sum()), float(weights.max() / total)) if total else (0.0, 1.0)
@@ -393,29 +357,41 @@ def _estimates(judged: Judged, policy: Agent | Policy) -> Estimates:
     }
     doubts = tuple(reason for reason, holds in reasons.items() if holds)
     if doubts:
-        warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", BayesAdamWarning)
+        warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}")
     return Estimates(
         logged=mean(log.rewards),
         ips=mean(weights * log.rewards),
         snips=self_normalised(log.rewards, weights),
-        doubly_robust=mean(judged.doubly_robust(shares)),
+        doubly_robust=mean(doubly_robust_terms(log, predicted, shares)),
         decisions=n,
-        left_out=judged.left_out,
+        left_out=left_out,
         effective_size=size,
         impossible=impossible,
         doubts=doubts,
-        judged=judged,
+        log=log,
+        predicted=predicted,
         shares=shares,
     )
 
 
-def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
-    found = np.asarray(given)
-    if found.shape == shape[:1] and np.issubdtype(found.dtype, np.integer):
-        found = found[:, None] == np.arange(shape[1])
-    if found.shape != shape:
-        raise MatchError(f"a policy gives probabilities of shape {shape}, or {shape[0]} arms; got {found.shape}")
-    shares = found.astype(np.float64)
+def _shares(log: Log, policy: Agent | Policy) -> Floats:
+    """The probabilities with which a policy chooses among the arms on offer, (n, arms)."""
+    if isinstance(policy, Agent):
+        # Arms of the agent that the log does not have were not on offer.
+        both = min(log.n_arms, policy.n_arms)
+        mask, shares = np.zeros((len(log), policy.n_arms), bool), np.zeros(log.allowed.shape)
+        mask[:, :both] = log.allowed[:, :both]
+        shares[:, :both] = policy.probabilities(log.contexts, allowed=mask)[:, :both]
+        return shares
+    answer, shape = np.asarray(policy(log.contexts)), log.allowed.shape
+    if answer.shape == shape[:1] and np.issubdtype(answer.dtype, np.integer):
+        answer = answer[:, None] == np.arange(shape[1])
+    if answer.shape != shape:
+        raise MatchError(f"a policy gives probabilities of shape {shape}, or {shape[0]} arms; got {answer.shape}")
+    shares = answer.astype(np.float64)
     if not ((shares >= 0).all() and np.allclose(shares.sum(axis=1), 1, atol=1e-4)):
         raise MatchError("a policy's probabilities must be at least 0 and sum to 1, over the arms that the log has")
-    return shares
+    # Where nothing is left, all of it stays, to be told as impossible.
+    left = shares * (log.allowed | ~(shares * log.allowed).any(axis=1, keepdims=True))
+    factor: Floats = shares.sum(axis=1) / left.sum(axis=1)
+    return factor[:, None] * left

@@ -17,24 +17,24 @@ class Check(NamedTuple):
     meaning: str
 
 
-def _is_range(value: Any) -> bool:
+def _is_range(value: object) -> bool:
     pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
-    return value is None or (pair and value[0] < value[1])
+    return value is None or (pair and value[0] < value[1])  # type: ignore[index]
 
 
-def _are_widths(value: Any) -> bool:
+def _are_widths(value: object) -> bool:
     return isinstance(value, tuple) and all(map(is_count, value))
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
 
 
 Count = Annotated[int, Check(is_count, "a positive whole number")]
 CountOrZero = Annotated[int, Check(lambda v: is_count(v, 0), "a whole number, 0 or more")]
-Several = Annotated[int, Check(lambda v: is_count(v, 2), "a whole number, 2 or more")]
-Positive = Annotated[float, Check(lambda v: is_number(v) and v > 0, "positive and finite")]
-PositiveOrNone = Annotated[
-    float | None, Check(lambda v: v is None or (is_number(v) and v > 0), "positive and finite, or None")
-]
+Positive = Annotated[float, Check(_is_positive, "positive and finite")]
+PositiveOrNone = Annotated[float | None, Check(lambda v: v is None or _is_positive(v), "positive and finite, or None")]
 NotNegative = Annotated[float, Check(lambda v: is_number(v) and v >= 0, "finite and at least 0")]
-Factor = Annotated[float, Check(lambda v: is_number(v) and v > 1, "finite and above 1")]
 Probability = Annotated[float, Check(lambda v: is_number(v) and 0 <= v <= 1, "between 0 and 1")]
 Share = Annotated[float, Check(lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
@@ -109,9 +109,6 @@ class HybridSettings(AgentSettings):
         dropout: the rate at which hidden units are dropped in training.
         reward_range: (low, high), where it is known; None for twice the range seen so far.
         exploration: α, the share of the posterior's standard deviation that acts in the end; it begins at 1.
-        settling: n₀: α² of an arm falls as n₀/(n₀ + n) does over its own n observations.
-        growth: the next training comes when the number of observations has grown by this factor.
-        hold_out: one of so many observations is held out from the network, to weigh the heads by.
     """
 
     train_every: Count = 5
@@ -125,6 +122,3 @@ class HybridSettings(AgentSettings):
     dropout: Share = 0.2
     reward_range: Range = None
     exploration: Probability = 0.0
-    settling: Positive = 1.0
-    growth: Factor = 1.15
-    hold_out: Several = 10

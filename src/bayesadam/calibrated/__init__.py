@@ -2,6 +2,6 @@
 
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.calibrating import calibrate
-from bayesadam.calibrated.module import Calibrated, load
+from bayesadam.calibrated.module import Calibrated, Program, load
 
-__all__ = ["Answer", "Calibrated", "calibrate", "load"]
+__all__ = ["Answer", "Calibrated", "Program", "calibrate", "load"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,15 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import unwrap
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibrated import fits
-from bayesadam.calibrated.answer import Fit, Predicted, Report, dims_of, doubt, predicted
-from bayesadam.calibrated.leaked import UNLIKELY, balance
+from bayesadam.calibrated import doubtful
+from bayesadam.calibrated.answer import Answer
+from bayesadam.calibrated.fit import Fit, Report, dims_of, grown_temperature, spread_and_noise
 from bayesadam.calibrated.module import Calibrated, Tapped
-from bayesadam.calibrated.ranges import fingerprints, ranges_of
-from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError, SettingError
-from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, NumericLikelihood, agreed
+from bayesadam.calibrated.ranges import InputRange, fingerprints, ranges_of
+from bayesadam.errors import CalibrationError, MatchError, SettingError
+from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.abstention import abstention, check_abstention, remedy
-from bayesadam.likelihoods.classes import SHARE_OF_TEXTS
+from bayesadam.likelihoods.classes import SHARE_OF_TEXTS, of_examples
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import batches_of, to_device
@@ -32,27 +31,14 @@ from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
 from bayesadam.weights.posterior import Posterior
 
-# A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
-# share of one, or so hot.
-_WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
-# It is out of place, too, where it is worse than a guess at all and hotter than this.
-_ABSURD = 30.0
-# The share of held-out examples that may be there before.
-_REPEATED = 0.05
-# A regression is out of place if its mean squared error is so many times that of the targets' mean, and their
-# correlation shows that it was trained for them.
-_FAR_OFF, _FOLLOWS = 4.0, 0.3
 # Positions of each text that count where there are more possible tokens than these.
 _POSITIONS, _MANY_CLASSES = 4, 100
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
-_MISSING = (
-    "there is no posterior: error bars of the weights, pruning, merging and draws need one, from the optimiser's state"
-)
 
 
 def calibrate(
     posterior: Posterior | nn.Module,
-    held_out: Any,
+    held_out: object,
     *,
     likelihood: str | None = None,
     forward: Forward | None = None,
@@ -100,29 +86,50 @@ def calibrate(
     kind = agreed(likelihood, None if q is None else q.likelihood)
     check_abstention(risk, confidence, tolerance, is_classes=kind.is_classes)
     model = copy.deepcopy(unwrap(posterior)) if isinstance(posterior, nn.Module) else _at_mean(posterior)
-    names = dict(model.named_parameters()) if q is None else q.mode
-    layers = layers_of(model, names)
+    layers = layers_of(model, dict(model.named_parameters()) if q is None else q.mode)
     tapped = Tapped(model, layers, forward)
     seen = _observed(tapped, kind, held_out)
+    f, y = seen.outputs, seen.targets
+
     state = None if q is None else from_structure(layers, q.curvature)
     leverage, log_h = from_inputs(layers, seen.pooled, state)
-    ratios = Ratios.usual(seen.outputs.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
-    fit = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges)
-    fit, temperature = _fitted(fit, seen, ratios)
-    y = predicted(fit, seen.outputs, _of_owners(ratios, seen.owners))
-    nll = _nll(fit, seen, ratios, temperature)
-    novelty = _novelty(fit, seen, ratios)
+    ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
+    # r of the example that each row belongs to.
+    owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep)))
+    fit, alone = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges), 1.0
+    if isinstance(kind, ClassLikelihood):
+        alone, score = best_temperature(kind, f, y)
+        exponent, temperature = grown_temperature(kind, f, y, owned, score)
+        fit = replace(fit, exponent=exponent, temperature=temperature)
+    else:
+        spread, noise = spread_and_noise(kind, f, y, owned.gentle)
+        fit = replace(fit, spread=spread, noise_variance=noise)
+    answer = fit.answer(f, owned, fit.spread, fit.noise_variance)
+    nll = _nll(fit, seen, owned, answer, alone)
+
     rule = None
     if risk is not None:
-        answers = doubt(fit, y), _wrong(fit, seen, y, tolerance)
-        rule = abstention(*answers, risk=risk, confidence=confidence, tolerance=tolerance)
+        doubt, wrong = answer.doubt, _wrong(kind, seen, answer, tolerance)
+        rule = abstention(doubt, wrong, risk=risk, confidence=confidence, tolerance=tolerance)
         if rule.threshold is None:
-            warn(remedy(*answers, risk=risk, confidence=confidence), BayesAdamWarning)
-    _warn_of_data(fit, seen, nll, temperature, None if q is None else q.n_data)
-    report = Report(kind.name, seen.n, nll, _outcome(fit), "" if q is not None else _MISSING, rule)
-    fit = replace(fit, report=report)
+            warn(remedy(doubt, wrong, risk=risk, confidence=confidence))
+    last = next(reversed(seen.pooled.values()), None)
+    if last is not None and f.dim() == 2 and len(last) == len(y):
+        doubtful.warn_of_training_data(kind, f, y, last, None if q is None else q.n_data)
+    doubtful.warn_of_number(seen.n, seen.repeated, len(y))
+    if (reason := kind.mismatch(f, y)) is not None:
+        warn(reason)
+    if len(y) >= FEWEST and kind.coupled:
+        doubtful.warn_of_labels(y, nll[_ALONE][0], nll[_TEMPERATURE][0], alone)
+    elif len(y) >= FEWEST and kind.standardised and not kind.is_classes:
+        doubtful.warn_of_scale(kind.locations(f), y)
+
+    fit = replace(fit, report=Report(kind.name, seen.n, nll, _outcome(fit), rule))
     if seen.n >= FEWEST:
-        fit = replace(fit, novelties=novelty.sort().values, scores=_scores(fit, seen, y))
+        novelty = answer.novelty
+        if seen.entropy is not None:
+            novelty = seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy)
+        fit = replace(fit, novelties=novelty.sort().values, scores=_scores(kind, seen, answer))
     return Calibrated(tapped, fit, q)
 
 
@@ -147,31 +154,26 @@ def _at_mean(posterior: Posterior) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class _Observed:
-    """What one forward pass over n held-out examples shows.
-
-    Attributes:
-        outputs: (m, ...), a row for each target that counts.
-        targets: those targets, (m, ...).
-        owners: the number of the example that each row belongs to, (m,).
-        pooled: the inputs of every layer by module, (n, width).
-        entropy: novelty at r = 1 of outputs at many positions, (n,); None of others.
-        dims: how many dimensions outputs have, and the last of them.
-        every: whether each example has one row, and none is left out.
-    """
+    """What one forward pass over n held-out examples shows."""
 
     n: int
+    # A row for each target that counts, (m, ...), and the number of the example that it belongs to, (m,).
     outputs: Tensor
     targets: Tensor
     owners: Tensor
+    # The inputs of every layer by module, (n, width).
     pooled: dict[str, Tensor]
+    # Novelty at r = 1 of outputs at many positions, (n,); None of others.
     entropy: Tensor | None
     dims: tuple[int, int]
+    # Whether each example has one row, and none is left out.
     every: bool
-    ranges: Any
+    ranges: tuple[InputRange, ...]
+    # How many examples are there before.
     repeated: int
 
 
-def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
+def _observed(tapped: Tapped, kind: Likelihood, held_out: object) -> _Observed:
     device = next(tapped.parameters()).device
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     pooled: list[Mapping[str, Tensor]] = []
@@ -180,7 +182,7 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
     with Bar("calibrate") as bar, torch.no_grad():
         for number, (inputs, y) in enumerate(batches_of(held_out, tapped.model)):
             _check_targets(kind, inputs, y, tapped.call)
-            f, seen = _run(tapped, to_device(inputs, device), y)
+            f, seen = tapped(to_device(inputs, device))
             dims = dims_of(f)
             y = kind.matched(y.to(f.device), f)
             keep = kind.counted(f, y)
@@ -211,35 +213,18 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: Any) -> _Observed:
         )
     entropy = torch.cat(entropies) if entropies else None
     repeated = len(prints) - len(set(prints))
-    ranges = ranges_of(inputs_seen)
-    return _Observed(n, outputs, targets, owners, inputs, entropy, dims, every, ranges, repeated)
+    return _Observed(n, outputs, targets, owners, inputs, entropy, dims, every, ranges_of(inputs_seen), repeated)
 
 
-def _run(tapped: Tapped, inputs: Any, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The network on a batch; where the network takes the targets and not the inputs, that is told."""
-    try:
-        found: tuple[Tensor, dict[str, Tensor]] = tapped(inputs)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        try:
-            tapped(y.to(next(tapped.parameters()).device))
-        except Exception:
-            raise error from None
-        raise MatchError(
-            "pass (inputs, targets), not (targets, inputs): the network takes the second of each pair, and of the "
-            f"first it says: {error}"
-        ) from error
-    return found
-
-
-def _check_targets(kind: Likelihood, inputs: Any, y: Tensor, forward: Forward | None) -> None:
+def _check_targets(kind: Likelihood, inputs: object, y: Tensor, forward: Forward | None) -> None:
     """Refuse targets that are not finite, and tokens that stand for themselves and not for the next ones."""
     if y.is_floating_point() and not bool(y.isfinite().all()):
         lost = int((~y.isfinite()).sum())
         raise MatchError(f"{lost} held-out targets are NaN or infinite: leave their examples out")
     if kind.ignored is None or forward is not None or y.dim() != 2 or y.is_floating_point():
         return
-    given = inputs["input_ids"] if isinstance(inputs, Mapping) and "input_ids" in inputs else inputs
-    tokens = next((leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
+    texts = inputs["input_ids"] if isinstance(inputs, Mapping) and "input_ids" in inputs else inputs
+    tokens = next((leaf for leaf in pytree.tree_leaves(texts) if isinstance(leaf, Tensor)), None)
     if tokens is None or tokens.shape != y.shape or tokens.is_floating_point():
         return
     tokens = tokens.to(y.device)[:, 1:]
@@ -259,78 +244,19 @@ def _some(counted: Tensor, seed: int) -> Tensor:
     return torch.zeros_like(flat).scatter_(1, chosen, value=True).view_as(counted)
 
 
-# --- the fit --------------------------------------------------------------------------------------------------------
+# --- how good its answers are -----------------------------------------------------------------------------------------
 
 
-def _of_owners(ratios: Ratios, owners: Tensor) -> Ratios:
-    """r of the example that each row belongs to."""
-    return Ratios(*(r.to(owners.device)[owners] for r in (ratios.gentle, ratios.steep)))
-
-
-def _fitted(fit: Fit, seen: _Observed, ratios: Ratios) -> tuple[Fit, float]:
-    """The fit with its temperature, or its spread and noise; and the best temperature without regard to leverage."""
-    at = _of_owners(ratios, seen.owners)
-    if isinstance(fit.likelihood, ClassLikelihood):
-        plain, score = best_temperature(fit.likelihood, seen.outputs, seen.targets)
-        exponent, temperature = fits.grown_temperature(fit.likelihood, seen.outputs, seen.targets, at, score)
-        return replace(fit, exponent=exponent, temperature=temperature), plain
-    spread, noise = fits.spread_and_noise(fit.likelihood, seen.outputs, seen.targets, at.gentle)
-    return replace(fit, spread=spread, noise_variance=noise), 1.0
-
-
-def _novelty(fit: Fit, seen: _Observed, ratios: Ratios) -> Tensor:
-    """Of the held-out inputs, (n,)."""
-    if seen.entropy is not None:
-        return seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy)
-    return fit.likelihood.novelty(seen.outputs, _of_owners(ratios, seen.owners).steep)
-
-
-def _scores(fit: Fit, seen: _Observed, y: Predicted) -> Tensor | None:
-    """1 − p of the true classes, or |y − E[y]|/sd; none where classes are left out, or belong to positions."""
-    kind = fit.likelihood
-    if isinstance(kind, ClassLikelihood):
-        assert y.probs is not None
-        if not seen.every and kind.ignored is not None:
-            return None
-        probs = kind.of_classes(y.probs)
-        labels = seen.targets.reshape(probs.shape[:-1]).long().unsqueeze(-1)
-        return 1 - probs.gather(-1, labels).squeeze(-1)
-    assert y.mean is not None
-    assert y.stddev is not None
-    return rows((seen.targets - y.mean).abs() / y.stddev)
-
-
-def _wrong(fit: Fit, seen: _Observed, y: Predicted, tolerance: float | None) -> Tensor:
-    """Whether the answer to each example is wrong, (n,) booleans; of several outputs, whether any is."""
-    kind = fit.likelihood
-    if seen.entropy is not None:
-        raise MatchError(
-            "risk= is for one answer to each example, and the outputs have many positions: pass forward=lambda model, "
-            "batch: ... that returns the outputs at one of them, with their targets"
-        )
-    if not isinstance(kind, ClassLikelihood):
-        assert y.mean is not None
-        assert tolerance is not None
-        return rows((seen.targets - y.mean).abs() > tolerance).any(dim=1)
-    if not seen.every and kind.ignored is not None:
-        raise MatchError(f"risk= needs the class of every held-out example: leave out those of {kind.ignored}")
-    assert y.probs is not None
-    answers = kind.of_classes(y.probs).argmax(dim=-1)
-    return rows(answers != seen.targets.reshape(answers.shape).to(answers)).any(dim=1)
-
-
-def _nll(fit: Fit, seen: _Observed, ratios: Ratios, temperature: float) -> dict[str, tuple[float, float]]:
-    """Mean negative log-likelihoods of the candidates, and their standard errors."""
+def _nll(
+    fit: Fit, seen: _Observed, ratios: Ratios, answer: Answer, temperature: float
+) -> dict[str, tuple[float, float]]:
+    """Mean negative log-likelihoods with their standard errors, as now predicted and, of classes, without leverage."""
     kind, f = fit.likelihood, seen.outputs
-    at = _of_owners(ratios, seen.owners)
-    y = predicted(fit, f, at)
-    candidates: dict[str, Component]
+    candidates = {_IN_USE: Component(Moments(f, answer.f_variance), fit.noise_variance)}
     if isinstance(kind, ClassLikelihood):
-        growth = at.growth(fit.exponent).to(f).view(-1, *[1] * (f.dim() - 1))
-        candidates = {_IN_USE: Component(Moments(f / growth), temperature=fit.temperature)}
+        grown = Moments(f / of_examples(ratios.growth(fit.exponent), f))
+        candidates = {_IN_USE: Component(grown, temperature=fit.temperature)}
         candidates |= {_TEMPERATURE: Component(Moments(f), temperature=temperature), _ALONE: Component(Moments(f))}
-    else:
-        candidates = {_IN_USE: Component(Moments(f, y.f_variance), fit.noise_variance)}
     values = {name: -kind.log_prob([c], seen.targets).double() for name, c in candidates.items()}
     return {
         name: (float(v.mean()), float(v.std(correction=min(1, len(v) - 1))) / math.sqrt(len(v)))
@@ -339,60 +265,39 @@ def _nll(fit: Fit, seen: _Observed, ratios: Ratios, temperature: float) -> dict[
 
 
 def _outcome(fit: Fit) -> str:
-    if isinstance(fit.likelihood, NumericLikelihood):
+    if not fit.likelihood.is_classes:
         return "the variance of f is v r(x), r the relative leverage"
-    exponent = "" if fit.exponent == 0.5 else f", to the power {fit.exponent:g} and not ½"
-    return f"probabilities are softmax(f/T(x)), T(x) = {fit.temperature:.3g} × √((1 + r(x))/2){exponent}"
+    power = "" if fit.exponent == 0.5 else f", to the power {fit.exponent:g} and not ½"
+    return f"probabilities are softmax(f/T(x)), T(x) = {fit.temperature:.3g} × √((1 + r(x))/2){power}"
 
 
-# --- warnings -------------------------------------------------------------------------------------------------------
+def _scores(kind: Likelihood, seen: _Observed, answer: Answer) -> Tensor | None:
+    """1 − p of the true classes, or |y − E[y]|/sd; none where classes are left out, or belong to positions."""
+    if isinstance(kind, ClassLikelihood):
+        assert answer.probs is not None
+        if not seen.every:
+            return None
+        probs = kind.of_classes(answer.probs)
+        labels = seen.targets.reshape(probs.shape[:-1]).long().unsqueeze(-1)
+        return 1 - probs.gather(-1, labels).squeeze(-1)
+    assert answer.mean is not None
+    assert answer.stddev is not None
+    return rows((seen.targets - answer.mean).abs() / answer.stddev)
 
 
-def _warn_of_data(
-    fit: Fit, seen: _Observed, nll: Mapping[str, tuple[float, float]], temperature: float, n_data: float | None
-) -> None:
-    """Warn of data of training, of those of another likelihood, of too few, and of labels of other inputs."""
-    told: Callable[[str], None] = lambda words: warn(words, BayesAdamWarning)  # noqa: E731
-    kind, f, y = fit.likelihood, seen.outputs, seen.targets
-    last = next(reversed(seen.pooled.values()), None)
-    if last is not None and f.dim() == 2 and len(last) == len(y):
-        chance = balance(kind, f, y, last)
-        if chance < UNLIKELY:
-            same = ", as many as n_data," if len(y) == n_data else ""
-            told(
-                "these look like the training data, not held-out ones: calibrate on examples that training never saw. "
-                f"Over the {len(y)} examples{same} the gradient of the loss adds up to less than chance would leave of "
-                f"examples that were not trained on (probability {chance:.1g})"
-            )
-    if seen.repeated > _REPEATED * seen.n:
-        told(
-            f"give every held-out example once: {seen.repeated} of {seen.n} are there before, so that p-values, sets "
-            "and intervals claim more than they hold. A sampler that draws with replacement makes such data"
+def _wrong(kind: Likelihood, seen: _Observed, answer: Answer, tolerance: float | None) -> Tensor:
+    """Whether the answer to each example is wrong, (n,) booleans; of several outputs, whether any is."""
+    if seen.entropy is not None:
+        raise MatchError(
+            "risk= is for one answer to each example, and the outputs have many positions: pass forward=lambda model, "
+            "batch: ... that returns the outputs at one of them, with their targets"
         )
-    if (reason := kind.mismatch(f, y)) is not None:
-        told(reason)
-    if len(y) < FEWEST:
-        told(
-            f"{len(y)} held-out targets are too few to calibrate on: a fit to them may be chance. Hold out {FEWEST} at "
-            "the least, better some hundreds"
-        )
-    elif kind.coupled:
-        guess = math.log(max(int(y.max()) + 1, 2))
-        alone, best = nll[_ALONE][0], nll[_TEMPERATURE][0]
-        hot = temperature > _ABSURD and alone > guess
-        if hot or (alone > _WORSE * guess and (best > _NO_BETTER * guess or temperature > _TOO_HOT)):
-            told(
-                f"the network is worse on the held-out data than a guess among their classes (negative log-likelihood "
-                f"{alone:.3g} against {guess:.3g}, {best:.3g} at its best temperature): are the labels those of these "
-                "inputs, and are the inputs scaled as in training?"
-            )
-    elif kind.standardised and not kind.is_classes:
-        centred, spread = (t - t.mean(dim=0) for t in (kind.locations(f), y))
-        error, variance = (y - kind.locations(f)).square().mean(), spread.square().mean()
-        if error > _FAR_OFF * variance and (
-            (centred * spread).mean().square() > _FOLLOWS * centred.square().mean() * variance
-        ):
-            told(
-                "scale the targets as in training: the network's outputs follow the held-out ones, but are farther "
-                f"from them than their mean is (mean squared error {error:.3g} against {variance:.3g})"
-            )
+    if not isinstance(kind, ClassLikelihood):
+        assert answer.mean is not None
+        assert tolerance is not None
+        return rows((seen.targets - answer.mean).abs() > tolerance).any(dim=1)
+    if not seen.every:
+        raise MatchError(f"risk= needs the class of every held-out example: leave out those of {kind.ignored}")
+    assert answer.probs is not None
+    classes = kind.of_classes(answer.probs).argmax(dim=-1)
+    return rows(classes != seen.targets.reshape(classes.shape).to(classes)).any(dim=1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +17,9 @@ from torch.utils import _pytree as pytree
 from bayesadam import _storage as storage
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam.calibrated.answer import Fit, Report
+from bayesadam.calibrated.fit import Fit, Report
 from bayesadam.calibrated.ranges import InputRange, example_of
-from bayesadam.errors import FileError, SettingError
+from bayesadam.errors import FileError, MissingFileError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.predict.leverage import Leverage
@@ -25,7 +27,12 @@ from bayesadam.predict.tap import layers_of
 
 AnyPath = str | os.PathLike[str]
 _KIND = storage.Kind("bayesadam.calibrated", "a calibrated network", ": give the file that net.save wrote")
-_PROGRAMS = (".pt2", ".onnx")
+_ABOUT = "bayesadam.json"
+# The parts of a program's file: the graph, raw tensors, and what says where they are.
+_MEMBERS = ("models/", "data/weights/weight_", "data/constants/tensor_", "extra/", "archive_", "byteorder", ".data/")
+_TENSORS = ("weight_", "tensor_")
+# Those of torch before 2.8.
+_OLDER = ("version", "serialized_exported_program.json", f"extra_files/{_ABOUT}")
 _LARGEST_ON_CUDA = 65_535
 _MODEL = "model."
 _TABLES = ("spread", "noise_variance", "novelties", "scores")
@@ -39,7 +46,7 @@ def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool) -> None
     tensors |= {name: tensor for name in _TABLES if (tensor := getattr(fit, name)) is not None}
     header: dict[str, Any] = {name: getattr(fit, name) for name in ("exponent", "temperature")}
     header |= {"likelihood": fit.likelihood.name, "dims": list(fit.dims), "forward": with_forward}
-    header["ranges"] = [vars(each) for each in fit.ranges]
+    header["ranges"] = [vars(one) for one in fit.ranges]
     rule = fit.report.abstention
     about = {**vars(fit.report), "nll": dict(fit.report.nll), "abstention": None if rule is None else vars(rule)}
     header["report"] = about
@@ -62,7 +69,7 @@ def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module
         network = copy.deepcopy(model)
         network.load_state_dict(storage.under(_MODEL, tensors))
         return network, _unpacked_fit(header, tensors, network)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path} is damaged, or of another model: {error}") from None
 
 
@@ -84,12 +91,51 @@ def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], mode
         float(header["temperature"]),
         **{name: tensors.get(name) for name in _TABLES},
         dims=tuple(header["dims"]),
-        ranges=tuple(map(InputRange.of, header["ranges"])),
+        ranges=tuple(
+            InputRange(**{**one, "shape": None if one["shape"] is None else tuple(one["shape"])})
+            for one in header["ranges"]
+        ),
         report=Report(**about),
     )
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
+
+
+def read_program(path: AnyPath) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    """A program, and what its file says of itself."""
+    if not os.path.isfile(path):
+        raise MissingFileError(f"no file at {os.fspath(path)}")
+    extra = {_ABOUT: ""}
+    try:
+        _refuse_pickles(path)
+        exported, about = torch.export.load(os.fspath(path), extra_files=extra), json.loads(extra[_ABOUT])
+        likelihood_of(about["likelihood"])
+        return exported, about
+    except FileError:
+        raise
+    except Exception as error:
+        raise FileError(f"{os.fspath(path)} is damaged, or no program of net.save: {error}") from None
+
+
+def _refuse_pickles(path: AnyPath) -> None:
+    """Refuse an archive that torch would unpickle, or run, any part of; `net.save` writes no such parts."""
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if len({name.lower() for name in names}) < len(names):
+            raise FileError(f"{os.fspath(path)} holds two parts of one name")
+        for name in names:
+            member = name.partition("/")[2]
+            if name.endswith(".pt"):
+                # Tensors in plain containers.
+                torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+            elif member.endswith("_config.json"):
+                entries = json.loads(archive.read(name))["config"].values()
+                safe = all(not e["use_pickle"] and e["path_name"].startswith(_TENSORS) for e in entries)
+                if not safe:
+                    raise FileError(f"{os.fspath(path)} holds pickles, which are never read: {member}")
+            elif not member.startswith(_MEMBERS) and name not in _OLDER:
+                raise FileError(f"{os.fspath(path)} holds {member!r}, which no program of net.save has")
 
 
 def _name_outputs(graph: Any, names: Sequence[str]) -> None:
@@ -105,11 +151,11 @@ def _name_outputs(graph: Any, names: Sequence[str]) -> None:
         value.name = name
 
 
-def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, example: Any, about: dict[str, Any]) -> None:
+def export(
+    program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, example: object, about: dict[str, Any]
+) -> None:
     """Write a program whose answer is a dict of tensors, traced with an example."""
     suffix = os.path.splitext(os.fspath(path))[1]
-    if suffix not in _PROGRAMS:
-        raise SettingError(f"{os.fspath(path)!r} must end in .safetensors, .pt2 or .onnx")
     first = next(model.parameters())
     example = example_of(fit.ranges, first.dtype, first.device) if example is None else example
     if example is None:
@@ -122,11 +168,11 @@ def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, exampl
         raise SettingError("pass the model's inputs as torch tensors: the example holds none")
     if (size := leaves[0].shape[0]) == 1:
         # The size of batches were fixed.
-        example, size = pytree.tree_map(lambda leaf: _doubled(leaf), example), 2
+        example, size = pytree.tree_map(_doubled, example), 2
     # Attention on CUDA takes no more.
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_ON_CUDA if first.is_cuda else None)
 
-    def dynamic(leaf: Any) -> Any:
+    def dynamic(leaf: object) -> object:
         return {0: batch} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
 
     example = dict(example) if isinstance(example, Mapping) else example
@@ -136,7 +182,7 @@ def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, exampl
             program, (example,), dynamic_shapes=(pytree.tree_map(dynamic, example),), strict=False
         )
         if suffix == ".pt2":
-            extra = {"bayesadam.json": json.dumps(about, ensure_ascii=False)}
+            extra = {_ABOUT: json.dumps(about, ensure_ascii=False)}
             with open(temporary, "wb") as file:
                 torch.export.save(exported, file, extra_files=extra)
             return
@@ -150,22 +196,22 @@ def export(program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, exampl
         _check_onnx(temporary, program, example)
 
 
-def _doubled(leaf: Any) -> Any:
+def _doubled(leaf: object) -> object:
     """A batch of one twice."""
     return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1 else leaf
 
 
-def _check_onnx(path: AnyPath, program: nn.Module, example: Any) -> None:
+def _check_onnx(path: AnyPath, program: nn.Module, example: object) -> None:
     """Run the file on the example where onnxruntime is installed, and raise where it is not what torch gives."""
     try:
         import onnxruntime
     except ModuleNotFoundError:
         return
+    leaves = [leaf.cpu().numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path))
-        given = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-        feed = {one.name: leaf.cpu().numpy() for one, leaf in zip(session.get_inputs(), given, strict=True)}
-        outputs = session.run(None, feed)
+        names = [one.name for one in session.get_inputs()]
+        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
     except Exception as error:
         raise FileError(f"onnxruntime does not run the file, which is not kept: {error}") from error
     for (name, expected), output in zip(program(example).items(), outputs, strict=True):

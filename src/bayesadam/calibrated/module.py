@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import alone_with
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.calibrated import files
-from bayesadam.calibrated.answer import Answer, Fit, Report, dims_of, doubt, predicted
-from bayesadam.calibrated.ranges import MASK, departure, has_mask, inside
-from bayesadam.errors import BayesAdamWarning, MatchError
+from bayesadam.calibrated.answer import Answer
+from bayesadam.calibrated.fit import Fit, Report, dims_of
+from bayesadam.calibrated.ranges import MASK, departure, inside
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
 from bayesadam.predict.tap import Layer, first_input
+
+if TYPE_CHECKING:
+    from bayesadam.weights.posterior import Posterior
+
+_PROGRAMS = (".pt2", ".onnx")
 
 
 class Tapped(nn.Module):
@@ -36,7 +43,7 @@ class Tapped(nn.Module):
         self.model, self.call = model.requires_grad_(False).eval(), forward
         self._seen: dict[str, list[Tensor]] | None = None
         self._size, self._mask = 0, None
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self.watch(layers)
 
     def watch(self, layers: tuple[Layer, ...]) -> None:
@@ -49,7 +56,7 @@ class Tapped(nn.Module):
             for layer in layers
         ]
 
-    def forward(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
         """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
         first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is None:
@@ -59,31 +66,31 @@ class Tapped(nn.Module):
             self._seen, self._size = {}, first.shape[0]
             self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
             try:
-                found = self._run(pytree.tree_map(self._typed, inputs))
-                seen = {name: sum(each[1:], each[0]) / len(each) for name, each in self._seen.items()}
+                raw = self._run(pytree.tree_map(self._typed, inputs))
+                seen = {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self._seen.items()}
             finally:
                 self._seen = self._mask = None
-        outputs = output_tensor(found)
+        outputs = output_tensor(raw)
         return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen
 
-    def _run(self, inputs: Any) -> Any:
+    def _run(self, inputs: object) -> Any:
         if self.call is not None:
             return self.call(self.model, inputs)
         if isinstance(inputs, Mapping):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
-    def _see(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, layer: Layer, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Before a layer runs: keep its input."""
         if self._seen is not None:
             a = first_input(args, kwargs)
             if torch.compiler.is_compiling() or layer.has_rows(a, self._size):
                 self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
-    def _typed(self, leaf: Any) -> Any:
+    def _typed(self, leaf: object) -> object:
         """Real numbers in the model's type."""
-        own = next(self.model.parameters()).dtype
-        return leaf.to(own) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != own else leaf
+        dtype = next(self.model.parameters()).dtype
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 class Calibrated(nn.Module):
@@ -109,7 +116,7 @@ class Calibrated(nn.Module):
     medians: Tensor
     order: Tensor
 
-    def __init__(self, tapped: Tapped, fit: Fit, posterior: Any = None) -> None:
+    def __init__(self, tapped: Tapped, fit: Fit, posterior: Posterior | None = None) -> None:
         super().__init__()
         self.tapped, self.fit, self.posterior = tapped, fit, posterior
         leverage, device = fit.leverage, next(tapped.parameters()).device
@@ -124,9 +131,9 @@ class Calibrated(nn.Module):
                 setattr(self, name, None)
             else:
                 wide = torch.float32 if tensor.is_floating_point() else None
-                own = tensor.detach().to(device, wide).clone(memory_format=torch.contiguous_format)
-                self.register_buffer(name, own)
-        self._told = False
+                moved = tensor.detach().to(device, wide).clone(memory_format=torch.contiguous_format)
+                self.register_buffer(name, moved)
+        self._warned = False
         self.eval()
 
     @property
@@ -141,7 +148,7 @@ class Calibrated(nn.Module):
 
     @property
     def layers(self) -> list[str]:
-        """The layers whose leverage it knows, by name, in the order of `Answer.layers`."""
+        """The layers whose leverage it knows, by name."""
         return [] if self.fit.leverage is None else [layer.module for layer in self.fit.leverage.layers]
 
     def train(self, mode: bool = True) -> Calibrated:
@@ -150,13 +157,14 @@ class Calibrated(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(self, inputs: Any) -> Answer:
+        def __call__(self, inputs: object) -> Answer:
             """The same, as type checkers see it."""
 
-    def forward(self, inputs: Any) -> Answer:
+    def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
-        fit, kind = self.fit, self.fit.likelihood
-        if has_mask(fit.ranges) != (isinstance(inputs, Mapping) and MASK in inputs) and fit.ranges:
+        fit = self.fit
+        masked = isinstance(inputs, Mapping) and MASK in inputs
+        if fit.ranges and masked != any(one.name == MASK for one in fit.ranges):
             raise MatchError(
                 f"pass mappings with {MASK!r} to calibrate and here, or to neither: padding would count as words"
             )
@@ -166,47 +174,35 @@ class Calibrated(nn.Module):
                 f"the outputs {tuple(f.shape)} have another shape than those that were calibrated, {fit.dims[0]} "
                 f"dimensions with {fit.dims[1]} in the last"
             )
-        if fit.leverage is None:
-            ratios, layers = Ratios.usual(f), None
-        else:
-            factors = [getattr(self, f"factors{n}") for n in range(len(self._stacks))]
-            log_h = log_leverages(seen, list(zip(self._stacks, factors, strict=True)), self.order)
-            ratios, layers = relative(log_h, self.medians, fit.leverage.source), log_h - self.medians[:-2]
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
-            self._tell(inputs, in_range)
-        y = predicted(fit, f, ratios, (self.spread, self.noise_variance))
-        novelty = kind.novelty(f, ratios.steep)
-        answered, rule = None, fit.report.abstention
-        if rule is not None:
-            answered = rule.answers(doubt(fit, y))
-            answered = answered if in_range is None else answered & in_range
-        return Answer(
-            novelty,
-            None if self.novelties is None else p_values(self.novelties, novelty),
-            y.probs,
-            y.mean,
-            y.stddev,
-            f,
-            y.f_variance,
-            ratios.steep,
-            layers,
-            answered,
-            in_range,
-            self.noise_variance,
-            self.scores,
-            kind.name,
-        )
+            self._warn(inputs, in_range)
+        answer = self.answer(f, seen)
+        if answer.answered is not None and in_range is not None:
+            answer = answer._replace(answered=answer.answered & in_range)
+        return answer._replace(in_range=in_range)
 
-    def _tell(self, inputs: Any, in_range: Tensor | None) -> None:
+    def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
+        """The answer, given the network's outputs and the pooled inputs of its layers."""
+        fit, ratios = self.fit, Ratios.usual(f)
+        if fit.leverage is not None:
+            stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
+            ratios = relative(log_leverages(seen, stacks, self.order), self.medians, fit.leverage.source)
+        answer = fit.answer(f, ratios, self.spread, self.noise_variance)
+        p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
+        rule = fit.report.abstention
+        answered = None if rule is None else rule.answers(answer.doubt)
+        return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
+
+    def _warn(self, inputs: object, in_range: Tensor | None) -> None:
         """Warn, once, of a batch that has left the range of the held-out inputs."""
-        if self._told or in_range is None or bool(in_range.all()):
+        if self._warned or in_range is None or bool(in_range.all()):
             return
         if (difference := departure(self.fit.ranges, inputs)) is not None:
-            self._told = True
-            warn(difference, BayesAdamWarning)
+            self._warned = True
+            warn(difference)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Calibrated:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         """Moves all of it, and changes the type of the model alone."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -221,64 +217,127 @@ class Calibrated(nn.Module):
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], example: Any = None, *, level: float = 0.95) -> None:
+    def save(self, path: str | os.PathLike[str], example: object = None, *, level: float = 0.95) -> None:
         """Write it: `.safetensors` for `ba.load(path, model)`, `.pt2` for torch alone, `.onnx` for onnxruntime.
 
         The latter two are programs: their answer is a dict of tensors, with `set`, or `lower` and `upper`, at `level`;
-        they take batches of any size, on CUDA up to 65,535. `torch.export.load(path).module()` runs a `.pt2`.
+        they take batches of any size, on CUDA up to 65,535. `torch.export.load(path).module()` runs a `.pt2`, and
+        `ba.load(path)` gives one that answers as this does.
 
         Args:
             example: a batch of at least two, which a program is traced with; None makes one like the held-out inputs.
             level: of the programs' sets and intervals.
         """
-        if os.path.splitext(os.fspath(path))[1] == ".safetensors":
+        suffix = os.path.splitext(os.fspath(path))[1]
+        if suffix == ".safetensors":
             files.write(path, self.fit, self.model, self.tapped.call is not None)
             return
-        about = {
-            "likelihood": self.fit.likelihood.name,
-            "layers": self.layers,
-            "level": level,
-            "bayesadam": __version__,
-        }
-        about |= {"model": type(self.model).__name__, "report": str(self.report)}
+        if suffix not in _PROGRAMS:
+            raise SettingError(f"{os.fspath(path)!r} must end in .safetensors, .pt2 or .onnx")
+        about = {"likelihood": self.fit.likelihood.name, "layers": self.layers, "level": level}
+        about |= {"bayesadam": __version__, "model": type(self.model).__name__, "report": str(self.report)}
         # An example need not be like the held-out inputs.
-        told, self._told = self._told, True
+        warned, self._warned = self._warned, True
         try:
-            files.export(Program(self, level), self.fit, self.model, path, example, about)
+            files.export(_Exported(self, level), self.fit, self.model, path, example, about)
         finally:
-            self._told = told
+            self._warned = warned
 
 
-class Program(nn.Module):
+class _Exported(nn.Module):
     """The same with a dict of tensors as its answer, which needs no class of this package."""
+
+    reach: Tensor | None
 
     def __init__(self, net: Calibrated, level: float) -> None:
         super().__init__()
         self.net = net
-        self.reach: Tensor | None
-        if net.scores is None:
-            self.reach = None
-        else:
-            self.register_buffer("reach", threshold(net.scores, level).clone())
+        self.register_buffer("reach", None if net.scores is None else threshold(net.scores, level).clone())
 
-    def forward(self, inputs: Any) -> dict[str, Tensor]:
+    def forward(self, inputs: object) -> dict[str, Tensor]:
         """The answer, and the set or the interval."""
-        answer = self.net(inputs)
-        told = {name: getattr(answer, name) for name in ("novelty", "p_value", "probs", "mean", "stddev", "answered")}
-        told |= {"in_range": answer.in_range, "layers": answer.layers}
+        answer: Answer = self.net(inputs)
+        # What does not depend on the inputs is in the file without that.
+        fields = answer._replace(scores=None, noise_variance=None)._asdict()
         if self.reach is not None and answer.probs is not None:
-            told["set"] = answer.set_within(self.reach)
+            fields["set"] = answer.set_within(self.reach)
         elif self.reach is not None:
-            told["lower"], told["upper"] = answer.interval_within(self.reach)
-        return {name: tensor.clone() for name, tensor in told.items() if tensor is not None}
+            fields["lower"], fields["upper"] = answer.interval_within(self.reach)
+        return {name: tensor.clone() for name, tensor in fields.items() if isinstance(tensor, Tensor)}
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Calibrated:
-    """The calibrated network that `net.save("….safetensors")` wrote.
+class Program(nn.Module):
+    """A calibrated network out of a `.pt2` file: the same answers, and no model is needed.
+
+    Attributes:
+        about: what the file says of itself: likelihood, layers, report, versions.
+    """
+
+    def __init__(self, exported: torch.export.ExportedProgram, about: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.program, self.about = exported.module(), about
+        for name in ("novelties", "scores", "noise_variance"):
+            self.register_buffer(name, exported.state_dict.get(f"net.{name}"))
+
+    novelties: Tensor | None
+    scores: Tensor | None
+    noise_variance: Tensor | None
+
+    if TYPE_CHECKING:
+
+        def __call__(self, inputs: object) -> Answer:
+            """The same, as type checkers see it."""
+
+    def forward(self, inputs: object) -> Answer:
+        """The answer to a batch."""
+        fields: dict[str, Any] = self.program(inputs)
+        fields = {name: tensor for name, tensor in fields.items() if name in Answer._fields}
+        return Answer(
+            **fields, noise_variance=self.noise_variance, scores=self.scores, likelihood=self.about["likelihood"]
+        )
+
+    def train(self, mode: bool = True) -> Program:
+        """Stays as it is: a program has no other mode."""
+        return self
+
+
+@overload
+def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Calibrated: ...
+@overload
+def load(path: str | os.PathLike[str]) -> Program: ...
+def load(
+    path: str | os.PathLike[str], model: nn.Module | None = None, *, forward: Forward | None = None
+) -> Calibrated | Program:
+    """The calibrated network that `net.save` wrote: to a `.pt2`, which holds the program, or to a `.safetensors`.
+
+    A program is code: take it from whom you would take code. One that holds a pickle is refused.
 
     Args:
-        model: of the same architecture; a copy of it gets the weights of the file.
-        forward: the one that it was calibrated with, where there was one: code is not in the file.
+        model: for a `.safetensors`: of the same architecture; a copy of it gets the weights of the file.
+        forward: the one that it was calibrated with, where there was one: code is not in that file.
     """
+    suffix = os.path.splitext(os.fspath(path))[1]
+    if suffix == ".onnx":
+        raise SettingError(f"{os.fspath(path)!r} is run by onnxruntime.InferenceSession: ba.load takes .pt2 files")
+    if suffix == ".pt2":
+        if model is not None or forward is not None:
+            raise SettingError(f"{os.fspath(path)!r} holds the program: ba.load(path), without a model or forward=")
+        return Program(*files.read_program(path))
+    if model is None:
+        raise SettingError(
+            f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "
+            "needs none"
+        )
     network, fit = files.read(path, model, forward is not None)
-    return Calibrated(Tapped(network, (), forward), fit)
+    try:
+        net = Calibrated(Tapped(network, (), forward), fit)
+        # What the file holds goes together if it makes an answer out of zeros.
+        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
+        f = zeros(3) if dimensions == 1 else zeros(3, *[1] * (dimensions - 2), last)
+        seen = {} if fit.leverage is None else {one.module: zeros(3, one.width) for one in fit.leverage.layers}
+        answer, _ = net.answer(f, seen), str(net.report)
+        if fit.scores is not None:
+            _ = answer.set() if fit.likelihood.is_classes else answer.interval()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise FileError(f"{os.fspath(path)} is damaged: {error}") from None
+    return net

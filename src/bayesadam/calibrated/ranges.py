@@ -16,13 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# Tensors, or arrays of numpy.
-Values = TypeVar("Values", Tensor, Any)
 # The margins, in widths of the held-out range: outwards and inwards, those of few numbers, and an example's own width.
 _MARGINS, _OF_FEW, _FEW, _WIDTH = (0.75, 0.25), (3.0, 3.0), 2, 0.25
 # So many held-out examples make a range.
@@ -58,15 +56,9 @@ class InputRange:
     lowest_high: float = 0.0
     least_width: float = 0.0
 
-    @classmethod
-    def of(cls, header: Mapping[str, Any]) -> InputRange:
-        """From its plain data."""
-        shape = header["shape"]
-        return cls(**{**header, "shape": None if shape is None else tuple(shape)})
-
     @property
     def kind(self) -> str:
-        """`"float"`, `"integer"`, `"bool"` or `"complex"`."""
+        """`"float"`, `"integer"` or `"bool"`."""
         return _kind(getattr(torch, self.dtype))
 
     @property
@@ -74,7 +66,7 @@ class InputRange:
         """Whether values are compared: real numbers that were finite, and not all the same."""
         return self.kind == "float" and self.high > self.low
 
-    def holds(self, low: Values, high: Values) -> Values:
+    def holds(self, low: Tensor, high: Tensor) -> Tensor:
         """Whether examples with these least and greatest values, (batch,), are in range; the equation above."""
         width, sizes = self.high - self.low, self.shape
         # Lists, not generators, which the compiler of torch does not take.
@@ -84,13 +76,44 @@ class InputRange:
         inner = (low <= self.highest_low + inwards) & (high >= self.lowest_high - inwards)
         return outer & inner & (high - low >= _WIDTH * self.least_width)
 
+    def difference(self, leaf: Tensor) -> str | None:
+        """How the examples of a batch differ from the held-out ones, in words with the remedy; None if they do not."""
+        inputs = f"the inputs {self.name!r}" if self.name else "the inputs"
+        if _kind(leaf.dtype) != self.kind:
+            return f"{inputs} are {_name(leaf)}, the held-out ones {self.dtype}: convert and scale them as in training"
+        if self._reordered(leaf):
+            return (
+                f"{inputs} have shape {tuple(leaf.shape[1:])}, the held-out ones {self.shape}: put their dimensions in "
+                "the order of training (channels first or last)"
+            )
+        low, high = _ends(leaf)
+        out = 0 if not self.bounded else len(low) - int(self.holds(low, high).sum())
+        if 2 * out <= len(low):
+            return None
+        least, greatest, examples = float(low.min()), float(high.max()), f"{out} of {len(low)} examples"
+        if not (math.isfinite(least) and math.isfinite(greatest)):
+            return f"{inputs} hold NaN or infinities in {examples}: replace them, or leave those out"
+        within = ", but otherwise within an example" if self.low <= least and greatest <= self.high else ""
+        return (
+            f"{inputs} lie between {least:.3g} and {greatest:.3g}, the held-out ones between {self.low:.3g} and "
+            f"{self.high:.3g}{within}: scale and normalise them as in training ({examples} have left the range)"
+        )
 
-def has_mask(ranges: Sequence[InputRange]) -> bool:
-    """Whether the held-out inputs had a mask of their padding."""
-    return any(each.name == MASK for each in ranges)
+    def inside(self, leaf: Tensor) -> Tensor | None:
+        """Whether each example of a batch is in range, (batch,), in operations that can be traced; None if unknown."""
+        if _kind(leaf.dtype) != self.kind or self._reordered(leaf):
+            return torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device)
+        return self.holds(*_ends(leaf.float())) if self.bounded else None
+
+    def _reordered(self, leaf: Tensor) -> bool:
+        """Whether it has the same sizes in another order; those of 1 do not count, which move no number."""
+        if self.shape is None or None in self.shape:
+            return False
+        sizes, known = ([n for n in shape if n is not None and n != 1] for shape in (leaf.shape[1:], self.shape))
+        return sizes != known and sorted(sizes) == sorted(known)
 
 
-def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
+def ranges_of(batches: Iterable[object]) -> tuple[InputRange, ...]:
     """The range of every tensor in the inputs of some batches."""
     seen: dict[str, list[Tensor]] = {}
     for inputs in batches:
@@ -99,35 +122,21 @@ def ranges_of(batches: Iterable[Any]) -> tuple[InputRange, ...]:
     return tuple(_range_of(name, leaves) for name, leaves in seen.items())
 
 
-def departure(ranges: Sequence[InputRange], inputs: Any) -> str | None:
+def departure(ranges: Sequence[InputRange], inputs: object) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
-    for known, leaf in _pairs(ranges, inputs):
-        if (words := _of_another_kind(known, leaf)) is not None:
-            return words
-        if known.bounded:
-            # As an array, whose small operations are the quicker ones.
-            low, high = torch.stack(_ends(leaf)).float().cpu().numpy()
-            out = len(low) - int(known.holds(low, high).sum())
-            if 2 * out > len(low):
-                return _of_other_values(known, float(low.min()), float(high.max()), f"{out} of {len(low)}")
-    return None
+    return next((words for one, leaf in _pairs(ranges, inputs) if (words := one.difference(leaf)) is not None), None)
 
 
-def inside(ranges: Sequence[InputRange], inputs: Any) -> Tensor | None:
+def inside(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
     """Whether each example is in range, (batch,), in operations that can be traced; None where nothing is compared."""
-    found: Tensor | None = None
-    for known, leaf in _pairs(ranges, inputs):
-        if _of_another_kind(known, leaf) is not None:
-            each = torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device)
-        elif known.bounded:
-            each = known.holds(*_ends(leaf.float()))
-        else:
-            continue
-        found = each if found is None else found & each
-    return found
+    whole: Tensor | None = None
+    for one, leaf in _pairs(ranges, inputs):
+        part = one.inside(leaf)
+        whole = part if whole is None else whole if part is None else whole & part
+    return whole
 
 
-def fingerprints(inputs: Any) -> Tensor:
+def fingerprints(inputs: object) -> Tensor:
     """A number for each example, (batch,), int64: the same for the same bits and, but by chance, for no others.
 
     Of the first tensor of real numbers, eight or more an example, which do not agree by chance; else of none.
@@ -145,18 +154,19 @@ def fingerprints(inputs: Any) -> Tensor:
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
     """Two examples to trace with, real numbers 0, others the largest seen; None where a shape is not known."""
     made: dict[str, Tensor] = {}
-    for known in ranges:
-        if known.shape is None or None in known.shape or "." in known.name:
+    for one in ranges:
+        sizes = [n for n in one.shape or () if n is not None]
+        if one.shape is None or len(sizes) < len(one.shape) or "." in one.name:
             return None
-        own = dtype if known.kind == "float" else getattr(torch, known.dtype)
-        value = 0 if known.kind == "float" else known.high
-        made[known.name] = torch.full((2, *known.shape), value, dtype=own, device=device)  # type: ignore[arg-type]
+        of_numbers = one.kind == "float"
+        kind = dtype if of_numbers else getattr(torch, one.dtype)
+        made[one.name] = torch.full((2, *sizes), 0 if of_numbers else one.high, dtype=kind, device=device)
     if all(name.isdecimal() for name in made):
         return tuple(made.values()) or None
     return made.get("", made)
 
 
-def _leaves(inputs: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _leaves(inputs: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch with their names, those that have a row for each example and something in it."""
     if isinstance(inputs, Tensor):
         if inputs.dim() and inputs.layout == torch.strided and math.prod(inputs.shape[1:]):
@@ -167,9 +177,9 @@ def _leaves(inputs: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(value, name if alone else f"{name}.{key}".lstrip("."))
 
 
-def _pairs(ranges: Sequence[InputRange], inputs: Any) -> Iterator[tuple[InputRange, Tensor]]:
-    known = {each.name: each for each in ranges}
-    return ((known[name], leaf) for name, leaf in _leaves(inputs) if name in known)
+def _pairs(ranges: Sequence[InputRange], inputs: object) -> Iterator[tuple[InputRange, Tensor]]:
+    by_name = {one.name: one for one in ranges}
+    return ((by_name[name], leaf) for name, leaf in _leaves(inputs) if name in by_name)
 
 
 def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +193,8 @@ def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:
     shapes = [leaf.shape[1:] for leaf in leaves]
     alike = len({len(shape) for shape in shapes}) == 1
     shape = tuple(n[0] if len(set(n)) == 1 else None for n in zip(*shapes, strict=True)) if alike else None
-    dtype = str(leaves[0].dtype).removeprefix("torch.")
-    if leaves[0].is_complex() or sum(map(len, leaves)) < _FEWEST:
+    dtype = _name(leaves[0])
+    if sum(map(len, leaves)) < _FEWEST:
         return InputRange(name, dtype, shape)
     low, high = (torch.cat(ends).double().cpu() for ends in zip(*map(_ends, leaves), strict=True))
     if not bool((low.isfinite() & high.isfinite()).all()):
@@ -200,37 +210,8 @@ def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "integer"
 
 
-def _of_another_kind(known: InputRange, leaf: Tensor) -> str | None:
-    """Of other numbers, or with the same sizes in another order, in words."""
-    if _kind(leaf.dtype) != known.kind:
-        own = str(leaf.dtype).removeprefix("torch.")
-        return f"{_named(known)} are {own}, the held-out ones {known.dtype}: convert and scale them as in training"
-    if known.shape is None or None in known.shape:
-        return None
-    # Sizes of 1 do not count: where a model takes them, the numbers are in the same order.
-    given, before = ([n for n in shape if n != 1] for shape in (leaf.shape[1:], known.shape))
-    if given != before and sorted(given) == sorted(before):  # type: ignore[type-var]
-        return (
-            f"{_named(known)} have shape {tuple(leaf.shape[1:])}, the held-out ones {known.shape}: put their "
-            "dimensions in the order of training (channels first or last)"
-        )
-    return None
-
-
-def _of_other_values(known: InputRange, low: float, high: float, how_many: str) -> str:
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return f"{_named(known)} hold NaN or infinities in {how_many} examples: replace them, or leave those out"
-    inside = ", but otherwise within an example" if known.low <= low and high <= known.high else ""
-    return (
-        f"{_named(known)} lie between {low:.3g} and {high:.3g}, the held-out ones between {known.low:.3g} and "
-        f"{known.high:.3g}{inside}: scale and normalise them as in training ({how_many} examples have left the range)"
-    )
-
-
-def _named(known: InputRange) -> str:
-    return f"the inputs {known.name!r}" if known.name else "the inputs"
+def _name(leaf: Tensor) -> str:
+    return str(leaf.dtype).removeprefix("torch.")

@@ -1,9 +1,7 @@
-"""A command parses its options here; its work is a function elsewhere.
+"""A command parses its options and calls the library, which nothing imports before a command has begun."""
 
-Nothing here imports torch before a command has begun.
-"""
-
-from importlib import import_module
+import inspect as signatures
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +11,8 @@ from typer.core import TyperGroup
 
 from bayesadam._extras import require
 from bayesadam._version import __version__
+from bayesadam.cli import output
+from bayesadam.errors import SettingError
 
 
 class _Group(TyperGroup):
@@ -37,27 +37,32 @@ NData = Annotated[float | None, Option(metavar="N", help="Training examples, whe
 Json = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path, Option("--out", "-o", metavar="PATH", help="The file, or its folder.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the path of the file.")]
-# How a checkpoint is read: `bayesadam.readers.CheckpointOptions`.
 StateFile = Annotated[Path | None, Option("--optimizer-file", metavar="FILE", help="The state, where it is apart.")]
 Reader = Annotated[str | None, Option(metavar="NAME", help="What wrote the state; by default its keys say.")]
 InOrder = Annotated[bool, Option("--groups-in-order", help="Vouch that groups follow the model's order.")]
 WeightsKey = Annotated[list[str] | None, Option(metavar="KEY", help="Which weights, of several in the file.")]
-StateKey = Annotated[str | None, Option("--optimizer-key", metavar="KEY", help="Which state, of several in the file.")]
+StateKey = Annotated[str | None, Option(metavar="KEY", help="Which state, of several in the file.")]
+# How a checkpoint is read: `bayesadam.readers.CheckpointOptions`.
+_READING: dict[str, tuple[Any, bool | None]] = {
+    "optimizer_path": (StateFile, None),
+    "optimizer": (Reader, None),
+    "groups_in_order": (InOrder, False),
+    "weights_key": (WeightsKey, None),
+    "optimizer_key": (StateKey, None),
+}
 
 
-def _work(
-    command: str,
-    weights_key: list[str] | None,
-    optimizer_file: Path | None = None,
-    optimizer: str | None = None,
-    groups_in_order: bool = False,
-    optimizer_key: str | None = None,
-    **settings: Any,
-) -> Any:
-    """Do a command's work, the function of its name in `files`, with the options of reading in the library's names."""
-    reading = {"optimizer_path": optimizer_file, "optimizer": optimizer, "groups_in_order": groups_in_order}
-    reading |= {"weights_key": ",".join(weights_key) if weights_key else None, "optimizer_key": optimizer_key}
-    return getattr(import_module("bayesadam.cli.files"), command)(reading=reading, **settings)
+def _reads(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of reading, as `**reading`; of several checkpoints each has its state."""
+    parameters = signatures.signature(function).parameters
+    options = [
+        signatures.Parameter(name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _READING.items()
+        if not (name == "optimizer_path" and "checkpoints" in parameters)
+    ]
+    listed = [parameter for name, parameter in parameters.items() if name != "reading"]
+    function.__signature__ = signatures.Signature([*listed, *options])  # type: ignore[attr-defined]
+    return function
 
 
 def _print_version(asked: bool) -> None:
@@ -78,47 +83,47 @@ def bayesadam(version: Annotated[bool, _Version] = False) -> None:
 
 
 @app.command()
+@_reads
 def inspect(
     checkpoint: Checkpoint,
     n_data: NData = None,
     json: Json = False,
     why: Annotated[bool, Option("--why", help="Say how the file was read: keys, optimiser, match.")] = False,
-    optimizer_file: StateFile = None,
-    optimizer: Reader = None,
-    groups_in_order: InOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: StateKey = None,
+    **reading: Any,
 ) -> None:
     """Signal-to-noise ratio and dead weights, layer by layer.
 
     Of what a trainer saved, or of a posterior that Posterior.save or `bayesadam export` wrote.
     """
-    _work("inspect", **locals())
+    from bayesadam import inspecting
+
+    inspection = inspecting.inspect(checkpoint, n_data=n_data, **reading)
+    reasons = [*inspection.why, ""] if why else []
+    output.show(inspection.to_dict(), "\n".join([*reasons, str(inspection)]), json)
 
 
 @app.command()
-def doctor(
-    checkpoint: Checkpoint,
-    n_data: NData = None,
-    json: Json = False,
-    optimizer_file: StateFile = None,
-    optimizer: Reader = None,
-    groups_in_order: InOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: StateKey = None,
-) -> None:
+@_reads
+def doctor(checkpoint: Checkpoint, n_data: NData = None, json: Json = False, **reading: Any) -> None:
     """What is wrong or notable about a saved optimiser state.
 
     Ends with code 1 where no posterior can be read.
     """
-    if not _work("doctor", **locals()):
+    from bayesadam.inspecting import diagnose_checkpoint
+
+    diagnosis = diagnose_checkpoint(checkpoint, n_data=n_data, **reading)
+    output.show({**diagnosis.to_dict(), "healthy": diagnosis.healthy}, str(diagnosis), json)
+    if any(finding.severity == "error" for finding in diagnosis.findings):
         raise typer.Exit(1)
 
 
 _RANKINGS = "snr (default), magnitude, saliency."
+# Endings of files that are written again as they are; of any other the weights alone are written.
+_REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 
 
 @app.command()
+@_reads
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, Option(metavar="SHARE", help="The share of weights to remove.")],
@@ -127,20 +132,26 @@ def prune(
     exclude: Annotated[str, Option(metavar="NAMES", help='Leave whole, by commas: "*.norm*,biases".')] = "",
     out: Out = Path("out/prune"),
     quiet: Quiet = False,
-    optimizer_file: StateFile = None,
-    optimizer: Reader = None,
-    groups_in_order: InOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: StateKey = None,
+    **reading: Any,
 ) -> None:
     """Set the weights with the lowest signal-to-noise ratio to zero.
 
     All else in the file stays as it was.
     """
-    _work("prune", **locals())
+    from bayesadam.compress import prune_checkpoint
+
+    names = tuple(name.strip() for name in exclude.split(",") if name.strip())
+    usual = f"pruned{checkpoint.suffix if checkpoint.is_file() and checkpoint.suffix in _REWRITTEN else '.safetensors'}"
+
+    def work(file: Path) -> object:
+        settings: Any = {"ranking": ranking, "scope": scope, "exclude": names}
+        return prune_checkpoint(checkpoint, file, fraction, **settings, **reading)
+
+    output.write(work, out, usual, [checkpoint, reading["optimizer_path"]], quiet)
 
 
 @app.command()
+@_reads
 def merge(
     checkpoints: Checkpoints,
     method: Annotated[str | None, Option(metavar="NAME", help="fisher, gradient-matching or kronecker.")] = None,
@@ -148,19 +159,22 @@ def merge(
     weights: Annotated[list[float] | None, Option("--weight", help="How much a network counts, once for each.")] = None,
     out: Out = Path("out/merge"),
     quiet: Quiet = False,
-    optimizer: Reader = None,
-    groups_in_order: InOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: StateKey = None,
+    **reading: Any,
 ) -> None:
     """Make one network of several fine-tuned from one start.
 
     Weighted by their second moments; written as a safetensors file.
     """
-    _work("merge", **locals())
+    from bayesadam.merging import merge_checkpoints
+
+    def work(file: Path) -> object:
+        return merge_checkpoints(checkpoints, file, method=method, base=base, weights=weights or None, **reading)
+
+    output.write(work, out, "merged.safetensors", checkpoints, quiet)
 
 
 @app.command()
+@_reads
 def export(
     checkpoint: Checkpoint,
     n_data: NData = None,
@@ -169,14 +183,16 @@ def export(
     structure: Annotated[str, Option(metavar="NAME", help="diagonal, or kronecker for SOAP.")] = "diagonal",
     out: Out = Path("out/export"),
     quiet: Quiet = False,
-    optimizer_file: StateFile = None,
-    optimizer: Reader = None,
-    groups_in_order: InOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: StateKey = None,
+    **reading: Any,
 ) -> None:
     """Write the posterior without the weights, to publish."""
-    _work("export", **locals())
+    from bayesadam import GaussianWeights
+
+    def work(file: Path) -> None:
+        opened = GaussianWeights.open(checkpoint, n_data, batch_size=batch_size, structure=structure, **reading)
+        opened.export(file, compress=compress)
+
+    output.write(work, out, "posterior.safetensors", [checkpoint, reading["optimizer_path"]], quiet)
 
 
 @app.command()
@@ -192,7 +208,19 @@ def deploy(
 
     As .pt2 for torch alone, or .onnx for onnxruntime: as --out ends.
     """
-    import_module("bayesadam.cli.files").deploy(**locals())
+    from torch import nn
+
+    from bayesadam import load
+
+    def work(file: Path) -> str:
+        network = output.called(model)
+        if not isinstance(network, nn.Module):
+            raise SettingError(f"{model} gave {type(network).__name__}: it must give the model, with its weights")
+        net = load(posterior, network)
+        net.save(file, None if example is None else output.called(example), level=level)
+        return str(net.report)
+
+    output.write(work, out, "served.pt2", [posterior], quiet)
 
 
 @app.command()
@@ -207,4 +235,6 @@ def demo(
     """
     # Before any training, so that a missing package costs no time.
     require("matplotlib")
-    import_module("bayesadam.cli.demo").run(**locals())
+    from bayesadam.cli import demo as pictures
+
+    output.write(lambda file: pictures.run(file, seed), out, "demo.png", [], quiet)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from bayesadam import Posterior
 from bayesadam._files import replacing
-from bayesadam.cli.files import folder_for
 
 _DATA, _RANGE = (0.0, 0.5), (-0.3, 0.9)
 
@@ -54,32 +53,27 @@ def bands(seed: int = 0, steps: int = 2000) -> dict[str, Any]:
     return {"x": rest[0], "y": rest[1], "grid": grid, "drawn": drawn}
 
 
-def picture(found: dict[str, Any]) -> Figure:
+def picture(drawing: dict[str, Any]) -> Figure:
     """A panel for each structure: data, truth, mean, and bands of one and two standard deviations."""
     figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
-    x = found["grid"].flatten().numpy()
-    for axes, (title, (mean, std)) in zip(figure.subplots(1, 2, sharey=True), found["drawn"].items(), strict=True):
+    x = drawing["grid"].flatten().numpy()
+    for axes, (title, (mean, std)) in zip(figure.subplots(1, 2, sharey=True), drawing["drawn"].items(), strict=True):
         for width in (2, 1):
             axes.fill_between(x, mean - width * std, mean + width * std, color="#0072B2", alpha=0.18, linewidth=0)
-        axes.plot(x, curve(found["grid"]).flatten(), "--", color="#222222", linewidth=1, label="truth")
+        axes.plot(x, curve(drawing["grid"]).flatten(), "--", color="#222222", linewidth=1, label="truth")
         axes.plot(x, mean, color="#0072B2", label="mean, ±1 and ±2 standard deviations")
-        axes.plot(found["x"], found["y"], ".", color="#222222", markersize=3, label="training data")
+        axes.plot(drawing["x"], drawing["y"], ".", color="#222222", markersize=3, label="training data")
         axes.set(title=title, xlabel="x", xlim=_RANGE, ylim=(-2, 3))
     axes.legend(frameon=False, fontsize="small", loc="upper left")
     return figure
 
 
-def run(*, seed: int, out: Path, quiet: bool) -> None:
-    """Train, draw, write `demo.png` to the folder."""
-    file = out if out.suffix == ".png" else out / "demo.png"
-    with folder_for(file):
-        found = bands(seed)
-        with replacing(file) as temporary:
-            picture(found).savefig(temporary, format="png")
-    if not quiet:
-        x = found["grid"].flatten()
-        outside = (x < _DATA[0]) | (x > _DATA[1])
-        for title, (_, std) in found["drawn"].items():
-            ratio = std[outside].mean() / std[~outside].mean()
-            print(f"{title}: the band is {ratio:.1f} times as wide outside the data as inside")
-    print(file)
+def run(file: Path, seed: int = 0) -> str:
+    """Train, draw, write the picture; returns how much wider the bands are outside the data."""
+    drawing = bands(seed)
+    with replacing(file) as temporary:
+        picture(drawing).savefig(temporary, format="png")
+    x = drawing["grid"].flatten()
+    outside = (x < _DATA[0]) | (x > _DATA[1])
+    ratios = {title: std[outside].mean() / std[~outside].mean() for title, (_, std) in drawing["drawn"].items()}
+    return "\n".join(f"{title}: the band is {r:.1f} times as wide outside the data" for title, r in ratios.items())

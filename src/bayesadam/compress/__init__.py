@@ -1,6 +1,6 @@
 """Smaller networks: which weights to remove, a posterior without them, and keeping them removed."""
 
-from bayesadam.compress.masking import apply_masks, keep_pruned, load_masks, save_masks
+from bayesadam.compress.masking import apply_masks, keep_pruned
 from bayesadam.compress.pruning import PruningReport, importance, prune, prune_checkpoint
 from bayesadam.compress.ranking import RANKINGS, masks, weight_scores
 
@@ -10,10 +10,8 @@ __all__ = [
     "apply_masks",
     "importance",
     "keep_pruned",
-    "load_masks",
     "masks",
     "prune",
     "prune_checkpoint",
-    "save_masks",
     "weight_scores",
 ]

@@ -1,28 +1,25 @@
-"""Masks by parameter name, True where a weight stays: on a model, through further training, and in a file."""
+"""Masks by parameter name, True where a weight stays: on a model, and through further training."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam import _storage as storage
 from bayesadam._alone import listed_optimizers, unwrap
-from bayesadam.errors import FileError, MatchError
-from bayesadam.weights.named import AnyPath, Named
+from bayesadam.errors import MatchError
+from bayesadam.weights.named import Named
 
 
 class Owner(NamedTuple):
     """A module that holds a parameter, the parameter's key in it, and its name by that path."""
 
     name: str
-    module: Any
+    module: nn.Module | None
     key: str
 
 
@@ -82,7 +79,7 @@ def keep_pruned(model: nn.Module, masks: Named, optimizer: Optimizer | Sequence[
     optimizers, removals = listed_optimizers(optimizer), _removals(unwrap(model), masks)
 
     @torch.no_grad()
-    def to_zero(*_: Any) -> None:
+    def to_zero(*_: object) -> None:
         for parameter, removed in removals:
             parameter.masked_fill_(removed, 0)
 
@@ -97,28 +94,3 @@ def keep_pruned(model: nn.Module, masks: Named, optimizer: Optimizer | Sequence[
     finally:
         for handle in hooks:
             handle.remove()
-
-
-def save_masks(path: AnyPath, masks: Mapping[str, Tensor]) -> None:
-    """Write masks as packed bits by parameter name, in place of an older file only once it is complete."""
-    for name, mask in masks.items():
-        if mask.dtype != torch.bool:
-            raise MatchError(f"mask {name!r} must be boolean, True where a weight stays, not {mask.dtype}")
-    packed = {name: torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))) for name, mask in masks.items()}
-    shapes = {name: list(mask.shape) for name, mask in masks.items()}
-    storage.write(path, packed, {"shapes": shapes}, storage.MASKS)
-
-
-def load_masks(path: AnyPath) -> dict[str, Tensor]:
-    """The masks that `save_masks` wrote, on the CPU; whatever takes masks moves them."""
-    packed, header = storage.read(path, storage.MASKS)
-    masks = {}
-    try:
-        for name, shape in header["shapes"].items():
-            bits, size = packed[name], math.prod(shape)
-            if bits.numel() != (size + 7) // 8:
-                raise ValueError(f"{bits.numel()} bytes for a mask of shape {tuple(shape)}")
-            masks[name] = torch.from_numpy(np.unpackbits(bits.numpy(), count=size).astype(bool)).view(shape)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its masks cannot be read ({error})") from error
-    return masks

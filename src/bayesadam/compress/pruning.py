@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,10 +88,6 @@ class PruningReport:
         rows = {name: (p.numel(), counts.get(name, p.numel())) for name, p in parameters.items()}
         return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         lines = [["parameter", "weights", "kept", "removed"]]
         for name, (weights, kept) in {**self.parameters, "total": (self.weights, self.kept)}.items():
@@ -118,7 +114,7 @@ def prune_checkpoint(
         path: a file or folder that the trainer saved, see `read_checkpoint`.
         out: the file to write; with the ending `.safetensors` the weights alone.
         fraction, ranking, scope, exclude: as in `masks`; of the kinds only `"biases"` needs no model.
-        **options: how the file is read, see `CheckpointOptions`.
+        **options: how the file is read, see `CheckpointKeywords`.
     """
     checkpoint = read_checkpoint(path, **options)
     # N does not change the order.

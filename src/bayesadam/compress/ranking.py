@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from bayesadam.weights.posterior import Posterior
 from bayesadam.weights.running import biases_before_norms, norm_widths
 from bayesadam.weights.settings import PrecisionRule
 
-Ranking = str | Callable[[Tensor, Tensor], Tensor] | Named
+Ranking = str | Named
 Scope = Literal["global", "layer"]
 Exclude = str | Sequence[str]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
@@ -49,16 +49,15 @@ def weight_scores(
     """The score of every weight of some parameters, of all for None, by name; none is NaN.
 
     Args:
-        ranking: a name from `RANKINGS`, a function `ranking(theta, v) -> scores` of tensors, or ready scores by name.
+        ranking: a name from `RANKINGS`, or ready scores by name.
     """
     posterior.require_whole("ranking weights")
     wanted = list(posterior.mode if names is None else names)
     if isinstance(ranking, Mapping):
         if wrong := [*(ranking.keys() - posterior.mode.keys()), *(name for name in wanted if name not in ranking)]:
             raise MatchError(f"the scores given must be by parameter name: {wrong[:4]} are unknown or missing")
-    elif not callable(ranking) and ranking not in RANKINGS:
-        known = ", ".join(map(repr, RANKINGS))
-        raise SettingError(f"ranking must be one of {known}, a function of (theta, v), or scores; got {ranking!r}")
+    elif ranking not in RANKINGS:
+        raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, or scores; got {ranking!r}")
     elif not posterior.curvature.independent:
         raise SettingError(f"a {posterior.structure!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
@@ -66,8 +65,6 @@ def weight_scores(
         theta = posterior.mode[name]
         if isinstance(ranking, Mapping):
             score = ranking[name]
-        elif callable(ranking):
-            score = ranking(theta, posterior.curvature.second_moment[name])
         else:
             rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
             score = RANKINGS[ranking](theta, posterior.curvature.second_moment[name], rule)
@@ -96,8 +93,8 @@ def masks(
     Args:
         posterior: over the weights; parameters that it does not hold are never pruned.
         fraction: the share of weights to remove, 0 to 1; None with a pattern.
-        ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"magnitude"`; `"saliency"`, ½ θ² v̂; a function
-            `ranking(theta, v) -> scores`; or ready scores by parameter name.
+        ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"magnitude"`; `"saliency"`, ½ θ² v̂; or ready scores by
+            parameter name, such as `posterior.snr()`.
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
             `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
@@ -179,9 +176,9 @@ def _pattern_masks(
     return kept
 
 
-def removals(scores: Named, scope: Scope, fraction: Any) -> Named:
+def removals(scores: Named, scope: Scope, fraction: float | None) -> Named:
     """Masks, True at what to remove; of lazy scores they are lazy too."""
-    if not is_number(fraction) or not 0 <= fraction <= 1:
+    if fraction is None or not is_number(fraction) or not 0 <= fraction <= 1:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")

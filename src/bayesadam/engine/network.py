@@ -5,7 +5,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -27,33 +26,28 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class Network:
-    """A multi-layer perceptron, as a recipe.
-
-    Hidden units and inputs are dropped in training with the probabilities `dropout` and `input_dropout`.
-    """
+    """A multi-layer perceptron, as a recipe; hidden units are dropped in training with the probability `dropout`."""
 
     n_inputs: int
     hidden: tuple[int, ...]
     n_outputs: int
     activation: str = "relu"
     dropout: float = 0.0
-    input_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for width in (self.n_inputs, *self.hidden, self.n_outputs):
             count("every width", width, "of inputs, hidden layers and outputs")
         if self.activation not in ACTIVATIONS:
             raise SettingError(f"activation must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
-        for name in ("dropout", "input_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
+        if not 0 <= self.dropout < 1:
+            raise SettingError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' shapes by the names that `build` gives them."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for number, (n_in, n_out) in enumerate(self._layers()):
-            found |= {f"layer{number}.weight": (n_out, n_in), f"layer{number}.bias": (n_out,)}
-        return found
+            shapes |= {f"layer{number}.weight": (n_out, n_in), f"layer{number}.bias": (n_out,)}
+        return shapes
 
     def _layers(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise((self.n_inputs, *self.hidden, self.n_outputs)))
@@ -61,8 +55,6 @@ class Network:
     def build(self, params: Mapping[str, Tensor]) -> nn.Sequential:
         """The network as an ordinary module with these weights."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if self.input_dropout:
-            layers["input_dropout"] = nn.Dropout(self.input_dropout)
         for number, (n_in, n_out) in enumerate(self._layers()):
             layers[f"layer{number}"] = nn.Linear(n_in, n_out, device="meta")
             if number < len(self.hidden):
@@ -77,12 +69,12 @@ class Network:
 
 def initial(network: Network, seeds: Sequence[int], *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Stacked initial weights (s, *shape), U(±1/√fan-in) as torch's own; a seed's are the same in any stack."""
-    found, shapes = {}, network.shapes()
+    params, shapes = {}, network.shapes()
     for name, shape in shapes.items():
         sources = [torch.Generator().manual_seed(stream_seed(seed, "initial", *map(ord, name))) for seed in seeds]
         uniform = torch.stack([torch.rand(shape, generator=source) for source in sources])
-        found[name] = ((2 * uniform - 1) / math.sqrt(shapes[name.replace("bias", "weight")][1])).to(device)
-    return found
+        params[name] = ((2 * uniform - 1) / math.sqrt(shapes[name.replace("bias", "weight")][1])).to(device)
+    return params
 
 
 def flatten(params: Mapping[str, Tensor]) -> Tensor:
@@ -102,36 +94,24 @@ def member(stacked: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: tensor[index] for name, tensor in stacked.items()}
 
 
-@cache
-def _activation(name: str) -> nn.Module:
-    return ACTIVATIONS[name]()
-
-
 def forward(
-    network: Network,
-    params: Mapping[str, Tensor],
-    x: Tensor,
-    *,
-    masks: Sequence[Tensor] | None = None,
-    seen: tuple[list[Tensor], list[Tensor]] | None = None,
-    n_layers: int | None = None,
+    network: Network, params: Mapping[str, Tensor], x: Tensor, *, masks: Sequence[Tensor] | None = None
 ) -> Tensor:
     """The outputs (s, b, outputs) of a stack of networks at x, (b, inputs) for all of them or (s, b, inputs).
 
-    `masks` are the factors of every hidden layer's units, for dropout. Every layer's input and pre-activation are added
-    to the two lists `seen`. `n_layers` stops earlier: the hidden layers alone are the features of the last.
+    `masks` are the factors of every hidden layer's units, for dropout.
     """
-    h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
-    activation, last = _activation(network.activation), len(network.hidden)
-    for number in range(last + 1 if n_layers is None else n_layers):
-        z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
-        if seen is not None:
-            seen[0].append(h)
-            seen[1].append(z)
-        h = activation(z) if number < last else z
-        if masks is not None and number < last:
-            h = h * masks[number]
+    h, activation = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:]), ACTIVATIONS[network.activation]()
+    for number in range(len(network.hidden) + 1):
+        h = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
+        if number < len(network.hidden):
+            h = activation(h) if masks is None else activation(h) * masks[number]
     return h
+
+
+def dropout_mask(uniform: Tensor, rate: float) -> Tensor:
+    """0 with probability r, otherwise 1/(1 − r)."""
+    return (uniform >= rate).float().div_(1 - rate)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

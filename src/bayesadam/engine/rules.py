@@ -1,71 +1,20 @@
-"""How the weights of a stack of networks learn: Adam, alone or under dropout; other rules derive from `Rule`."""
+"""How the weights of a stack of networks learn: Adam and AdamW, by torch's fused kernel."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesadam.engine.gradients import StackedGradient
-from bayesadam.engine.network import Network, unflatten
-from bayesadam.engine.streams import Streams
-
 State = dict[str, Tensor]
-Number = float | Tensor
 EPS = 1e-8
 # The number of pieces that torch's fused Adam takes in one launch: a block of a GPU has one piece, however long.
 _PIECES = 30
 
 
-class Step(NamedTuple):
-    """α, 1 − β₁ᵗ, 1 − β₂ᵗ and N of one step: Python's numbers, or tensors () that a captured graph reads."""
-
-    lr: Number
-    first: Number
-    second: Number
-    n_data: Number
-
-
-class Rule(ABC):
-    """One way to learn; it holds settings only.
-
-    All functions work on flat weights (s, weights), one row per network, and write into the memory that `start` made,
-    so that a step can be captured as a CUDA graph. Its tensors of two dimensions or more have one row per network.
-    """
-
-    # Whether the gradient is that of the mean negative log-likelihood at weights that `at` writes.
-    needs_noise: ClassVar[bool] = False
-    betas: tuple[float, float]
-
-    @abstractmethod
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        """The memory besides the weights, by name."""
-
-    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
-        """The random numbers of a step, or of many with leading dimensions: (s, *lead, ...); empty for none."""
-        return torch.empty(0)
-
-    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """The factors of inputs and of every hidden layer's units, (s, b, units) each, where units are dropped."""
-        return None
-
-    def gradient(self, network: Network, weights: Tensor, state: State) -> StackedGradient:
-        """What takes the gradient at the weights that `at` writes."""
-        return StackedGradient(network, weights)
-
-    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:  # noqa: B027
-        """Write the weights at which the gradient is taken into `out`; `noise` may be overwritten."""
-
-    @abstractmethod
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step, in place; `gradient` may be overwritten."""
-
-
 @dataclass(frozen=True)
-class Adam(Rule):
-    """m ← β₁ m + (1−β₁) g, v ← β₂ v + (1−β₂) g², θ ← θ − α m̂/(√v̂ + ε), by torch's fused kernel.
+class Adam:
+    """m ← β₁ m + (1−β₁) g, v ← β₂ v + (1−β₂) g², θ ← θ − α m̂/(√v̂ + ε).
 
     `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`.
     """
@@ -74,81 +23,21 @@ class Adam(Rule):
     weight_decay: float = 0.0
     decoupled: bool = False
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        """m, v and the count of steps."""
-        return adam_state(weights)
+    def start(self, weights: Tensor) -> State:
+        """Zeros for m, v and the count of steps, which has one entry per piece that the kernel is given."""
+        step = torch.zeros(len(_pieces(weights)), device=weights.device)
+        return {"exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights), "step": step}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """torch's Adam."""
-        adam_update(weights, gradient, state, step.lr, self)
-
-
-def adam_state(weights: Tensor) -> State:
-    """Zeros for m, v and the count of steps, which has one entry per piece that the kernel is given."""
-    step = torch.zeros(len(_pieces(weights)), device=weights.device)
-    return {"exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights), "step": step}
-
-
-_ADAM = Adam()
-
-
-def adam_update(weights: Tensor, gradient: Tensor, state: State, lr: Number, rule: Adam = _ADAM) -> None:
-    """One step of Adam with a rule's settings, in place."""
-    kernel: Any = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
-    given = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
-    (beta1, beta2), decay = rule.betas, rule.weight_decay
-    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": EPS}
-    state["step"].add_(1)
-    kernel(*given, [], list(state["step"].unbind()), **settings, amsgrad=False, maximize=False)
+    def update(self, weights: Tensor, gradient: Tensor, state: State, lr: float | Tensor) -> None:
+        """One step, in place."""
+        kernel: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        pieces = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        settings = {"lr": lr, "beta1": self.betas[0], "beta2": self.betas[1], "weight_decay": self.weight_decay}
+        state["step"].add_(1)
+        kernel(*pieces, [], list(state["step"].unbind()), **settings, eps=EPS, amsgrad=False, maximize=False)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
     if tensor.device.type == "cpu":
         return [tensor]
     return list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))
-
-
-def second_moment(state: Mapping[str, Tensor], beta2: float) -> Tensor:
-    """v̂ = v/(1 − β₂ᵗ), (s, weights); zeros before the first step."""
-    steps = state["step"][0].double()
-    return state["exp_avg_sq"] / (1 - beta2**steps).clamp(min=torch.finfo(torch.float32).tiny).float()
-
-
-def optimizer_state_dict(network: Network, state: State, index: int, rule: Adam) -> dict[str, Any]:
-    """One network's part of the state, as torch's Adam or AdamW for that network alone saves it, with a rate of 0."""
-    first, second = (unflatten(network, state[key][index, None].cpu()) for key in ("exp_avg", "exp_avg_sq"))
-    step, names = state["step"][0].cpu(), list(first)
-    entries = {i: {"step": step, "exp_avg": first[n][0], "exp_avg_sq": second[n][0]} for i, n in enumerate(names)}
-    group = {"lr": 0.0, "betas": rule.betas, "eps": EPS, "weight_decay": rule.weight_decay, "amsgrad": False}
-    group |= {"decoupled_weight_decay": rule.decoupled, "params": [*entries], "param_names": names}
-    return {"state": entries, "param_groups": [group]}
-
-
-class Dropped(Rule):
-    """The network's dropout, in prediction as in training (MC dropout), before the rule that it stands in front of."""
-
-    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
-        """One uniform number for each unit of each example."""
-        return streams.uniform(*lead, batch * sum(width for width, _ in _dropped(network)))
-
-    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """(s, b, units) per layer, contiguous; first the inputs' where these are dropped."""
-        dropped = _dropped(network)
-        b = noise.shape[1] // sum(width for width, _ in dropped)
-        parts = torch.split(noise, [b * width for width, _ in dropped], dim=1)
-        return [dropout_mask(part.view(-1, b, width), r) for part, (width, r) in zip(parts, dropped, strict=True)]
-
-
-@dataclass(frozen=True)
-class Dropout(Dropped, Adam):
-    """Adam under dropout."""
-
-
-def _dropped(network: Network) -> list[tuple[int, float]]:
-    inputs = [(network.n_inputs, network.input_dropout)] if network.input_dropout else []
-    return inputs + [(width, network.dropout) for width in network.hidden]
-
-
-def dropout_mask(uniform: Tensor, rate: float) -> Tensor:
-    """0 with probability r, otherwise 1/(1 − r)."""
-    return (uniform >= rate).float().div_(1 - rate)

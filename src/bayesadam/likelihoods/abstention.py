@@ -16,8 +16,7 @@ errors that would help, and the bound is exact; where it falls, simulations keep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ class Abstention:
         tolerance: numbers farther from E[y] are wrong.
         threshold: the greatest doubt that is answered; None where no threshold was certain enough.
         answered, errors: of the n held-out examples how many are answered, and how many of these are wrong.
-        bound: the Clopper-Pearson bound of that share at the level of its test, at most `risk`.
     """
 
     risk: float
@@ -50,7 +48,6 @@ class Abstention:
     threshold: float | None = None
     answered: int = 0
     errors: int = 0
-    bound: float | None = None
 
     @property
     def coverage(self) -> float:
@@ -69,15 +66,6 @@ class Abstention:
         return f"{self.coverage:.1%} of the held-out examples, {seen}: {asked}"
 
 
-class Certified(NamedTuple):
-    """A threshold, how many examples are within it, their errors, and the level at which it passed."""
-
-    threshold: float
-    answered: int
-    errors: int
-    level: float
-
-
 def check_abstention(risk: float | None, confidence: float, tolerance: float | None, *, is_classes: bool) -> None:
     """Refuse settings that mean nothing, or nothing of this likelihood."""
     if risk is None:
@@ -93,16 +81,6 @@ def check_abstention(risk: float | None, confidence: float, tolerance: float | N
         raise SettingError(f"risk= of numbers needs tolerance=, how far from y an answer may be, got {tolerance!r}")
 
 
-def doubt_of_classes(probs: Tensor) -> Tensor:
-    """1 − Π max p over the answers of an example, (batch,): the probability that one of them is wrong."""
-    return 1 - probs.amax(dim=-1).reshape(probs.shape[0], -1).prod(dim=1)
-
-
-def doubt_of_numbers(stddev: Tensor) -> Tensor:
-    """The largest standard deviation of an example's targets, (batch,)."""
-    return stddev.reshape(stddev.shape[0], -1).amax(dim=1)
-
-
 def binomial_cdf(successes: int, trials: int, p: float) -> float:
     """P(X ≤ successes), X ~ Binomial(trials, p), 0 < p < 1.
 
@@ -114,21 +92,6 @@ def binomial_cdf(successes: int, trials: int, p: float) -> float:
     log_choices = torch.lgamma(n + 1) - torch.lgamma(j + 1) - torch.lgamma(n - j + 1)
     terms = log_choices + j * math.log(p) + (n - j) * math.log1p(-p)
     return min(1.0, float(terms.logsumexp(dim=0).exp()))
-
-
-def upper_bound(errors: int, trials: int, level: float) -> float:
-    """Clopper and Pearson's: the greatest rate p at which so few errors still have the probability `level`.
-
-    >>> round(upper_bound(0, 99, 0.05), 4)
-    0.0298
-    """
-    low, high = 0.0, 1.0
-    if errors >= trials:
-        return high
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        low, high = (middle, high) if binomial_cdf(errors, trials, middle) > level else (low, middle)
-    return high
 
 
 def needed(risk: float, level: float) -> int:
@@ -153,10 +116,11 @@ def starts(n: int, risk: float, level: float) -> list[int]:
     return [k for k in (first * 2**i for i in range(doublings)) if k <= n]
 
 
-def certified(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -> Certified | None:
-    """The largest threshold that passes, of held-out doubts and errors, (n,); None where none does.
+def certified(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -> tuple[float, int, int] | None:
+    """The largest threshold that passes, of held-out doubts and errors, (n,), what it answers and how much of it wrong.
 
-    The example that sets a threshold is not counted among its trials, but its error is, and so are ties.
+    None where none does. The example that sets a threshold is not counted among its trials, but its error is, and so
+    are ties.
     """
     doubt, order = doubt.sort(stable=True)
     errors, n, level = wrong[order].long().cumsum(0).tolist(), len(doubt), 1 - confidence
@@ -165,26 +129,21 @@ def certified(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -
         return None
     steps = int(math.log(n / shares[0]) / math.log(_RATIO))
     numbers = {round(shares[0] * _RATIO**i) for i in range(steps + 1)} | {*shares, n}
-    found, held = None, 0
+    rule, passed_on = None, 0
     for number in sorted(k for k in numbers if k <= n):
-        held += number in shares
+        passed_on += number in shares
         count = int(torch.searchsorted(doubt, doubt[number - 1], right=True))
-        at = level * held / len(shares)
-        if held and binomial_cdf(errors[count - 1], count - 1, risk) <= at:
-            found = Certified(float(doubt[number - 1]), count, errors[count - 1], at)
+        if passed_on and binomial_cdf(errors[count - 1], count - 1, risk) <= level * passed_on / len(shares):
+            rule = float(doubt[number - 1]), count, errors[count - 1]
         else:
-            held = 0
-    return found
+            passed_on = 0
+    return rule
 
 
 def abstention(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, tolerance: float | None) -> Abstention:
     """The rule that held-out doubts and errors allow."""
-    rule = Abstention(risk, confidence, tolerance, len(doubt))
-    found = certified(doubt, wrong, risk=risk, confidence=confidence)
-    if found is None:
-        return rule
-    bound = min(upper_bound(found.errors, found.answered - 1, found.level), risk)
-    return replace(rule, threshold=found.threshold, answered=found.answered, errors=found.errors, bound=bound)
+    rule = certified(doubt, wrong, risk=risk, confidence=confidence)
+    return Abstention(risk, confidence, tolerance, len(doubt), *(rule or ()))
 
 
 def remedy(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -> str:

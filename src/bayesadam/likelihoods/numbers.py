@@ -5,9 +5,9 @@ Each is a mixture over a few values of f, its draws or the nodes of a quadrature
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,27 +40,31 @@ class NumericLikelihood(Likelihood):
     def parts(self, c: Component) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Weights, (n,) and then ones, and the parameters of y's distribution at n values of f, (n, batch, ..., k)."""
 
-    @abstractmethod
     def family(self, *parameters: Tensor) -> Distribution:
-        """y's distribution at given parameters."""
+        """y's distribution at given parameters; N(loc, scale²) unless told otherwise."""
+        loc, scale = parameters
+        return Normal(loc, scale, validate_args=False)
 
     def distribution(self, components: Sequence[Component]) -> Distribution:
         """y's, target by target: the mixture of all components' parts."""
-        found = [(c.weight * weights, parameters) for c in components for weights, parameters in [self.parts(c)]]
-        shape = found[0][1][0].shape[1:]
-        weights = torch.cat([w.expand(len(w), *shape) for w, _ in found])
-        stacked = [torch.cat(each) for each in zip(*(parameters for _, parameters in found), strict=True)]
-        if len(weights) == 1:
-            return self.family(*(each[0] for each in stacked))
-        shares = Categorical(probs=weights.movedim(0, -1), validate_args=False)
-        mixed = self.family(*(each.movedim(0, -1) for each in stacked))
-        return MixtureSameFamily(shares, mixed, validate_args=False)
+        weights, parameters = zip(*(self.parts(c) for c in components), strict=True)
+        shape = parameters[0][0].shape[1:]
+        shares = torch.cat([c.weight * w.expand(len(w), *shape) for c, w in zip(components, weights, strict=True)])
+        stacked = [torch.cat(parts) for parts in zip(*parameters, strict=True)]
+        if len(shares) == 1:
+            return self.family(*(parameter[0] for parameter in stacked))
+        mixed = self.family(*(parameter.movedim(0, -1) for parameter in stacked))
+        return MixtureSameFamily(
+            Categorical(probs=shares.movedim(0, -1), validate_args=False), mixed, validate_args=False
+        )
 
     def log_prob(self, components: Sequence[Component], y: Tensor) -> Tensor:
         """log p(y), summed over the targets of an example, which are independent but for a common network."""
         y = self.matched(y, components[0].f.mean)
-        scores = [rows(self.distribution([one_of(c)]).log_prob(y)).sum(dim=1) + math.log(c.weight) for c in components]
-        return scores[0] if len(scores) == 1 else torch.logsumexp(torch.stack(scores), dim=0)
+        networks = [self.distribution([replace(c, weight=1.0)]) for c in components]
+        scores = torch.stack([rows(network.log_prob(y)).sum(dim=1) for network in networks])
+        shares = torch.tensor([c.weight for c in components], dtype=scores.dtype, device=scores.device)
+        return (scores + shares.log()[:, None]).logsumexp(dim=0)
 
     def novelty(self, f: Tensor, r: Tensor) -> Tensor:
         """r itself."""
@@ -99,11 +103,6 @@ class Regression(NumericLikelihood):
         """One, N(E[f], Var[f] + σ²)."""
         stddev = self.variance(c).sqrt().expand(c.f.mean.shape)
         return _weights(1, c.f.mean), (c.f.mean[None], stddev[None])
-
-    def family(self, *parameters: Tensor) -> Distribution:
-        """Normal."""
-        loc, scale = parameters
-        return Normal(loc, scale, validate_args=False)
 
     def log_prob(self, components: Sequence[Component], y: Tensor) -> Tensor:
         """log N(y; E[f], Cov[f] + σ²) of one network whose covariance is known; else as of all numbers."""
@@ -182,16 +181,13 @@ class Heteroscedastic(NumericLikelihood):
         stddev = (_variance_of(c.f).chunk(2, dim=-1)[0] + self._noise(c, g)).sqrt()
         return weights, (mean.expand(g.shape), stddev)
 
-    def family(self, *parameters: Tensor) -> Distribution:
-        """Normal."""
-        loc, scale = parameters
-        return Normal(loc, scale, validate_args=False)
-
     def _log_variances(self, c: Component) -> tuple[Tensor, Tensor]:
         """Weights and values of g."""
-        draws = None if c.f.draws is None else c.f.draws.chunk(2, dim=-1)[1]
-        variance = None if c.f.variance is None else c.f.variance.chunk(2, dim=-1)[1]
-        return _values(_NODES, c.f.mean.chunk(2, dim=-1)[1], variance, draws)
+        mean, variance, draws = (
+            None if part is None else part.chunk(2, dim=-1)[1] for part in (c.f.mean, c.f.variance, c.f.draws)
+        )
+        assert mean is not None
+        return nodes(Moments(mean, variance, draws=draws), _NODES)
 
     def _noise(self, c: Component, g: Tensor) -> Tensor:
         """exp g, at most the ceiling."""
@@ -253,18 +249,13 @@ class Counts(NumericLikelihood):
 
     def parts(self, c: Component) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The rate at each node, or draw, of f."""
-        weights, f = _values(_COUNT_NODES, c.f.mean, c.f.variance, c.f.draws)
+        weights, f = nodes(c.f, _COUNT_NODES)
         return weights, (f.clamp(max=_LARGEST).exp(),)
 
     def family(self, *parameters: Tensor) -> Distribution:
         """Poisson."""
         (rate,) = parameters
         return Poisson(rate, validate_args=False)
-
-
-def one_of(c: Component) -> Component:
-    """The component alone, its weight 1."""
-    return Component(c.f, c.noise_variance, c.temperature)
 
 
 def _variance_of(f: Moments) -> Tensor:
@@ -277,19 +268,19 @@ def _weights(n: int, like: Tensor) -> Tensor:
     return torch.full((n, *[1] * like.dim()), 1 / n, dtype=like.dtype, device=like.device)
 
 
-def _values(per_unit: int, mean: Tensor, variance: Tensor | None, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+def nodes(f: Moments, per_unit: int) -> tuple[Tensor, Tensor]:
     """Weights and values, (n, batch, ...), with Σ w h(value) ≈ E[h(f)]: draws, or a quadrature over a Gaussian.
 
-    That is the trapezoidal rule on ±8 standard deviations: for integrands that are smooth on the scale of a step its
-    error falls faster than any power of that step.
+    That is the trapezoidal rule on ±8 standard deviations, with so many nodes to each: for integrands that are smooth
+    on the scale of a step its error falls faster than any power of that step.
     """
-    if draws is not None:
-        return _weights(len(draws), mean), draws
-    if variance is None:
-        return _weights(1, mean), mean[None]
-    z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64, device=mean.device) / per_unit
-    z = z.to(mean.dtype).view(-1, *[1] * mean.dim())
-    return (-0.5 * z.square()).softmax(dim=0), mean + z * variance.sqrt()
+    if f.draws is not None:
+        return _weights(len(f.draws), f.mean), f.draws
+    if f.variance is None:
+        return _weights(1, f.mean), f.mean[None]
+    z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64, device=f.mean.device) / per_unit
+    z = z.to(f.mean.dtype).view(-1, *[1] * f.mean.dim())
+    return (-0.5 * z.square()).softmax(dim=0), f.mean + z * f.variance.sqrt()
 
 
 def _counts(y: Tensor) -> Tensor:

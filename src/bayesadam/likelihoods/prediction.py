@@ -93,8 +93,7 @@ class Prediction:
     @property
     def mean(self) -> Tensor:
         """E[y]."""
-        kind = self._numbers
-        return self._averaged(kind.expected)
+        return self._averaged(self._numbers.expected)
 
     @property
     def variance(self) -> Tensor:

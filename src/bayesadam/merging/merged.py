@@ -18,9 +18,9 @@ from bayesadam._storage import write_tensors
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
-from bayesadam.merging.methods import MergeReport, Sums
+from bayesadam.merging.methods import MergeReport, counted_shares
 from bayesadam.merging.networks import BaseSource, Network, Source, check_alike, network_of, networks_of
-from bayesadam.readers import CheckpointKeywords, warn_of_memory, working_dtype
+from bayesadam.readers import UNKNOWN, CheckpointKeywords, warn_of_memory, working_dtype
 from bayesadam.readers.formats.lazy import meta
 from bayesadam.weights.gaussian import require_safetensors
 from bayesadam.weights.named import AnyPath
@@ -74,7 +74,7 @@ def merge(
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
         trim: the share of each model's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
-        **options: how files are read, see `CheckpointOptions`; a state in a file of its own is given in a pair.
+        **options: how files are read, see `CheckpointKeywords`; a state in a file of its own is given in a pair.
     """
     merging = _Merging.of(models, method, base, weights, trim, options)
     merged: dict[str, Tensor] = {}
@@ -112,7 +112,7 @@ class _Merging:
     """Networks that fit together, merged tensor by tensor.
 
     `scales` are the factors on v̂ of each model, α among them, and of the base; `tied` the first name of every tied
-    tensor by its other names; `adapters` the merged factors of LoRA; `sums` grow as tensors are merged.
+    tensor by its other names; `adapters` the merged factors of LoRA; `shares` grow as tensors are merged.
     """
 
     networks: Sequence[Network]
@@ -124,7 +124,7 @@ class _Merging:
     trained: Sequence[str]
     notes: list[str]
     adapters: dict[str, Tensor] = field(default_factory=dict)
-    sums: dict[str, Sums] = field(default_factory=dict)
+    shares: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -168,15 +168,15 @@ class _Merging:
         if method == "kronecker":
             _check_bases(networks, trained)
         for network in networks:
-            warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
+            if network.gaussian is not None:
+                warn_of_memory(network.gaussian.origin, network.label)
         scales, notes = _scales(networks, start, weights, method)
         merging = cls(networks, method, start, trim, scales, tied, trained, notes)
         merging._merge_adapters(pairs)
         others = [name for name in plain if name not in trained]
-        numbers = [name for name in others if outline[name].is_floating_point()]
         kinds = {
-            "that no model trained were averaged": numbers,
-            f"of integers are those of {networks[0].label}": [name for name in others if name not in numbers],
+            "that no model trained were averaged": [n for n in others if outline[n].is_floating_point()],
+            f"of integers are those of {networks[0].label}": [n for n in others if not outline[n].is_floating_point()],
             "that not every model trained come from those that did": [
                 name for name in trained if not all(name in network.owners for network in networks)
             ],
@@ -192,7 +192,7 @@ class _Merging:
 
     def report(self) -> MergeReport:
         """How much each model counts, once all tensors are merged."""
-        return MergeReport.of(self.method, [network.label for network in self.networks], self.sums, self.notes)
+        return MergeReport.of(self.method, [network.label for network in self.networks], self.shares, self.notes)
 
     @cached_property
     def delta(self) -> float:
@@ -219,7 +219,7 @@ class _Merging:
             # Without any curvature, which is the average.
             return methods.fisher(theta, curvature, self.scales[:-1]).view(first.shape).to(first)
         if theta.numel():
-            self.sums[name] = Sums.of(curvature, self.scales[:-1])
+            self._count(name, curvature)
         if self.base is not None:
             start, known = (tensor[0].to(theta) for tensor in _stacked([self.base], name, self.scales[-1:]))
             if self.trim:
@@ -232,6 +232,10 @@ class _Merging:
             merged = self._kronecker(name, merged.view(first.shape))
         return merged.view(first.shape).to(first)
 
+    def _count(self, name: str, curvature: Tensor) -> None:
+        shares = counted_shares(curvature, self.scales[:-1]).cpu().sum(dim=1, dtype=torch.float64)
+        self.shares[name] = curvature.shape[1], shares
+
     def _kronecker(self, name: str, start: Tensor) -> Tensor:
         """The merge in eigenbases, from that by the diagonals."""
         thetas, operators, diagonal = [], [], torch.zeros_like(start)
@@ -239,7 +243,7 @@ class _Merging:
             if name in network.owners:
                 thetas.append(network.weights[name].detach().to(start))
                 operators.append(_operator(network, name, scale, start))
-                diagonal += network.moment(name).to(start) * scale  # type: ignore[union-attr]
+                diagonal += network.curvature.diagonal(network.owners[name]).to(start) * scale
         delta = KRONECKER_SHARE * float(diagonal.sum(dtype=torch.float64)) / diagonal.numel() or 1.0
         return methods.kronecker(thetas, operators, diagonal, start, delta)
 
@@ -259,7 +263,7 @@ class _Merging:
             for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
                 like = networks[largest].outline[name]
                 self.adapters[name] = factor.reshape(like.shape).to(like.dtype)
-            self.sums[pair.down] = Sums.of(curvature.flatten(1), counts)
+            self._count(pair.down, curvature.flatten(1))
             label = networks[largest].label
             kinds.add(f"adapters have rank {ranks[largest]}, and load with the configuration of {label}")
         self.notes.extend(sorted(kinds))
@@ -267,11 +271,11 @@ class _Merging:
 
 def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
     """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
-    structure, owner = network.gaussian.curvature, network.owners[name]  # type: ignore[union-attr]
-    values, dims = structure.second_moment[owner].to(like) * scale, like.dim()
-    if owner not in structure.bases:
+    curvature, owner = network.curvature, network.owners[name]
+    values, dims = curvature.second_moment[owner].to(like) * scale, like.dim()
+    if owner not in curvature.bases:
         return values.mul
-    rotation = structure.bases[owner].to(like.device, like.dtype)
+    rotation = curvature.bases[owner].to(like.device, like.dtype)
     return lambda x: rotation.out_of(rotation.into(x, dims) * values, dims)
 
 
@@ -323,7 +327,7 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
     for network in networks:
         if not any(network.has_bases(name) for name in trained):
             raise SettingError(f"method='kronecker' needs eigenbases, and {network.label} has none: record gradients")
-        origin = network.gaussian.origin  # type: ignore[union-attr]
+        origin = network.gaussian.origin if network.gaussian else UNKNOWN
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
             few = f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging"
             raise SettingError(f"{few} needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100)")

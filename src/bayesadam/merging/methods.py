@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -86,60 +85,35 @@ def kronecker(
     return solution
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Sums over weights, in float64: Σ √(Fᵢ Fⱼ), whose diagonal is Σ Fᵢ, and Σ αᵢ Fᵢ / Σ αⱼ Fⱼ."""
-
-    weights: int
-    products: Tensor
-    shares: Tensor
-
-    @classmethod
-    def of(cls, curvature: Tensor, counts: Tensor) -> Sums:
-        """Those of F, (models, n), and α."""
-        roots = curvature.sqrt().cpu().double()
-        return cls(curvature.shape[1], roots @ roots.T, counted_shares(curvature, counts).cpu().double().sum(dim=1))
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.weights + other.weights, self.products + other.products, self.shares + other.shares)
-
-    def overlap(self) -> float:
-        """The least Σ√(F_a F_b)/√(Σ F_a Σ F_b) of two models; 0 where either is 0 throughout."""
-
-        roots = self.products.diagonal().sqrt()
-        relative = (self.products / torch.outer(roots, roots)).nan_to_num(nan=0.0).clamp(max=1.0)
-        return float(relative[tuple(torch.triu_indices(len(relative), len(relative), offset=1))].min())
-
-
 @dataclass(frozen=True)
 class MergeReport:
     """What a merge of the models `labels` did; prints as a table of layers.
 
-    `layers` has the mean share with which each model counted, by module. `overlap` is that of the curvatures of two
-    models, the least: Σ √(F_a F_b)/√(Σ F_a Σ F_b), 1 − the squared Hellinger distance of F/ΣF: 1 where the same weights
-    matter to both, 0 where different ones do. `notes` say what was merged in another way, and what was not known.
+    `layers` has the mean share with which each model counted, by module. `notes` say what was merged in another way,
+    and what was not known.
     """
 
     method: str
     labels: tuple[str, ...]
     layers: Mapping[str, tuple[float, ...]]
-    overlap: float
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, method: str, labels: Iterable[str], sums: Mapping[str, Sums], notes: Iterable[str]) -> MergeReport:
-        """The report of sums by parameter name."""
-        modules: dict[str, Sums] = {}
-        for name, part in sums.items():
+    def of(
+        cls, method: str, labels: Iterable[str], shares: Mapping[str, tuple[int, Tensor]], notes: Iterable[str]
+    ) -> MergeReport:
+        """The report of sums of shares over so many weights, by parameter name."""
+        modules: dict[str, tuple[int, Tensor]] = {}
+        for name, (weights, total) in shares.items():
             module = name.rpartition(".")[0] or name
-            modules[module] = modules[module] + part if module in modules else part
-        layers = {name: tuple((part.shares / part.weights).tolist()) for name, part in modules.items()}
-        return cls(method, tuple(labels), layers, reduce(Sums.__add__, modules.values()).overlap(), tuple(notes))
+            before, sums = modules.get(module, (0, torch.zeros_like(total)))
+            modules[module] = before + weights, sums + total
+        layers = {name: tuple((total / weights).tolist()) for name, (weights, total) in modules.items()}
+        return cls(method, tuple(labels), layers, tuple(notes))
 
     def __str__(self) -> str:
         numbers = [f"model {number}" for number in range(1, len(self.labels) + 1)]
         legend = [f"{number} is {label}" for number, label in zip(numbers, self.labels, strict=True) if number != label]
         lines = [["layer", *numbers]]
         lines += [[name, *(f"{share:.1%}" for share in shares)] for name, shares in self.layers.items()]
-        last = f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}"
-        return "\n".join([*aligned(lines), *legend, last, *self.notes])
+        return "\n".join([*aligned(lines), *legend, f"merged by {self.method}", *self.notes])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
+from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights, of_match
 from bayesadam.weights.mixture import require_one_network
 from bayesadam.weights.named import AnyPath, outlined
@@ -50,16 +51,21 @@ class Network:
         """Types and shapes of the weights, without reading them."""
         return outlined(self.weights)
 
+    @property
+    def curvature(self) -> Diagonal:
+        """That of the Gaussian; nothing where there is none."""
+        return Diagonal({}) if self.gaussian is None else self.gaussian.curvature
+
     def has_bases(self, name: str) -> bool:
         """Whether a parameter has eigenbases."""
-        return self.gaussian is not None and self.owners.get(name) in self.gaussian.curvature.bases
+        return self.owners.get(name) in self.curvature.bases
 
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
         if name not in self.owners:
             return None
         try:
-            return self.gaussian.curvature.diagonal(self.owners[name])  # type: ignore[union-attr]
+            return self.curvature.diagonal(self.owners[name])
         except BayesAdamError as error:
             raise type(error)(f"{self.label}: {error}") from error
 
@@ -78,7 +84,7 @@ def network_of(
     if not isinstance(path, str | os.PathLike):
         raise SettingError(f"cannot merge a {type(source).__name__}. A model alone has no curvature: pass posteriors")
     try:
-        return _opened(Path(path), state, label, options, bases)
+        return _opened(Path(path), {**options, "optimizer_path": state}, label, bases)
     except FileError:
         networks = [] if trained else format_of(Path(path)).read(Path(path)).networks
         if len(networks) != 1:
@@ -90,9 +96,9 @@ def network_of(
 def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
     """Its mode, with the buffers and the parameters that are not in it as they are in its model or file."""
     gaussian.require_whole("merging")
-    tensors, scaling = gaussian.network_tensors(), None
+    tensors = gaussian.network_tensors()
     weights = gaussian.mode if tensors is None else tensors
-    identity = identities(weights)
+    identity, scaling = identities(weights), None
     if isinstance(gaussian, Posterior):
         first = {identity[name]: theta for name, theta in gaussian.mode.items()}
         weights = {name: first.get(identity[name], t).to(t.dtype) for name, t in weights.items()}
@@ -100,8 +106,7 @@ def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
     return Network(label, weights, identity, gaussian, gaussian.n_data, gaussian.settings.batch_size, scaling)
 
 
-def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKeywords, bases: bool) -> Network:
-    options = {**options, "optimizer_path": state}
+def _opened(path: Path, options: CheckpointKeywords, label: str, bases: bool) -> Network:
     try:
         checkpoint = read_checkpoint(path, **options)
         recorded = checkpoint.recorded
@@ -109,8 +114,7 @@ def _opened(path: Path, state: AnyPath | None, label: str, options: CheckpointKe
         match = gaussian.source.match if gaussian.source else None
         if bases and match is not None and any(entry.reader.factors is not None for entry in match.entries):
             settings = gaussian.settings
-            rotated = of_match(match, settings.n_data, 1.0, settings.power, settings.batch_size, "kronecker")
-            gaussian = replace(rotated, source=gaussian.source)
+            gaussian = of_match(match, settings.n_data, 1.0, settings.power, settings.batch_size, "kronecker")
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
         raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error
@@ -125,7 +129,7 @@ def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases:
     if options.get("optimizer_path") is not None:
         raise SettingError("pass the pair (weights, state) in place of a path: optimizer_path= is of one file")
     firsts = [source[0] if isinstance(source, tuple) else source for source in models]
-    paths = [each if isinstance(each, str | os.PathLike) else f"model {i}" for i, each in enumerate(firsts, 1)]
+    paths = [first if isinstance(first, str | os.PathLike) else f"model {i}" for i, first in enumerate(firsts, 1)]
     names = [Path(path).name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
     networks = [network_of(source, label, options, bases=bases) for source, label in zip(models, labels, strict=True)]

@@ -1,11 +1,16 @@
 r"""Badam, Algorithm 1 of the paper: Adam, whose state gives a posterior when training ends."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.posterior import Posterior, ReadingKeywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Badam(torch.optim.Adam):
@@ -31,6 +36,6 @@ class Badam(torch.optim.Adam):
     Posterior(Linear, diagonal, 3 weights in 2 parameters, N=100, power=0.5, form='map')
     """
 
-    def posterior(self, model: nn.Module, n_data: float, **settings: Any) -> Posterior:
+    def posterior(self, model: nn.Module, n_data: float, **settings: Unpack[ReadingKeywords]) -> Posterior:
         """The posterior as it stands: `Posterior.from_optimizer(model, self, n_data, **settings)`."""
         return Posterior.from_optimizer(model, self, n_data, **settings)

@@ -57,7 +57,7 @@ def recorded(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
                 a, output = _for_each(a, size, 0), _for_each(output, size, 1)
             notes = _noted(module, a, output)
         for kind, parameter, z, fields in notes:
-            # What the model runs without gradients has none.
+            # A layer that the model runs under no_grad has no gradients.
             if parameter is not None and id(parameter) in names and z.requires_grad:
                 uses.append(kind(name=names[id(parameter)], edge=get_gradient_edge(z), shape=z.shape, **fields))
         if replaced is not None:
@@ -93,32 +93,32 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
         product = {**free, "input": a, "inputs_first": not isinstance(m, _LINEAR)}
         return [(Product, m.weight, z, product), (Addend, getattr(m, "bias", None), z, free)]
     x = a.detach()
-    if isinstance(m, nn.LayerNorm):
-        scale = partial(F.layer_norm, x, m.normalized_shape, eps=m.eps)
-    elif isinstance(m, nn.RMSNorm):
-        scale = partial(F.rms_norm, x, m.normalized_shape, None, m.eps)
+    if isinstance(m, nn.LayerNorm | nn.RMSNorm):
+        normalise: Any = F.layer_norm if isinstance(m, nn.LayerNorm) else F.rms_norm
+        how, scale = free, partial(normalise, x, m.normalized_shape, eps=m.eps)
     elif isinstance(m, nn.GroupNorm):
-        scale = partial(F.group_norm, x, m.num_groups, eps=m.eps)
+        how, scale = first, partial(F.group_norm, x, m.num_groups, eps=m.eps)
     elif m.running_mean is not None:
-        scale = partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
+        how, scale = first, partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
     else:
         return []
-    how = free if isinstance(m, nn.LayerNorm | nn.RMSNorm) else first
     return [(Addend, m.weight, z, {**how, "scale": scale}), (Addend, getattr(m, "bias", None), z, how)]
 
 
-def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> tuple[list[_Note], Any]:
+def _attention(
+    m: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[list[_Note], Any]:
     """Attention written out, so that its four projections are seen, and its result, which replaces the module's own."""
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query = given["query"]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    query = arguments["query"]
     if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
         return [], None
     how: Any = {"layouts": _FIRST if m.batch_first else (batch_second,)}
     apart = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
     projected: list[Tensor] = []
     notes: list[_Note] = []
-    for index, a in enumerate((query, given["key"], given["value"])):
+    for index, a in enumerate((query, arguments["key"], arguments["value"])):
         bias_rows = slice(index * m.embed_dim, (index + 1) * m.embed_dim)
         bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
         weight, rows = (m.in_proj_weight, bias_rows) if apart is None else (apart[index], None)
@@ -128,12 +128,12 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) ->
         projected.append(z if m.batch_first else z.transpose(0, 1))
     q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
     mask = mask.view(scores.shape) if mask is not None and mask.dim() == 3 else mask
     padding = None if padding is None else padding.view(len(scores), 1, 1, scores.shape[-1])
-    for each in (mask, padding):
-        if each is not None:
-            scores = scores.masked_fill(each, -math.inf) if each.dtype == torch.bool else scores + each
+    for hidden in (mask, padding):
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf) if hidden.dtype == torch.bool else scores + hidden
     mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
     mixed = mixed if m.batch_first else mixed.transpose(0, 1)
     z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)

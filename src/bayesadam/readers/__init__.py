@@ -8,7 +8,6 @@ file), `checkpoint` (files), `recorder` (gradients), `compression`.
 from bayesadam.readers.checkpoint import (
     Checkpoint,
     CheckpointKeywords,
-    CheckpointOptions,
     explain,
     load_weights,
     match_checkpoint,

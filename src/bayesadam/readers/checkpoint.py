@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +39,14 @@ from bayesadam.readers.match import (
     shapes_listed,
     slots_of,
 )
-from bayesadam.readers.registry import StateReader, reader_named
+from bayesadam.readers.registry import StateDict, StateReader, reader_named
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """The options of everything that reads a checkpoint.
+class CheckpointKeywords(TypedDict, total=False):
+    """How a checkpoint is read: the keywords of everything that reads one.
 
     Attributes:
         optimizer_path: the file with the optimiser's state, where it is not that of the weights; a state next to the
@@ -61,26 +59,12 @@ class CheckpointOptions:
         optimizer_key: which optimiser's state, where the file holds several; `"optimizer_states.0"`.
     """
 
-    optimizer_path: str | os.PathLike[str] | None = None
-    optimizer: str | StateReader | None = None
-    param_names: Sequence[str] | None = None
-    groups_in_order: bool = False
-    weights_key: str | Sequence[str] | None = None
-    optimizer_key: str | None = None
-
-
-class CheckpointKeywords(TypedDict, total=False):
-    """The same as keyword arguments: `**options: Unpack[CheckpointKeywords]`."""
-
     optimizer_path: str | os.PathLike[str] | None
     optimizer: str | StateReader | None
     param_names: Sequence[str] | None
     groups_in_order: bool
     weights_key: str | Sequence[str] | None
     optimizer_key: str | None
-
-
-DEFAULTS = CheckpointOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +77,12 @@ class Checkpoint:
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
         ordered: whether `weights` are in the order in which the model registered them.
-        weights_recorded: what the file with the weights says of their training, `state_recorded` what another file with
-            the state does; `recorded` has it from either.
-        notes: which of the file's weights and states were taken and why.
-        choices: the options that would take others, in words.
+        weights_recorded, state_recorded: what the file with the weights, and another with the state, says of training.
+        notes: which of the file's weights and states were taken and why; `choices` the options that would take others.
     """
 
     weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
+    optimizer: StateDict
     path: Path
     format: str
     stored_names: Mapping[str, str]
@@ -130,15 +112,13 @@ class Checkpoint:
         return self.recorded.batch_size if given is None else given
 
 
-def read_checkpoint(
-    path: str | os.PathLike[str], options: CheckpointOptions = DEFAULTS, **changes: Unpack[CheckpointKeywords]
-) -> Checkpoint:
-    """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
-    options = replace(options, **changes)
-    path, weights_key = Path(path), options.weights_key
+def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKeywords]) -> Checkpoint:
+    """Read a checkpoint of any known format, identified by its content."""
+    if unknown := sorted(options.keys() - CheckpointKeywords.__annotations__.keys()):
+        raise TypeError(f"unknown options {unknown}; there are {', '.join(CheckpointKeywords.__annotations__)}")
+    path, second, weights_key = Path(path), options.get("optimizer_path"), options.get("weights_key")
     kind = format_of(path)
     contents = state = kind.read(path)
-    second = options.optimizer_path
     if second is None and not contents.states and len(contents.beside) == 1:
         second = contents.beside[0]
     if second is not None:
@@ -153,7 +133,7 @@ def read_checkpoint(
             f"optimizer_path={beside}"
         )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
-    choice = choose(contents.networks, state.states, path, weights_key, options.optimizer_key)
+    choice = choose(contents.networks, state.states, path, weights_key, options.get("optimizer_key"))
     behind = choice.named()
     stored = clean_names(behind)
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
@@ -177,35 +157,27 @@ def read_checkpoint(
     )
 
 
-def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
+def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
-    probes = {
-        name: (state[PROBE_KEY], probe(weights[name]))
-        for name, state in outline_of(optimizer["state"]).items()
-        if name in weights and PROBE_KEY in state
-    }
+    states = outline_of(optimizer["state"])
+    saved = {n: state[PROBE_KEY] for n, state in states.items() if n in weights and PROBE_KEY in state}
+    read = {name: probe(weights[name]) for name in saved}
     # Other shapes are refused by name once states are matched.
-    if not probes or any(saved.shape != read.shape for saved, read in probes.values()):
-        return
-    saved, read = ({name: pair[i] for name, pair in probes.items()} for i in (0, 1))
-    if not same_weights(saved, read):
+    is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
+    if is_alike and not same_weights(saved, read):
         raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
 def match_checkpoint(
-    checkpoint: Checkpoint,
-    model: nn.Module | None = None,
-    options: CheckpointOptions = DEFAULTS,
-    **changes: Unpack[CheckpointKeywords],
+    checkpoint: Checkpoint, model: nn.Module | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
     By names, where the state, the caller or the trainer's own rule has them; else by the order of the model, or of the
     file's weights, and every shape, which must give one answer (`bayesadam.readers.match`).
     """
-    options = replace(options, **changes)
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = reader_named(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
+    reader = reader_named(options.get("optimizer") or identify_reader(state, checkpoint.recorded.optimizer))
     slots = slots_of(state, reader)
     if model is None:
         pairing = _pair_file(checkpoint, slots, options)
@@ -215,7 +187,6 @@ def match_checkpoint(
         return match_pairs(parameters, state, reader, pairing)
     stored, is_part = _stored_by_name(checkpoint, unwrap(model))
     parameters = own_parameters(model)
-    _check_shapes(checkpoint, stored, parameters)
     if is_part:
         pairing = _pair_file(checkpoint, slots, options)
         inner = {name: key for key, name in stored.items()}
@@ -247,13 +218,13 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     )
 
 
-def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointOptions) -> Pairing:
-    pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.param_names)
+def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointKeywords) -> Pairing:
+    pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.get("param_names"))
     if pairing is not None:
         return pairing
     shapes = candidates(checkpoint.weights, len(slots))
     try:
-        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=options.get("groups_in_order", False))
     except MatchError as error:
         remedy = "" if checkpoint.ordered else "; or pass the model, whose order it is (Posterior.from_checkpoint)"
         remedy += f". In {checkpoint.path} {checkpoint.choices}" if checkpoint.choices else ""
@@ -263,23 +234,23 @@ def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: Checkpoin
 def _pair_model(
     checkpoint: Checkpoint,
     slots: Sequence[Slot],
-    options: CheckpointOptions,
+    options: CheckpointKeywords,
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     stored: Mapping[str, str],
 ) -> Pairing:
     """The keys with the model's names; `stored` are the file's names by the model's."""
-    given = options.param_names
+    given = options.get("param_names")
     if given is None and names_in(checkpoint.optimizer) is None:
         given = _by_rule(checkpoint, slots, model)
     pairing = pair_by_names(checkpoint.optimizer, parameters, given)
     if pairing is None:
-        shapes = shapes_listed(parameters, len(slots))
-        pairing = pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
+        shapes, in_order = shapes_listed(parameters, len(slots)), options.get("groups_in_order", False)
+        pairing = pair(slots, shapes, ordered=True, in_order=in_order)
         filed = {name: shapes[name] for name in stored if name in shapes}
         # The class may have changed since.
         if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            other = pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
+            other = pair(slots, filed, ordered=True, in_order=in_order).names
             for key, name in pairing.names.items():
                 if other.get(key) != name:
                     raise MatchError(
@@ -315,22 +286,30 @@ def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) ->
     return fitting[0] if fitting else None
 
 
-def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
-    """The checkpoint's name by the model's name, and whether the model is a part of what was trained."""
-    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    weights, rules = checkpoint.weights, checkpoint.rules
-    stored = {checkpoint.stored_names[name]: name for name in weights}
+def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str, str], bool]:
+    """The name in the checkpoint by the name in the model, and whether the model is a part of what was trained."""
+    tensors, rules = _tensors_of(model), checkpoint.rules
+    outline, stored = (
+        outline_of(checkpoint.weights),
+        {checkpoint.stored_names[name]: name for name in checkpoint.weights},
+    )
     if rules.names is not None:
         renamed = rules.names(model)
         names = {renamed.get(key, key): name for key, name in stored.items()}
     else:
-        by_file = len(tensors.keys() & stored.keys()) > len(tensors.keys() & weights.keys())
+        by_file = len(tensors.keys() & stored.keys()) > len(tensors.keys() & outline.keys())
         names = {key if by_file else name: name for key, name in stored.items()}
     if rules.partial or not tensors or not names.keys().isdisjoint(tensors):
+        for name, key in names.items():
+            if name in tensors and outline[key].shape != tensors[name].shape:
+                raise MatchError(
+                    f"build the model as it was trained: {name!r} has shape {tuple(outline[key].shape)} in "
+                    f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
+                )
         return names, False
     # The model may be a part of what was trained, under a prefix.
-    first, outline = next(iter(tensors)), outline_of(weights)
-    prefixes = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
+    first = next(iter(tensors))
+    prefixes = sorted({name.removesuffix(first) for name in outline if name.endswith("." + first)})
     fitting = [
         prefix
         for prefix in prefixes
@@ -343,24 +322,18 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[s
         )
     if not fitting:
         return names, False
-    return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
+    return {name.removeprefix(fitting[0]): name for name in outline if name.startswith(fitting[0])}, True
 
 
-def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    outline = outline_of(checkpoint.weights)
-    for name, stored in names.items():
-        if name in tensors and outline[stored].shape != tensors[name].shape:
-            raise MatchError(
-                f"build the model as it was trained: {name!r} has shape {tuple(outline[stored].shape)} in "
-                f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
-            )
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
     names, _ = _stored_by_name(checkpoint, inner)
-    tensors = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    tensors = _tensors_of(inner)
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(tensors[name]) for name in names if name in tensors}
     absent = [name for name in tensors if name not in names and memory_of(tensors[name]) not in saved]
@@ -371,11 +344,9 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
-    _check_shapes(checkpoint, names, tensors)
     with torch.no_grad():
         for name, stored in names.items():
-            weight = checkpoint.weights[stored]
-            tensors[name].copy_(placed_like(weight, tensors[name]))
+            tensors[name].copy_(placed_like(checkpoint.weights[stored], tensors[name]))
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
@@ -414,11 +385,6 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         kind.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
-# --- weights and state of one moment --------------------------------------------------------------------------------
-
-# Numbers after the same word in the names of files and of their folders; a role's word counts saves.
-_COUNTS, _ROLES = "epoch|step|iteration|iter|checkpoint|ckpt", "params|weights|model|net|optimizer|optim|opt"
-_MOMENT = re.compile(rf"(?<![a-z])({_COUNTS}|{_ROLES})s?[-_=.]*(\d+)")
 # Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
 _SKIPPED, _SHARE = 20, 0.05
 
@@ -426,20 +392,14 @@ _SKIPPED, _SHARE = 20, 0.05
 def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
     """How weights and state differ in age, in words with the remedy; None where nothing shows it.
 
-    Two files are compared by their names (`model_epoch_12.pt`, `optimizer_epoch_11.pt`) and by the epochs and steps
-    inside; the folder of a Hugging Face Trainer by its own count of steps and the optimiser's.
+    Two files are compared by the epochs and steps inside; the folder of a Hugging Face Trainer by its own count of
+    steps and the optimiser's.
     """
-    path, second = checkpoint.path, checkpoint.optimizer_path
-    apart = []
-    if second is not None and second != path:
-        one, other = (_numbers(file) for file in (path, second))
-        words = [word for word in one if word in other and one[word] != other[word]]
-        apart += [f"by their names {path} is of {word} {one[word]}, {second} of {word} {other[word]}" for word in words]
+    path, apart = checkpoint.path, []
     for word in ("epoch", "step"):
-        said = [getattr(record, word) for record in (checkpoint.weights_recorded, checkpoint.state_recorded)]
-        if None not in said and said[0] != said[1]:
-            apart.append(f"{path} says {word} {said[0]}, {second} {word} {said[1]}")
-    # The Trainer's count of optimiser steps against the optimiser's own.
+        weights, state = (getattr(record, word) for record in (checkpoint.weights_recorded, checkpoint.state_recorded))
+        if weights is not None and state is not None and weights != state:
+            apart.append(f"{path} says {word} {weights}, {checkpoint.optimizer_path} {word} {state}")
     counted, steps = checkpoint.recorded.step, origin_of(match).steps
     if counted is not None and steps is not None and (path / STATE).is_file():
         skipped = counted - steps[1]
@@ -451,9 +411,3 @@ def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
         f"the weights are of another moment of training than the optimiser's state: {apart[0]}. The second moment "
         "describes the network at its own step alone: pass the state that was saved with these weights"
     )
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """The numbers in a file's name by the word before them."""
-    numbers = _MOMENT.findall(f"{file.parent.name}/{file.name}".lower())
-    return {word if word in _COUNTS.split("|") else "save": int(number) for word, number in numbers}

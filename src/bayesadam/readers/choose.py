@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Keys, Network
 from bayesadam.readers.formats.lazy import clean_names, memory_of, outline_of
 from bayesadam.readers.match import AmbiguousError, candidates, names_in, pair, slots_of
+from bayesadam.readers.registry import StateDict
 
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
@@ -21,11 +22,9 @@ _STEMS = ("optimizer", "optim")
 _OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
 # Words in the key of a copy of other weights.
 _COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "polyak", "swa", "teacher", "best"}
-# More networks than so many are not tried together.
-_MOST_TOGETHER = 3
-_MOST_ROWS = 12
+# More networks than so many are not tried together; more rows are not shown.
+_MOST_TOGETHER, _MOST_ROWS = 3, 12
 
-State = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -58,7 +57,7 @@ def dotted(*paths: Keys) -> str:
 
 def choose(
     networks: Sequence[Network],
-    states: Mapping[Keys, State],
+    states: Mapping[Keys, StateDict],
     source: object,
     weights_key: str | None,
     optimizer_key: str | None,
@@ -71,17 +70,17 @@ def choose(
     notes = tuple(f"{dotted(copy.path)!r} was left out, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
     originals = {path: network for path, network in by_path.items() if network not in copies}
     usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
-    first = next(iter(usual_states))
-    is_clear = len(usual_states) == 1 and (asked or len(usual) == 1)
+    is_clear = len(usual_states) == 1 and (bool(asked) or len(usual) == 1)
+    clear = Choice(usual, next(iter(usual_states)), notes)
     is_named = len(asked) == 1 and optimizer_key is not None
-    if is_clear and (is_named or fit(Choice(usual, first), states[first])):
-        return Choice(usual, first, notes)
+    if is_clear and (is_named or fit(clear, states[clear.state])):
+        return clear
     pairs = _pairs(asked, tuple(originals.values()), usual_states if len(usual_states) == 1 else states)
     if len(pairs) == 1:
         return Choice(pairs[0].networks, pairs[0].state, (*notes, f"{pairs[0]}: the only choice that fits"))
     if not pairs and is_clear:
         # The error comes where the states are matched.
-        return Choice(usual, first, notes)
+        return clear
     rows = "".join(f"\n  {row} ({row.notes[0]})" for row in pairs[:_MOST_ROWS])
     raise FileError(
         f"{source} holds weights under {_listed(list(originals))} and states under {_listed(list(states))}"
@@ -134,21 +133,20 @@ def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
     return copies
 
 
-def _pairs(asked: tuple[Network, ...], networks: tuple[Network, ...], states: Mapping[Keys, State]) -> list[Choice]:
+def _pairs(asked: tuple[Network, ...], networks: tuple[Network, ...], states: Mapping[Keys, StateDict]) -> list[Choice]:
     """Every choice that nothing contradicts: the networks asked for, else one, else the fewest in some order."""
     pairs: list[Choice] = []
     for path, state in states.items():
-        sizes = [len(asked)] if asked else range(1, min(len(networks), _MOST_TOGETHER) + 1)
-        for size in sizes:
+        for size in range(1, min(len(networks), _MOST_TOGETHER) + 1):
             orders = [asked] if asked else itertools.permutations(networks, size)
             choices = [Choice(order, path, (why,)) for order in orders if (why := fit(Choice(order, path), state))]
             pairs += choices
-            if choices:
+            if choices or asked:
                 break
     return pairs
 
 
-def fit(choice: Choice, state: State) -> str:
+def fit(choice: Choice, state: StateDict) -> str:
     """How an optimiser's state fits networks in this order; empty where something contradicts that."""
     behind, names = choice.named(), names_in(state)
     if names is not None:

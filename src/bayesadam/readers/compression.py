@@ -31,10 +31,9 @@ def check_compression(compress: str | None) -> None:
 def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     r"""A tensor of finite numbers, none of them negative, as the parts that a file holds, by the suffix of their role.
 
-    `None` keeps it as it is, `"bfloat16"` to one part in 256. `"factored"` keeps of two or more dimensions the sums r
-    of the rows and c of the columns, over the matrix (first dimension, all others):
-    :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not fill a row or a column
-    are lost: a weight that no gradient reached then has some curvature. Vectors stay.
+    `"bfloat16"` keeps one part in 256, `"factored"` of the matrix (first dimension, all others) the sums r of the rows
+    and c of the columns, :math:`v_{ij} \approx r_i c_j / \sum_k r_k`: exact where v has rank one, but a weight that
+    no gradient reached then has some curvature.
     """
     check_compression(compress)
     if compress is None:
@@ -95,9 +94,7 @@ def moment_shape(tensors: Named, key: str) -> torch.Size:
 
 
 def widened(key: str, tensor: Tensor) -> Tensor:
-    """A basis or direction in float32: files up to 0.3 have bfloat16, where bases are orthonormal again after a step
-    of Newton and Schulz, Q (3 I − QᵀQ)/2.
-    """
+    """A basis in float32; of bfloat16, as files up to 0.3 have it, orthonormal again by Q (3 I − QᵀQ)/2."""
     if tensor.dtype != torch.bfloat16:
         return tensor
     wide = tensor.float()

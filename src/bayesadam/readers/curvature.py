@@ -17,7 +17,7 @@ from bayesadam.errors import MatchError
 from bayesadam.readers import tracking
 from bayesadam.readers.identify import opened
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.registry import TRACKED, State, StateReader, working_dtype
+from bayesadam.readers.registry import TRACKED, State, StateDict, StateReader, working_dtype
 from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
 # A mark of groups that stand for a saved posterior whose second moments are of recorded gradients.
@@ -28,14 +28,10 @@ _BLOCK_LENGTHS = (256, 2048)
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """The second moments v̂ of a model's gradients, and where they came from, by parameter name.
+    """The second moments v̂ of a model's gradients by parameter name, float32 (float64 for float64 parameters).
 
-    Attributes:
-        second_moment: v̂, bias-corrected, float32 (float64 for float64 parameters).
-        steps: t, the steps behind each, or None where the optimiser does not count.
-        weight_decay: λ of the parameter's group.
-        reader: the name of the record that read it.
-        omitted: the parameters of the model that have no curvature, with the reason.
+    With the steps t behind each (None where they are not counted), λ, the name of the record that read it, and why
+    the other parameters of the model are omitted.
     """
 
     second_moment: Mapping[str, Tensor]
@@ -48,21 +44,18 @@ class Curvature:
 def read_optimizer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, reader: str | StateReader | None = None
 ) -> Curvature:
-    """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); neither is changed.
-
-    `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
-    """
+    """Read v̂ off one live optimiser, or several of one model; `reader` overrides the record that its class has."""
     return read_match(match_optimizers(model, optimizer, reader))
 
 
 def read_state_dict(
     model: nn.Module,
-    state_dict: Mapping[str, Any],
+    state_dict: StateDict,
     *,
     optimizer: str | StateReader = "adam",
     param_names: Sequence[str] | None = None,
 ) -> Curvature:
-    """Read v̂ out of what `optimizer.state_dict()` returned; see `match_state_dict` for how names are found."""
+    """Read v̂ out of what `optimizer.state_dict()` returned, by names, or by the model's order and every shape."""
     return read_match(match_state_dict(model, state_dict, optimizer, param_names))
 
 
@@ -89,7 +82,7 @@ def read_match(match: Match) -> Curvature:
 
 
 def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
-    """The stored statistic's (smallest, largest) entry as one tensor, and v̂: the table in `StateReader`."""
+    """The stored statistic's (smallest, largest) entry as one tensor, and v̂, by the table in `StateReader`."""
     parameter, reader = entry.parameter, entry.reader
     dtype = working_dtype(parameter.dtype)
     if reader.statistic == "identity":
@@ -116,16 +109,9 @@ def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
 
 
 def read_rotated(entry: Entry) -> tuple[Tensor, Rotation] | None:
-    r"""v̂ of one parameter in the space of its eigenbases, and these; None where it is not rotated.
+    """v̂ of one parameter in the space of its eigenbases, and these; None where it is not rotated.
 
-    With vec stacking the columns of the m×n matrix W, the covariance that goes with it is
-
-    .. math::
-        \operatorname{Cov} \operatorname{vec}(W)
-            = (Q_R \otimes Q_L) \operatorname{diag} \frac{1}{w\, \hat v^p + \delta}\, (Q_R \otimes Q_L)^\top
-
-    which is never formed. Entry (i, j) of v̂, of the parameter's shape, belongs to left eigenvector i and right
-    eigenvector j.
+    Entry (i, j) of v̂, of the parameter's shape, belongs to left eigenvector i and right eigenvector j.
     """
     if entry.reader.factors is None:
         return None
@@ -177,7 +163,6 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
 
 
 def _corrected(stored: Tensor, entry: Entry) -> Tensor:
-    """v̂ from the stored statistic, in place."""
     reader, group, steps = entry.reader, entry.group, entry.steps
     if reader.statistic == "root":
         return stored.square_()
@@ -201,26 +186,6 @@ def _corrected(stored: Tensor, entry: Entry) -> Tensor:
         # Rounding can leave a variance slightly below zero.
         stored = stored.addcmul_(centre, centre, value=-1.0).clamp_(min=0.0)
     return stored
-
-
-def _tracked_in_words(
-    parameters: int,
-    gradients: Sequence[float],
-    every: int,
-    since: int | None = None,
-    batch_size: int | None = None,
-) -> str:
-    """What stands behind the second moments that `track` kept of so many parameters: gradients, fewest to most.
-
-    >>> print(_tracked_in_words(3, (20, 20), 10, 0, 128))
-    3 parameters, by 20 gradients, at least one in 10 steps since step 0: 2,560 examples
-    """
-    few, many = gradients
-    text = f"{parameters} parameter{'s' * (parameters != 1)}, by "
-    text += f"{few:,g} gradient{'s' * (few != 1)}" if few == many else f"{few:,g} to {many:,g} gradients"
-    text += ", one a step" if every == 1 else f", at least one in {every:,} steps"
-    text += "" if since is None else f" since step {since:,}"
-    return text if batch_size is None else f"{text}: {many * batch_size:,g} examples"
 
 
 @dataclass(frozen=True)
@@ -270,22 +235,34 @@ def origin_of(match: Match) -> Origin:
     betas = [beta for entry in match.entries if 0 < (beta := entry.reader.beta(entry.group) or 0.0) < 1]
     recorded = any(RECORDED_MARK in entry.group for entry in match.entries)
     ends = (min(steps), max(steps)) if steps else None
-    return Origin(match.optimizers, ends, min(betas, default=None), recorded, _tracked_in(match))
+    tracked, words = [entry for entry in match.entries if entry.reader is TRACKED], ""
+    if tracked:
+        counts = [entry.steps or 0.0 for entry in tracked]
+        starts = [start for entry in tracked if (start := entry.group.get(tracking.SINCE)) is not None]
+        since = max(map(int, starts)) if len(starts) == len(tracked) else None
+        every = max(int(entry.group.get(tracking.EVERY, 1)) for entry in tracked)
+        batch_size = batch_size_or_tracked(match, None)
+        words = _tracked_in_words(len(tracked), (min(counts), max(counts)), every, since, batch_size)
+    return Origin(match.optimizers, ends, min(betas, default=None), recorded, words)
 
 
-def _tracked_in(match: Match) -> str:
-    entries = [entry for entry in match.entries if entry.reader is TRACKED]
-    if not entries:
-        return ""
-    counts = [entry.steps or 0.0 for entry in entries]
-    starts = [entry.group.get(tracking.SINCE) for entry in entries]
-    since = None if None in starts else max(int(start) for start in starts if start is not None)
-    every = max(int(entry.group.get(tracking.EVERY, 1)) for entry in entries)
-    return _tracked_in_words(len(entries), (min(counts), max(counts)), every, since, batch_size_or_tracked(match, None))
+def _tracked_in_words(
+    parameters: int, gradients: Sequence[float], every: int, since: int | None = None, batch_size: int | None = None
+) -> str:
+    """What stands behind the second moments that `track` kept of so many parameters: gradients, fewest to most.
+
+    >>> print(_tracked_in_words(3, (20, 20), 10, 0, 128))
+    3 parameters, by 20 gradients, at least one in 10 steps since step 0: 2,560 examples
+    """
+    few, many = gradients
+    text = f"{parameters} parameter{'s' * (parameters != 1)}, by {few:,g}{f' to {many:,g}' * (few != many)} gradients"
+    text += ", one a step" if every == 1 else f", at least one in {every:,} steps"
+    text += "" if since is None else f" since step {since:,}"
+    return text if batch_size is None else f"{text}: {many * batch_size:,g} examples"
 
 
 def batch_size_or_tracked(match: Match, given: int | None) -> int | None:
-    """B as given or, for None, as `track` was told, if it was."""
+    """B as it is given, or else as `track` was told it."""
     groups = [entry.group for entry in match.entries if entry.reader is TRACKED]
     sizes = {int(group[tracking.EXAMPLES]) for group in groups if tracking.EXAMPLES in group}
     return sizes.pop() if given is None and len(sizes) == 1 else given

@@ -4,35 +4,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.readers import tracking
-from bayesadam.readers.registry import ADVICE, TRACKED, Group, State, StateReader, keeps_none, registered
+from bayesadam.readers.registry import ADVICE, TRACKED, Group, State, StateDict, StateReader, keeps_none, registered
 
 # All fields of a record that change v̂.
 _reading = attrgetter(
     *("statistic", "key", "decay", "bias_correction", "start", "step", "counter", "idle_steps"),
     *("maximum_key", "centre_key", "read", "factors"),
 )
-# Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
-# them, a scheduler's after them. Up to torch 1.11 Adam and AdamW wrote the same; from 1.12 to 2.6 AdamW had `foreach`
-# before `maximize`, Adam after it; since 2.7 both are as Adam, with `decoupled_weight_decay`. `correct_bias` is of
-# transformers' own AdamW.
-_ORDERS = {
-    "foreach capturable decoupled_weight_decay": "radam",
-    "foreach maximize capturable": "adamw",
-    "amsgrad maximize foreach capturable": "adam",
-    "correct_bias": "adamw",
-    "eps maximize params": "sparseadam",
-}
 
 
-def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -> StateReader:
-    """The reader for a saved state; optimisers that are read alike, Adam and AdamW, count as one, `"adam or adamw"`.
+def identify_reader(optimizer: StateDict, recorded: str | None = None) -> StateReader:
+    """The reader for a saved state; optimisers that are read alike, as RAdam is as Adam, count as one.
 
     `recorded` is the class name the trainer wrote down, which decides between several that fit.
     """
@@ -111,27 +99,19 @@ def _fits(reader: StateReader, state: State, group: Group, *, named: bool = Fals
     value, index = group.get(reader.decay[0]), reader.decay[1]
     if index is None:
         return value is not None
-    if not isinstance(value, list | tuple):
-        return False
     # β is the last unless a mark says whose they are: Adan has three, of which Adam's would be the wrong one.
-    if index < 0:
-        return len(value) == 1 - index
-    return len(value) == index + 1 or (reader.mark is not None and len(value) > index)
+    count = len(value) if isinstance(value, list | tuple) else 0
+    return count == index + 1 or (reader.mark is not None and count > index)
 
 
 def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
-    """Of readers that compute the same, the one that a flag or the order of the groups' entries names."""
-    names: set[str | None] = set()
-    for group in groups:
-        entries = f" {' '.join(map(str, group))} "
-        name = next((name for order, name in _ORDERS.items() if f" {order} " in entries), None)
-        if name != "radam" and "decoupled_weight_decay" in group:
-            name = "adamw" if group["decoupled_weight_decay"] else "adam"
-        names.add(name)
-    named = [reader for reader in alike if reader.name in names]
-    adam = next((reader for reader in alike if reader.name == "adam"), None)
-    if len(named) == 1 or adam is None:
-        return (named or alike)[0]
+    """Of readers that compute the same, the one that the groups' flag names: torch writes it since 2.7."""
+    adam, adamw = (next((reader for reader in alike if reader.name == name), None) for name in ("adam", "adamw"))
+    if adam is None or adamw is None:
+        return alike[0]
+    flags = {group.get("decoupled_weight_decay") for group in groups}
+    if flags <= {True, False}:
+        return adamw if flags == {True} else adam
     note = (
         "the file does not say which. v is read alike, and without weight decay they are the same. With it, Adam adds "
         "the decay to the gradients before they are squared, and the posterior is too narrow. Say which with "
@@ -140,12 +120,10 @@ def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
     return replace(adam, name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note)
 
 
-# --- what a state holds ---------------------------------------------------------------------------------------------
-
-# Entries of a weight's shape beside a plain average of squares, and beside Adan's.
+# Entries of a weight's shape beside a plain average of squares.
 _HARMLESS = re.compile(
-    r"step|(max_)?exp_avg(_sq|_var|_diff|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|"
-    r"mu_product|variance|exp_hessian_diag_sq|(neg_)?pre(vious)?_grad|tracked_.*|"
+    r"step|(max_)?exp_avg(_sq|_var|_fast)?|exp_inf|sum|square_avg|grad_avg|acc_delta|(state|qmap|absmax)\d|"
+    r"mu_product|variance|tracked_.*|"
     r".*(momentum|master|param|fp32|kahan|comp|slow|buffer|shift).*",
     re.I,
 )
@@ -153,7 +131,7 @@ _QUANT_STATE = "__bnb_optimizer_quant_state__"
 # Entries that have the parameter's own shape, in every optimiser that has them.
 _SHAPED_KEYS = (
     *("exp_avg", "exp_avg_sq", "rotated_exp_avg_sq", "square_avg", "sum", "exp_inf", "exp_avg_var"),
-    *("exp_hessian_diag_sq", "variance", "state2", "state1", "momentum_buffer", "m", "z"),
+    *("variance", "state2", "state1", "momentum_buffer", "m", "z"),
 )
 # The names of bases in optimisers' states, and of the statistics that these are the eigenvectors of.
 _BASIS_NAMES = re.compile(
@@ -172,7 +150,7 @@ def outline(state: State) -> State:
     return opened(getattr(state, "outline", state))
 
 
-def has_tensors(state: Any) -> bool:
+def has_tensors(state: object) -> bool:
     """Whether a state holds anything but a counter."""
     return isinstance(state, Mapping) and any(
         (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()

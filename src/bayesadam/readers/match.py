@@ -8,7 +8,7 @@ a name is certain where all readings of them that fit (`_readings`) agree. All e
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from bayesadam.readers.registry import (
     TRACKED,
     Group,
     State,
+    StateDict,
     StateReader,
     reader_for,
     reader_named,
@@ -44,11 +45,12 @@ _UNTRAINED = "never received a gradient"
 _KEEPS_NONE = "which keeps no second moment per weight; ba.track(optimizer) keeps one"
 _EACH_IN_ORDER = "groups: each in the model's order"
 # By what trainers split parameters into groups: a function of a name and its dimensions.
-_SPLITS: Mapping[str, Callable[[str, int], object]] = {
+_SPLITS: Mapping[str, Callable[[str, int], Hashable]] = {
     "matrices apart": lambda name, dims: dims > 1,
     "biases apart": lambda name, dims: name.endswith("bias"),
     "biases and other vectors apart": lambda name, dims: (name.endswith("bias"), dims > 1),
 }
+# A target network has the names of another, with `target` in them, and no optimiser trains it.
 _TARGET = re.compile(r"_target(?=[._]|$)|(?<![a-z])target_")
 
 Shapes = Mapping[str, torch.Size]
@@ -76,10 +78,15 @@ class Entry:
         return float(self.group.get("weight_decay", 0.0) or 0.0)
 
     @property
+    def average(self) -> Tensor | None:
+        """The weight that was trained, where the one that is stored is another."""
+        return None if self.reader.mean is None else self.reader.mean(self.state, self.group, self.parameter)
+
+    @property
     def weight(self) -> Tensor:
-        """The weight that was trained, which is not always the one that is stored."""
-        mean = None if self.reader.mean is None else self.reader.mean(self.state, self.group, self.parameter)
-        return self.parameter.detach() if mean is None else mean
+        """The weight that was trained."""
+        average = self.average
+        return self.parameter.detach() if average is None else average
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,10 @@ class Match:
     @torch.no_grad()
     def settle(self) -> None:
         """Give the model, which has the weights of a file, those that were trained."""
-        moved = [entry for entry in self.entries if entry.weight.data_ptr() != entry.parameter.data_ptr()]
-        for entry in moved:
-            entry.parameter.copy_(entry.weight)
-        if moved:
+        averages = [(entry.parameter, average) for entry in self.entries if (average := entry.average) is not None]
+        for parameter, average in averages:
+            parameter.copy_(average)
+        if averages:
             warn(
                 f"the file was saved while {' and '.join(self.optimizers)} was in train mode: the model got the "
                 "average that it trains, computed from its state"
@@ -112,7 +119,7 @@ class AmbiguousError(MatchError):
 class Slot:
     """One entry of the optimiser's list: its key, the number of its group, its shape; `needed` if it has a state."""
 
-    key: Any
+    key: Hashable
     group: int
     shape: torch.Size | None
     needed: bool
@@ -122,7 +129,7 @@ class Slot:
 class Pairing:
     """The name behind every key that can be identified, and why."""
 
-    names: Mapping[Any, str]
+    names: Mapping[Hashable, str]
     why: str
 
 
@@ -148,12 +155,11 @@ def match_optimizers(
     parameters = own_parameters(model)
     if not parameters:
         raise MatchError(f"{type(model).__name__} has no parameters")
-    names = {parameter: name for name, parameter in parameters.items()}
+    names: dict[Hashable, str] = {parameter: name for name, parameter in parameters.items()}
     listed = listed_optimizers(optimizers)
-    classes = tuple(type(optimizer).__name__ for optimizer in listed)
-    taken: dict[str, Entry | str] = {}
-    foreign = 0
-    for optimizer, title in zip(listed, classes, strict=True):
+    titles = tuple(type(optimizer).__name__ for optimizer in listed)
+    matched: dict[str, Entry | str] = {}
+    for optimizer, title in zip(listed, titles, strict=True):
         record = reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None and any(is_tracked(state) for state in optimizer.state.values()):
             record = TRACKED
@@ -163,39 +169,25 @@ def match_optimizers(
                 "readers.register(StateReader(...)) if it keeps a second moment of the gradients, one number a weight; "
                 f"else {ADVICE}"
             )
-        trained = [names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        foreign += trained.count(None)
-        if twice := [name for name in trained if name in taken]:
+        trained = _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
+        if twice := [name for name in trained if name in matched]:
             raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
-        taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
-    source = " and ".join(classes)
-    if foreign and not taken:
+        matched |= trained
+    if not matched:
         raise MatchError(
-            f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
-            "it trained (for a copy use Posterior.from_state_dict)"
+            f"no parameter of {' and '.join(titles)} belongs to this {type(model).__name__}: pass the model that it "
+            "trained (for a copy use Posterior.from_state_dict)"
         )
-    return _in_place(_finished(parameters, taken, source, classes))
-
-
-def _in_place(match: Match) -> Match:
-    """The match, if the model's weights are those that were trained."""
-    for entry in match.entries:
-        if entry.reader.mean is not None and entry.reader.mean(entry.state, entry.group, entry.parameter) is not None:
-            raise MatchError(
-                f"{' and '.join(match.optimizers)} is in train mode, in which the model has other weights than those "
-                "that are trained: call optimizer.eval() before the posterior is read, or the state is saved"
-            )
-    return match
+    return _in_place(_finished(parameters, matched, " and ".join(titles), titles, "the identity of tensors"))
 
 
 def match_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any], reader: str | StateReader, param_names: Sequence[str] | None = None
+    model: nn.Module, state_dict: StateDict, reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
     """Match a saved optimiser state to the model's parameters: by names, else by the model's order and every shape."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
-    record = reader_named(reader)
-    parameters = own_parameters(model)
+    record, parameters = reader_named(reader), own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
     if pairing is None:
         slots = slots_of(state_dict, record)
@@ -204,11 +196,21 @@ def match_state_dict(
 
 
 def match_pairs(
-    parameters: Mapping[str, nn.Parameter], state_dict: Mapping[str, Any], reader: StateReader, pairing: Pairing
+    parameters: Mapping[str, nn.Parameter], state_dict: StateDict, reader: StateReader, pairing: Pairing
 ) -> Match:
     """The match that a pairing of keys and names gives."""
-    taken = _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, pairing.names)
-    return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
+    matched = _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, pairing.names, reader.name)
+    return _finished(parameters, matched, f"this {reader.name!r} state dict", (reader.name,), pairing.why)
+
+
+def _in_place(match: Match) -> Match:
+    """The match, if the model's weights are those that were trained."""
+    if any(entry.average is not None for entry in match.entries):
+        raise MatchError(
+            f"{' and '.join(match.optimizers)} is in train mode, in which the model has other weights than those "
+            "that are trained: call optimizer.eval() before the posterior is read, or the state is saved"
+        )
+    return match
 
 
 def _entries(
@@ -216,23 +218,22 @@ def _entries(
     groups: Sequence[Group],
     states: Mapping[Any, State],
     usual: StateReader,
-    names: Mapping[Any, str],
-    title: str | None = None,
+    names: Mapping[Hashable, str],
+    title: str,
 ) -> dict[str, Entry | str]:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
     matched: dict[str, Entry | str] = {}
-    for group, key in ((of, key) for of in groups for key in of["params"] if key in names):
+    for group, key in ((owner, key) for owner in groups for key in owner["params"] if key in names):
         name, state = names[key], states.get(key, {})
         parameter, reader = parameters[name], reader_for(state, group, usual)
         # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
         # beside it is no such state: the reader says what is missing.
-        untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
+        is_untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
         if not parameter.requires_grad:
             matched[name] = _FROZEN
         elif reader.statistic == "none":
-            whose = reader.name if reader is not usual else title or reader.name
-            matched[name] = f"trained by {whose}, {_KEEPS_NONE}"
-        elif untrained and reader.statistic != "identity":
+            matched[name] = f"trained by {title if reader is usual else reader.name}, {_KEEPS_NONE}"
+        elif is_untrained and reader.statistic != "identity":
             matched[name] = _UNTRAINED
         else:
             check_parameter(name, parameter)
@@ -261,14 +262,14 @@ def check_parameter(name: str, parameter: Tensor) -> None:
 
 def _finished(
     parameters: Mapping[str, nn.Parameter],
-    taken: Mapping[str, Entry | str],
+    matched: Mapping[str, Entry | str],
     source: str,
     optimizers: tuple[str, ...],
-    why: str = "the identity of tensors",
+    why: str,
 ) -> Match:
-    matched = {n: taken.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
-    entries = tuple(entry for entry in matched.values() if isinstance(entry, Entry))
-    omitted = {name: reason for name, reason in matched.items() if isinstance(reason, str)}
+    every = {n: matched.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
+    entries = tuple(entry for entry in every.values() if isinstance(entry, Entry))
+    omitted = {name: reason for name, reason in every.items() if isinstance(reason, str)}
     if not entries and _UNTRAINED in omitted.values():
         raise MatchError(f"{source} has not taken a step yet: train first, then read the posterior")
     if not entries and any(reason.endswith(_KEEPS_NONE) for reason in omitted.values()):
@@ -282,7 +283,7 @@ def _finished(
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
+def names_in(state_dict: StateDict) -> tuple[str, ...] | None:
     """The parameters' names in the optimiser's order, where its state has them."""
     groups = state_dict["param_groups"]
     keys = [key for group in groups for key in group["params"]]
@@ -294,7 +295,7 @@ def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def pair_by_names(
-    state_dict: Mapping[str, Any], there: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
+    state_dict: StateDict, tensors: Mapping[str, Tensor], param_names: Sequence[str] | None
 ) -> Pairing | None:
     """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -302,36 +303,37 @@ def pair_by_names(
     odd = [key for key in counts if counts[key] > 1] + [key for key in state_dict["state"] if key not in counts]
     if odd:
         raise MatchError(f"the state dict is inconsistent: keys {odd[:4]} are repeated or in no group")
-    if given is None:
-        given, source = names_in(state_dict), "the names in the state"
-    if given is None:
+    source = "the names in the state" if param_names is None else "param_names"
+    param_names = names_in(state_dict) if param_names is None else param_names
+    if param_names is None:
         return None
-    names = list(given) if all(name in there for name in given) else list(clean_names(given))
+    names = list(param_names) if all(name in tensors for name in param_names) else list(clean_names(param_names))
     if len(names) != len(keys):
         raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
-    odd = [name for name, count in Counter(names).items() if name not in there or count > 1]
+    odd = [name for name, count in Counter(names).items() if name not in tensors or count > 1]
     if odd:
         raise MatchError(f"by {source}, {odd[:4]} are not among the weights, or twice: is it another model's state?")
     return Pairing(dict(zip(keys, names, strict=True)), source)
 
 
-# --- order and shapes ---------------------------------------------------------------------------------------------
+# --- order and shapes -----------------------------------------------------------------------------------------------
 
 
-def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
+def slots_of(state_dict: StateDict, reader: StateReader | None = None) -> list[Slot]:
     """The entries of an optimiser's list; None identifies the reader."""
     if reader is None:
         with suppress(MatchError):
             reader = identify_reader(state_dict)
-    always = reader is not None and reader.statistic == "identity"
     slots = []
     for number, group in enumerate(state_dict["param_groups"]):
         for key in group["params"]:
             state = state_dict["state"].get(key, {})
             record = None if reader is None else reader_for(state, group, reader)
-            # What is not read need not be identified.
-            is_refused = record is not reader and record is not None and record.statistic == "none"
-            needed = (always or has_tensors(state)) and not is_refused
+            needed = has_tensors(state)
+            if reader is not None and record is not None:
+                # What is not read need not be identified.
+                is_refused = record is not reader and record.statistic == "none"
+                needed = (needed or reader.statistic == "identity") and not is_refused
             slots.append(Slot(key, number, parameter_shape(state, record), needed))
     return slots
 
@@ -343,19 +345,17 @@ def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[st
 
 
 def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch.Size]:
-    """The shapes of the tensors that may be parameters: no buffers; where `count` or more are left, one name of tied
-    tensors, no target networks.
-    """
-    outline = outline_of(weights)
-    names = [name for name in outline if outline[name].is_floating_point() or outline[name].is_complex()]
-    names = [name for name in names if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
-    identity = identities(weights)
+    """The shapes of the tensors that may be parameters: no buffers; if `count` are left, tied ones once, no targets."""
+    outline, identity = outline_of(weights), identities(weights)
+    names = [
+        name
+        for name, tensor in outline.items()
+        if (tensor.is_floating_point() or tensor.is_complex()) and name.rpartition(".")[2] not in _BUFFER_SUFFIXES
+    ]
     first = {identity[name]: name for name in reversed(names) if outline[name].numel()}
     distinct = [name for name in names if first.get(identity[name], name) == name]
     names = distinct if len(distinct) >= count else names
-    # A target network has the names of another, with `target` in them, and no optimiser trains it.
-    original = {name: _TARGET.sub("", name) for name in names}
-    trained = [name for name in names if original[name] == name or original[name] not in outline]
+    trained = [name for name in names if (original := _TARGET.sub("", name)) == name or original not in outline]
     return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
 
 
@@ -371,15 +371,9 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
             f"the optimiser's state holds {len(slots)} parameters, the weights {len(shapes)} tensors that may be "
             f"parameters{''.join(lost)}: it is another model's state, or that of several networks. {NAMES}"
         )
-    groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
-    if not ordered:
-        return Pairing(_selected(_alone(slots, shapes)), "shapes that occur once")
-    if len(groups) == 1 or in_order:
-        why = "one group in the model's order" if len(groups) == 1 else "groups: each in the model's order, as given"
-        return Pairing(_selected([(group, shapes) for group in groups]), why)
     answers: dict[tuple[str, ...], Pairing] = {}
     refusals: list[MatchError] = []
-    for why, runs in _readings(groups, shapes):
+    for why, runs in _readings(slots, shapes, ordered, in_order):
         try:
             names = _selected(runs)
             answers.setdefault(tuple(names[slot.key] for slot in slots if slot.needed), Pairing(names, why))
@@ -392,26 +386,35 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
         return one
     key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != others[0].names[slot.key])
     choices = " or to ".join(f"{answer.names[key]!r} ({answer.why})" for answer in (one, *others))
+    remedy = _IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ""
     raise AmbiguousError(
-        f"the state under key {key!r} may belong to {choices}: {len(groups)} groups without names, and every shape "
-        f"agrees with each. {NAMES}{_IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ''}"
+        f"the state under key {key!r} may belong to {choices}: {slots[-1].group + 1} groups without names, and every "
+        f"shape agrees with each. {NAMES}{remedy}"
     )
 
 
-def _readings(groups: Sequence[list[Slot]], shapes: Shapes) -> Iterator[tuple[str, Runs]]:
-    """How several groups may have been filled, in words: lists of keys, and the names that each selects from."""
-    flat = [slot for group in groups for slot in group]
-    yield "shapes that occur once", _alone(flat, shapes)
+def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bool) -> Iterator[tuple[str, Runs]]:
+    """How the groups may have been filled, in words: lists of keys, and the names that each selects from."""
+    groups = [list(group) for _, group in itertools.groupby(slots, key=lambda slot: slot.group)]
+    if not ordered or (len(groups) > 1 and not in_order):
+        yield "shapes that occur once", [([slot], shapes) for slot in slots if slot.needed]
+    if not ordered:
+        return
+    if len(groups) < 2:
+        yield "one group in the model's order", [(slots, shapes)]
+        return
     yield _EACH_IN_ORDER, [(group, shapes) for group in groups]
-    yield "groups: consecutive parts of the model", [(flat, shapes)]
+    if in_order:
+        return
+    yield "groups: consecutive parts of the model", [(slots, shapes)]
     backwards = [slot for group in reversed(groups) for slot in group]
     yield "groups: consecutive parts of the model, the last first", [(backwards, shapes)]
     if len(groups[0][0].shape or ()) > 1:
         # minGPT, its many copies among them, sorts the names and lists matrices first.
         yield "groups: each sorted by name", [(group, dict(sorted(shapes.items()))) for group in groups]
-    wanted = {slot.shape for slot in flat}
+    wanted = {slot.shape for slot in slots}
     for words, kind in _SPLITS.items():
-        parts: dict[object, dict[str, torch.Size]] = {}
+        parts: dict[Hashable, dict[str, torch.Size]] = {}
         # What has no state's shape is a buffer.
         for name, shape in shapes.items():
             if shape in wanted or None in wanted:
@@ -421,33 +424,29 @@ def _readings(groups: Sequence[list[Slot]], shapes: Shapes) -> Iterator[tuple[st
                 yield f"groups: {words}, each in the model's order", list(zip(groups, order, strict=True))
 
 
-def _alone(slots: Sequence[Slot], shapes: Shapes) -> Runs:
-    return [([slot], shapes) for slot in slots if slot.needed]
-
-
-def _selected(runs: Runs) -> dict[Any, str]:
+def _selected(runs: Runs) -> dict[Hashable, str]:
     """The name behind every key that can be identified, where each run selects from its names in their order; raises
     unless that is every key with a state.
     """
-    chosen: dict[Any, str] = {}
-    for run, names in runs:
-        listed, shapes = list(names), list(names.values())
-        wanted = [slot.shape for slot in run]
+    chosen: dict[Hashable, str] = {}
+    for slots, shapes_by_name in runs:
+        names, shapes = list(shapes_by_name), list(shapes_by_name.values())
+        wanted = [slot.shape for slot in slots]
         first, last = _positions(wanted, shapes), _positions(wanted[::-1], shapes[::-1])
         if first is None or last is None:
-            at = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
+            at = next((i for i, slot in enumerate(slots) if slot.shape not in (None, shapes[i])), 0)
             raise MatchError(
-                f"the optimiser's state is not in the order of the weights: key {run[at].key!r} has shape "
-                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at])}. {NAMES}"
+                f"the optimiser's state is not in the order of the weights: key {slots[at].key!r} has shape "
+                f"{tuple(slots[at].shape or ())} where {names[at]!r} has {tuple(shapes[at])}. {NAMES}"
             )
-        for slot, low, high in zip(run, first, last[::-1], strict=True):
-            high = len(shapes) - 1 - high
+        for slot, low, from_end in zip(slots, first, last[::-1], strict=True):
+            high = len(shapes) - 1 - from_end
             if low == high:
-                chosen[slot.key] = listed[low]
+                chosen[slot.key] = names[low]
             elif slot.needed:
                 raise AmbiguousError(
                     f"the state under key {slot.key!r}, of shape {slot.shape and tuple(slot.shape)}, may belong to "
-                    f"{listed[low]!r} or to {listed[high]!r}, by their order and shapes. {NAMES}"
+                    f"{names[low]!r} or to {names[high]!r}, by their order and shapes. {NAMES}"
                 )
     doubled = [name for name, count in Counter(chosen.values()).items() if count > 1]
     if doubled:
@@ -458,12 +457,10 @@ def _selected(runs: Runs) -> dict[Any, str]:
 def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size]) -> list[int] | None:
     """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any."""
     positions: list[int] = []
-    at = 0
     for shape in wanted:
-        while at < len(shapes) and shape is not None and shapes[at] != shape:
-            at += 1
-        if at == len(shapes):
+        start = positions[-1] + 1 if positions else 0
+        at = next((i for i in range(start, len(shapes)) if shape in (None, shapes[i])), None)
+        if at is None:
             return None
         positions.append(at)
-        at += 1
     return positions

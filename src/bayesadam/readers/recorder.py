@@ -25,8 +25,8 @@ from bayesadam.readers.tracking import Hooked, on_gradients
 class Recorder(Hooked):
     """Keeps the last K mini-batch gradients, one of every k steps, as the optimiser was given them.
 
-    It costs a copy of the gradients at every k-th step and K copies of the weights' memory; nothing is computed until
-    a posterior is built. Gradients are taken after clipping and unscaling, before any weight decay.
+    Each costs a copy of the gradients, and K times the weights' memory. They are taken after clipping and unscaling,
+    before any weight decay.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -59,9 +59,7 @@ class Recorder(Hooked):
     def from_batches(
         cls, model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Tensor], *, keep: int = 50
     ) -> Recorder:
-        """The gradients of K mini-batches at a trained model's weights, whatever trained it: no step, seconds.
-
-        In eval mode: batch norm in training is another function, flat along the size of every weight before it.
+        """The gradients of K mini-batches at a trained model's weights, in eval mode, whatever trained it.
 
         Args:
             batches: (inputs, targets), or mappings that the model takes; a smaller last batch is left out.
@@ -77,7 +75,7 @@ class Recorder(Hooked):
             for batch in progress(batches, "recording gradients"):
                 batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
                 inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
-                size = next(len(leaf) for leaf in pytree.tree_leaves(dict(batch) if targets is batch else batch))
+                size = len(pytree.tree_leaves(dict(batch) if targets is batch else batch)[0])
                 recorder.batch_size = recorder.batch_size or size
                 if size != recorder.batch_size:
                     continue
@@ -104,9 +102,10 @@ class Recorder(Hooked):
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
         """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none."""
-        return self._gradients_of(match_optimizers(model, list(self.optimizers), "ogd"))
+        return self.matched(match_optimizers(model, self.optimizers, "ogd"))
 
-    def _gradients_of(self, match: Match) -> dict[str, Tensor]:
+    def matched(self, match: Match) -> dict[str, Tensor]:
+        """The same for matched parameters."""
         if self.recorded == 0:
             raise MatchError("the recorder has seen no step yet: attach it before training, and train")
         entries = [entry for entry in match.entries if entry.parameter in self._rings]
@@ -144,7 +143,7 @@ class Recorder(Hooked):
 
 def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
     """The recorded gradients by name, and the mean of their squares as a `Curvature`."""
-    gradients = recorder._gradients_of(match)
+    gradients = recorder.matched(match)
     never = {entry.name: "no gradient was recorded" for entry in match.entries if entry.name not in gradients}
     curvature = Curvature(
         second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},

@@ -3,6 +3,7 @@
 A live optimiser is known by its class; whose a saved state is, `identify` finds from its keys.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from bayesadam.readers import rotated, tracking
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
+# What `optimizer.state_dict()` returns.
+StateDict = Mapping[str, Any]
 # For users of optimisers without a second moment.
 ADVICE = (
     "call ba.track(optimizer) before training, which keeps one in its state; where AdamW trains the other parameters, "
@@ -42,11 +45,10 @@ class StateReader:
     Attributes:
         classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
         key: the entry of a parameter's state that holds s; `"a or b"` where it has one of two names.
-        decay: the entry of the parameter group that is β, with an index where it is a tuple; -2 is the second of three.
+        decay: the entry of the parameter group that is β, with an index where it is a tuple.
         bias_correction: whether to divide by 1 − βᵗ (the average starts from a constant).
         start: s₀, as a number or as the name of an entry of the parameter group.
-        step: whether t is stored per parameter (`"state"`) or per group (`"group"`).
-        counter: the entry that counts the steps.
+        step, counter: where t is stored, per parameter or per group, and its entry.
         idle_steps: the steps that are counted but leave no gradient in s.
         coupled_decay: whether weight decay is added to the gradient before it is squared, and so leaks into v.
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
@@ -55,11 +57,9 @@ class StateReader:
         mark: an entry of the group that only this optimiser has, which identifies its saved states; "" where they look
             as those of others that are read differently, so that it has to be named.
         read: a function (state, group, parameter shape) → s, for layouts no field describes.
-        factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), for an s in rotated
-            coordinates (`bayesadam.readers.rotated`); None is the identity.
+        factors: one → (s, one basis a dimension of s), for an s in rotated coordinates (`bayesadam.readers.rotated`).
         bases: entries of the state that are bases, or that bases are computed from.
-        mean: a function (state, group, stored weight) → weight, where what is stored in training is not what was
-            trained; None for a weight that is.
+        mean: a function (state, group, stored weight) → the weight that was trained; None where it is the stored one.
         note: what `doctor` says of it.
     """
 
@@ -114,10 +114,10 @@ class StateReader:
         return self.coupled_decay and not decoupled and decay != 0.0
 
 
-def as_number(value: Any, entry: str) -> float:
+def as_number(value: object, entry: str) -> float:
     """The number under an entry of a saved state or group."""
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise MatchError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
 
@@ -125,9 +125,6 @@ def as_number(value: Any, entry: str) -> float:
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of a posterior: float32, or float64 for float64 parameters."""
     return torch.promote_types(dtype, torch.float32)
-
-
-# --- layouts that no field describes --------------------------------------------------------------------------------
 
 
 def _schedule_free(state: State, group: Group, stored: Tensor) -> Tensor | None:
@@ -144,123 +141,115 @@ def _of_blocks(state: State, group: Group, shape: torch.Size) -> Tensor:
     return blocks.reshape(shape)
 
 
-# --- records --------------------------------------------------------------------------------------------------------
+def _reader(name: str, classes: str, **fields: Any) -> StateReader:
+    """A record; of the classes those without a dot are in the package of the one before them."""
+    package, names = "", []
+    for path in classes.split():
+        package = path.rpartition(".")[0] or package
+        names.append(f"{package}.{path.rpartition('.')[2]}")
+    return StateReader(name, tuple(names), **fields)
 
-_COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
-_TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
-_RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
-_SOAP: dict[str, Any] = {"factors": rotated.listed, "bases": ("Q", "GG")}
-_TWO_SIDED: dict[str, Any] = {"factors": rotated.two_sided, "bases": (rotated.LEFT_KEY, rotated.RIGHT_KEY)}
-_EIGHT_BITS: dict[str, Any] = {
+
+def _average(name: str, classes: str, **fields: Any) -> StateReader:
+    """A moving average of squared gradients from 0 that needs its bias corrected."""
+    return _reader(name, classes, **{"key": "exp_avg_sq", "decay": ("betas", 1), "bias_correction": True, **fields})
+
+
+_AMSGRAD = {"maximum_key": "max_exp_avg_sq"}
+_COUPLED = {**_AMSGRAD, "coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
+_DECOUPLING = {"coupled_decay": True, "decoupled_flag": "weight_decouple"}
+_GROUP = {"step": "group"}
+_NONE = {"statistic": "none"}
+_SUM = {"statistic": "sum", "key": "sum", "start": "initial_accumulator_value"}
+_RMS = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg", "coupled_decay": True}
+_BELIEF = {"key": "exp_avg_var", "maximum_key": "max_exp_avg_var", "decoupled_flag": "decoupled_decay"}
+_MAXIMUM = {
+    "statistic": "root",
+    "key": "exp_inf",
+    "decay": ("betas", 1),
+    "note": "A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
+}
+_SOAP = {"factors": rotated.listed, "bases": ("Q", "GG")}
+_TWO_SIDED = {"factors": rotated.two_sided, "bases": ("left", "right", rotated.LEFT_KEY, rotated.RIGHT_KEY)}
+_SAVED = f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}"
+_EIGHT_BITS = {
     "statistic": "quantised",
     "key": "state2",
     "note": "8-bit blocks: about two digits of v, and small entries of a block round to zero.",
 }
-_PO = "pytorch_optimizer.optimizer"
-# pytorch_optimizer's count in the group.
-_GROUPED: dict[str, Any] = {"step": "group", "coupled_decay": True, "decoupled_flag": "weight_decouple"}
-_FREE: dict[str, Any] = {
+_FEW_BITS = {
+    "maximum_key": "max_exp_avg_sq",
+    "mark": "",
+    "note": "Blocks of few bits: small entries of a block round to zero, or up to the smallest code.",
+}
+_FREE = {
     "step": "group",
     "mark": "weight_lr_power",
     "mean": _schedule_free,
     "note": "The mean is the average x that it trains, not the y at which it takes gradients.",
 }
-
-
-def _record(name: str, *classes: str, **fields: Any) -> StateReader:
-    """A record; `"package: A B"` are the classes package.A and package.B."""
-    parts = (listed.rpartition(":") for listed in classes)
-    return StateReader(name, tuple(f"{p}.{n}" if p else n for p, _, names in parts for n in names.split()), **fields)
-
-
-def _average(name: str, *classes: str, **fields: Any) -> StateReader:
-    """A moving average of squared gradients from 0 that needs its bias corrected."""
-    return _record(name, *classes, **{"key": "exp_avg_sq", "decay": ("betas", 1), "bias_correction": True, **fields})
-
-
-def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
-    return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
-
-
-def _none(name: str, *classes: str, mark: str | None = None) -> StateReader:
-    return _record(name, *classes, statistic="none", mark=mark)
-
+_PO, _BNB = "pytorch_optimizer.optimizer", "bitsandbytes.optim"
+_MUONS = ("muon.Muon", "muon_clip.MuonClip", "adago.AdaGO", "adamuon.AdaMuon", "normuon.NorMuon")
+_SCHEDULE_FREE = (
+    *("adamw_schedulefree.AdamWScheduleFree", "adamw_schedulefree_closure.AdamWScheduleFreeClosure"),
+    *("radam_schedulefree.RAdamScheduleFree", "radam_schedulefree_closure.RAdamScheduleFreeClosure"),
+)
 
 # What `track` keeps in the state of any optimiser, free of bias.
-TRACKED = StateReader(
-    *("tracked", (), "average", " or ".join(tracking.TENSORS), (tracking.DECAY, None)),
-    counter=tracking.COUNT,
-    factors=tracking.moment,
-    bases=tracking.TENSORS,
-)
+_KEPT: dict[str, Any] = {"key": tracking.WHOLE, "decay": (tracking.DECAY, None), "counter": tracking.COUNT}
+TRACKED = StateReader("tracked", **_KEPT, read=tracking.moment, bases=tracking.TENSORS)
 
 READERS: tuple[StateReader, ...] = (
     TRACKED,
-    _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
+    _average("adam", "torch.optim.adam.Adam", **_COUPLED),
     # The groups of GaLore and APOLLO that have no rank are AdamW's.
-    _adam(
+    _average(
         "adamw",
         "torch.optim.adamw.AdamW timm.optim.adamw.AdamWLegacy galore_torch.adamw.AdamW apollo_torch.apollo.AdamW",
+        **_AMSGRAD,
     ),
-    _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
-    _adam("radam", "torch.optim.radam.RAdam", **_COUPLED),
-    _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
+    _average("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
+    _average("radam", "torch.optim.radam.RAdam", **_COUPLED),
+    _average("sparseadam", "torch.optim.sparse_adam.SparseAdam", **_AMSGRAD),
     # The SOAP of bayesadam 0.2: saved states are read, the optimiser itself is gone.
-    _average(
-        *("soap", "bayesadam.optim.soap.SOAP"),
-        **{**_TWO_SIDED, "bases": ("left", "right", *_TWO_SIDED["bases"]), "mark": "precondition_every"},
-        key=f"{rotated.PLAIN_KEY} or {rotated.ROTATED_KEY}",
-    ),
+    _average("soap", "", **_TWO_SIDED, key="exp_avg_sq or rotated_exp_avg_sq", mark="precondition_every"),
     # The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.
-    _average("soap-reference", "soap.SOAP", mark="max_precond_dim", **_SOAP),
+    _average("soap-reference", "soap.SOAP", **_SOAP, mark="max_precond_dim"),
     # One count for all parameters of a group: v of one that missed steps is underestimated.
     _average(
-        *("soap-pytorch-optimizer", f"{_PO}.soap.SOAP"),
-        **{**_SOAP, "mark": "max_precondition_dim", "step": "group", "idle_steps": 1},
+        "soap-pytorch-optimizer", f"{_PO}.soap.SOAP", **_SOAP, **_GROUP, mark="max_precondition_dim", idle_steps=1
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
-    _record(
-        "published",
-        key=f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}",
-        **{**_TWO_SIDED, "decay": (rotated.BETA_KEY, None), "mark": rotated.SAVED_MARK},
-    ),
-    _record(
-        *("adagrad", "torch.optim.adagrad.Adagrad"),
-        statistic="sum",
-        key="sum",
-        start="initial_accumulator_value",
-        coupled_decay=True,
-    ),
+    _reader("published", "", **_TWO_SIDED, key=_SAVED, decay=(rotated.BETA_KEY, None), mark=rotated.SAVED_MARK),
+    _reader("adagrad", "torch.optim.adagrad.Adagrad", **_SUM, coupled_decay=True),
     _average(
-        *("rmsprop", "torch.optim.rmsprop.RMSprop"),
-        **{**_RMS, "coupled_decay": True},
+        "rmsprop",
+        "torch.optim.rmsprop.RMSprop",
+        **_RMS,
         note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
     ),
+    _average(
+        "rmsproptf",
+        "timm.optim.rmsprop_tf.RMSpropTF stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
+        **_RMS,
+        start=1.0,
+        decoupled_flag="decoupled_decay",
+        note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
+    ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
-    _record(
-        *("adamax", "torch.optim.adamax.Adamax"),
-        statistic="root",
-        key="exp_inf",
-        decay=("betas", 1),
-        coupled_decay=True,
-        note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
-    ),
+    _reader("adamax", "torch.optim.adamax.Adamax", **_MAXIMUM, coupled_decay=True),
     # Its average starts from the first gradient, so it has no bias to correct.
-    _record("adafactor", "torch.optim: Adafactor _adafactor.Adafactor", statistic="factored", key="variance"),
-    _average("lamb", "timm.optim.lamb.Lamb", step="group", mark="grad_averaging"),
-    # Averages (g + β₂ Δg)², after Nesterov.
-    _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", mark="no_prox"),
-    # apex's FusedAdam.
-    _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", step="group", mark="bias_correction"),
-    _average(
-        "schedule-free",
-        "schedulefree: adamw_schedulefree.AdamWScheduleFree adamw_schedulefree_closure.AdamWScheduleFreeClosure",
-        "schedulefree: radam_schedulefree.RAdamScheduleFree radam_schedulefree_closure.RAdamScheduleFreeClosure",
-        **{**_FREE, "counter": "k"},
+    _reader(
+        "adafactor", "torch.optim.Adafactor torch.optim._adafactor.Adafactor", statistic="factored", key="variance"
     ),
-    _average("schedule-free-pytorch-optimizer", f"{_PO}.schedulefree: ScheduleFreeAdamW ScheduleFreeRAdam", **_FREE),
+    _average("lamb", "timm.optim.lamb.Lamb", **_GROUP, mark="grad_averaging"),
+    _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", **_GROUP, mark="bias_correction"),
+    _average("adabelief", "timm.optim.adabelief.AdaBelief", **_BELIEF, coupled_decay=True),
+    _average("schedule-free", " ".join(f"schedulefree.{path}" for path in _SCHEDULE_FREE), **_FREE, counter="k"),
+    _average("schedule-free-pytorch-optimizer", f"{_PO}.schedulefree.ScheduleFreeAdamW ScheduleFreeRAdam", **_FREE),
     _average(
-        *("adam-mini", "adam_mini.adam_mini.Adam_mini"),
+        "adam-mini",
+        "adam_mini.adam_mini.Adam_mini",
         key="v or vmean",
         decay=("beta2", None),
         mark="name",
@@ -268,63 +257,40 @@ READERS: tuple[StateReader, ...] = (
         bases=("v", "vmean"),
         note="One number a head, a neuron or a tensor: the posterior tells no weights of a block apart.",
     ),
-    *(
-        _adam(
-            *(f"torchao-{name.lower()}", f"torchao.optim.adam: {name}8bit {name}4bit {name}Fp8"),
-            coupled_decay=name == "Adam",
-            mark="",
-            note="Blocks of few bits: small entries of a block round to zero, or up to the smallest code.",
-        )
-        for name in ("Adam", "AdamW")
-    ),
-    # Three betas, of which the last is that of the slow momentum.
-    _average("ademamix", f"{_PO}.ademamix.AdEMAMix", **_GROUPED, mark="t_alpha_beta3"),
+    _average("torchao-adam", "torchao.optim.adam.Adam8bit Adam4bit AdamFp8", **_FEW_BITS, coupled_decay=True),
+    _average("torchao-adamw", "torchao.optim.adam.AdamW8bit AdamW4bit AdamWFp8", **_FEW_BITS),
+    # Of three betas the last is that of the slow momentum.
+    _average("ademamix", f"{_PO}.ademamix.AdEMAMix", **_GROUP, **_DECOUPLING, mark="t_alpha_beta3"),
+    # Its bases are two averages of the gradient, one above the other: of two biases a square.
     _average(
         "ademamix8bit",
-        "bitsandbytes.optim.ademamix: AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit",
-        # Its bases are two averages of the gradient, one above the other: of two biases a square.
-        **{**_EIGHT_BITS, "decay": ("betas", -2), "mark": "t_beta3", "bases": ("state1",)},
+        f"{_BNB}.ademamix.AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit",
+        **_EIGHT_BITS,
+        mark="t_beta3",
+        bases=("state1",),
     ),
+    _average("adam8bit", f"{_BNB}.adam.Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit", **_EIGHT_BITS),
     _average(
-        *("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF"),
-        "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
-        **{**_RMS, **_TIMM, "start": 1.0},
-        note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
+        "adamw8bit", f"{_BNB}.adamw.AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit PagedAdamW32bit", **_EIGHT_BITS
     ),
-    _average("adabelief", "timm.optim.adabelief.AdaBelief", key="exp_avg_var", maximum_key="max_exp_avg_var", **_TIMM),
-    _average(
-        *("adahessian", "timm.optim.adahessian.Adahessian"),
-        key="exp_hessian_diag_sq",
-        note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
+    _reader(
+        "ogd", "", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
     ),
-    *(
-        _average(
-            f"{name.lower()}8bit",
-            *(f"bitsandbytes.optim.{name.lower()}: {kind} {kind}8bit {kind}32bit" for kind in (name, f"Paged{name}")),
-            **_EIGHT_BITS,
-        )
-        for name in ("Adam", "AdamW")
-    ),
-    _record("ogd", statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."),
-    _none("sgd", "torch.optim.sgd.SGD", mark="dampening"),
-    _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
-    _average("muon-with-adam", "muon: MuonWithAuxAdam SingleDeviceMuonWithAuxAdam", mark="use_muon"),
+    _reader("sgd", "torch.optim.sgd.SGD", **_NONE, mark="dampening"),
+    _reader("lbfgs", "torch.optim.lbfgs.LBFGS", **_NONE, mark="history_size"),
+    _average("muon-with-adam", "muon.MuonWithAuxAdam SingleDeviceMuonWithAuxAdam", mark="use_muon"),
     _average("muon-timm", "timm.optim.muon.Muon", mark="fallback_lr_scale"),
     # Those that average the orthogonalised update's squares beside it too.
-    _average(
-        "muon-pytorch-optimizer",
-        f"{_PO}.muon: muon.Muon muon_clip.MuonClip adago.AdaGO adamuon.AdaMuon normuon.NorMuon",
-        step="group",
-        mark="use_muon",
-    ),
+    _average("muon-pytorch-optimizer", " ".join(f"{_PO}.muon.{path}" for path in _MUONS), **_GROUP, mark="use_muon"),
     # What they average are squares of projected gradients.
-    _none("galore", f"{_PO}: galore.GaLore apollo.APOLLO fira.Fira", mark="update_proj_gap"),
-    _none("muon", "torch.optim: Muon _muon.Muon", "muon: Muon SingleDeviceMuon", mark="ns_steps"),
-    _none(
-        *("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion: Lion Lion8bit"),
-        *("lion_pytorch.lion_pytorch.Lion", f"{_PO}.lion.Lion"),
+    _reader("galore", f"{_PO}.galore.GaLore {_PO}.apollo.APOLLO {_PO}.fira.Fira", **_NONE, mark="update_proj_gap"),
+    _reader("muon", "torch.optim.Muon torch.optim._muon.Muon muon.Muon SingleDeviceMuon", **_NONE, mark="ns_steps"),
+    _reader(
+        "lion",
+        f"timm.optim.lion.Lion {_BNB}.lion.Lion Lion8bit lion_pytorch.lion_pytorch.Lion {_PO}.lion.Lion",
+        **_NONE,
     ),
-    _none("sgd-schedule-free", "schedulefree.sgd_schedulefree.SGDScheduleFree", mark="scheduled_lr"),
+    _reader("sgd-schedule-free", "schedulefree.sgd_schedulefree.SGDScheduleFree", **_NONE, mark="scheduled_lr"),
 )
 
 _registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
@@ -358,7 +324,7 @@ def reader_named(name: str | StateReader) -> StateReader:
     return _registry[name.lower()]
 
 
-def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
+def reader_for(state: State, group: Group, reader: StateReader) -> StateReader:
     """The reader of one parameter's state: that of `track` where it was tracked; a flag may say that there is none.
 
     An optimiser that went on after tracking had ended has a second moment of its own that is newer, or none that is.
@@ -366,9 +332,9 @@ def reader_for(state: Any, group: Group, reader: StateReader) -> StateReader:
     if reader.statistic == "identity":
         return reader
     if tracking.is_tracked(state):
-        taken, since, seen = reader.steps(state, group), group.get(tracking.SINCE), group.get(tracking.STEPS)
-        went_on = reader is not TRACKED and None not in (taken, since, seen) and taken > since + seen  # type: ignore[operator]
-        if reader.statistic == "none" or not went_on:
+        steps, since, seen = reader.steps(state, group), group.get(tracking.SINCE), group.get(tracking.STEPS)
+        ended = math.inf if since is None or seen is None else since + seen
+        if reader is TRACKED or reader.statistic == "none" or steps is None or steps <= ended:
             return TRACKED
     return next((_registry[name] for name in keeps_none(state, group)), reader)
 

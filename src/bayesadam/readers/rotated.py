@@ -27,6 +27,7 @@ PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq"
 # Those of a saved posterior: v̂ itself, free of bias.
 MOMENT_KEY, ROTATED_MOMENT_KEY, BETA_KEY = "second_moment", "rotated_second_moment", "beta2"
 SAVED_MARK = "saved_posterior"
+State = Mapping[str, Any]
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
 
@@ -48,13 +49,11 @@ class Rotation:
 
     def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
         """Q_L X Q_Rᵀ."""
-        back = (None if basis is None else basis.mT for basis in (self.left, self.right))
-        return Rotation(*back).into(coordinates, dims)
+        return self.each(lambda basis: basis.mT).into(coordinates, dims)
 
     def diagonal(self, values: Tensor) -> Tensor:
         """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
-        squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
-        return Rotation(*squared).out_of(values, values.dim())
+        return self.each(torch.square).out_of(values, values.dim())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Rotation:
         """The same with its bases changed."""
@@ -109,7 +108,7 @@ def weight_diagonal(stored: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
     return stored
 
 
-def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
+def two_sided(state: State, group: State, shape: torch.Size) -> Factors:
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
     keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
     stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
@@ -120,7 +119,7 @@ def two_sided(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.S
     return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
 
 
-def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Factors:
+def listed(state: State, group: State, shape: torch.Size) -> Factors:
     """`exp_avg_sq` of the parameter's shape, and `Q`, a list with a matrix or an empty list for each dimension."""
     # The authors' layout has both; other SOAPs with a Q count and correct otherwise.
     for entry in ("GG", "precondition_frequency"):
@@ -134,34 +133,9 @@ def listed(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
     return _wide(moment), _checked_bases(state["Q"], shape)
 
 
-def product_of(factors: Sequence[Tensor]) -> Factors:
-    r"""The eigenvalues and eigenvectors of :math:`M_1 \otimes M_2/\tau_2 \otimes \cdots`, τ the traces.
-
-    A factor that is a vector is a diagonal matrix, whose basis is None.
-    """
-    values, bases = [], []
-    for number, factor in enumerate(factors):
-        if factor.dim() == 1:
-            eigenvalues, basis = factor, None
-        else:
-            # In single precision it may not converge for a matrix of low rank.
-            pair = torch.linalg.eigh(factor.double())
-            # Rounding can leave an eigenvalue slightly below zero.
-            eigenvalues = pair.eigenvalues.flip(0).clamp(min=0.0).to(factor.dtype)
-            basis = pair.eigenvectors.flip(1).contiguous().to(factor.dtype)
-        total = eigenvalues.sum()
-        values.append(eigenvalues / torch.where(total > 0, total, 1.0) if number else eigenvalues)
-        bases.append(basis)
-    return reduce(lambda product, vector: product.unsqueeze(-1) * vector, values), bases
-
-
-def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
-
-
-def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
+def _checked_bases(stored: Sequence[object], shape: Sequence[int]) -> list[Tensor | None]:
     """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
-    bases = [basis if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
+    bases = [_wide(basis) if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
     if all(basis is None for basis in bases):
         return [None] * len(shape)
     sides = [None if basis is None else tuple(basis.shape) for basis in bases]
@@ -171,10 +145,16 @@ def _checked_bases(stored: Sequence[Any], shape: Sequence[int]) -> list[Tensor |
             f"the bases of a parameter of shape {tuple(shape)} have shapes {sides}: the state is another model's, or "
             "its dimensions were merged; train with merge_dims=False"
         )
-    for basis in bases:
-        if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
-            raise MatchError(
-                f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training "
-                "met a non-finite gradient"
-            )
-    return [None if basis is None else _wide(basis, copy=True) for basis in bases]
+    # A bfloat16 basis is orthogonal to its own precision alone.
+    precisions = [torch.finfo(basis.dtype).eps for basis in stored if isinstance(basis, Tensor)]
+    tolerance = max(1e-2, 4 * max(precisions))
+    if not all(basis is None or is_orthonormal(basis, tolerance) for basis in bases):
+        raise MatchError(
+            f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training met a "
+            "non-finite gradient"
+        )
+    return bases
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)

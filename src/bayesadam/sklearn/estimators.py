@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -21,14 +22,14 @@ from bayesadam._warnings import warn
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, NumericLikelihood, likelihood
+from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, Moments, NumericLikelihood, likelihood
 from bayesadam.likelihoods.conformal import threshold
 from bayesadam.sklearn.training import Part, fit_networks, split
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_CHOICES = {"structure": ("diagonal", "inputs"), "calibration": ("auto", "evidence", "validation", None)}
+_STRUCTURES = ("diagonal", "inputs")
 _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, kind in LIKELIHOODS.items() if isinstance(kind, NumericLikelihood))
 # With fewer held-out rows a noise that depends on the input is not learnt.
@@ -50,9 +51,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     patience: int | None = 30
     validation_fraction: float = 0.2
     n_ensemble: int = 5
-    calibration: Literal["auto", "evidence", "validation"] | None = "auto"
     structure: Literal["diagonal", "inputs"] = "diagonal"
-    random_state: Any = None
+    random_state: int | np.random.RandomState | None = None
     device: str | torch.device = "cpu"
 
     def _split(self, X: Array, strata: Array) -> tuple[Tensor, list[Part]]:
@@ -80,22 +80,27 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             centre=None if start is None else start.float(),
             **{name: settings[name] for name in ("lr", "max_epochs", "patience", "device")},
         )
-        self.posteriors_ = []
+        self.posteriors_: list[Posterior] = []
         for fit, part in zip(trained, parts, strict=True):
-            model = network.build(fit.params).double()
-            how: Any = {"prior_precision": n * decay or 1.0, "batch_size": fit.batch_size}
-            posterior = Posterior.from_second_moment(model, fit.second_moment, n, name, **how)
+            posterior = Posterior.from_second_moment(
+                network.build(fit.params).double(),
+                fit.second_moment,
+                n,
+                name,
+                prior_precision=n * decay or 1.0,
+                batch_size=fit.batch_size,
+            )
             if self.structure == "inputs":
                 posterior = posterior.with_inputs(x[part.rows])
-            self.posteriors_.append(_tuned(posterior, (x[part.held_out], y[part.held_out]), self.calibration))
+            self.posteriors_.append(_tuned(posterior, kind, x[part.held_out], y[part.held_out]))
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
         self.best_epochs_, self.n_iter_ = [fit.best_epoch for fit in trained], max(fit.epochs for fit in trained)
 
     def _settings(self) -> dict[str, Any]:
         """The arguments as Python's numbers; checked here, since scikit-learn wants `__init__` to take them all."""
-        given = self.get_params(deep=False)
-        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+        arguments = self.get_params(deep=False).items()
+        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in arguments}
         for name in ("max_epochs", "n_ensemble", "batch_size", "patience"):
             if (name, settings[name]) not in (("batch_size", "auto"), ("patience", None)):
                 count(name, settings[name], "see the arguments")
@@ -104,9 +109,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             not_negative("weight_decay", settings["weight_decay"])
         if not 0 <= settings["validation_fraction"] < 1:
             raise SettingError(f"validation_fraction must be from 0 and below 1, got {self.validation_fraction!r}")
-        for name, choices in _CHOICES.items():
-            if settings[name] not in choices:
-                raise SettingError(f"{name} must be one of {choices}, got {settings[name]!r}")
+        if settings["structure"] not in _STRUCTURES:
+            raise SettingError(f"structure must be one of {_STRUCTURES}, got {settings['structure']!r}")
         return {**settings, "hidden": tuple(np.atleast_1d(self.hidden).tolist())}
 
     def _scaled(self, X: Array) -> Tensor:
@@ -114,7 +118,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         # depend on the other rows.
         return torch.from_numpy(np.array(self.input_scaler_.transform(X), dtype=np.float64, order="C"))
 
-    def _inputs(self, X: Any) -> Tensor:
+    def _inputs(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
         return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
 
@@ -139,18 +143,16 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         hidden: units of each hidden layer; () for a linear model.
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
             that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` is the second, or the
-            first where fewer than 20 rows are held out, the structure is not diagonal, or evidence tunes.
+            first where fewer than 20 rows are held out or the structure is not diagonal.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
-        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine, and `"auto"` is a decay of 0.01,
-            0.1 for heteroscedastic, 0.3 for classification.
-        batch_size: the most examples behind one gradient; `"auto"`: 32, or a 32nd of the training data, up to 256.
-        max_epochs, patience: passes over the training data at most, and those without a lower held-out loss after which
-            training ends; None trains to the end.
+        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine; the decay `"auto"` is 0.01, 0.1
+            for heteroscedastic, 0.3 for classification.
+        batch_size: `"auto"`: 32, or a 32nd of the training data, up to 256.
+        patience: passes over the training data without a lower held-out loss after which training ends; None for all
+            `max_epochs`.
         validation_fraction: share of the data that a network holds out, each its own. With 0 the training data stop and
             tune too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: `method` of `Posterior.tune`, the likelihood's own for `"auto"`; None leaves the posterior as it is
-            read, with N × λ as its prior precision (1 if λ is 0).
         structure: `"diagonal"`; or `"inputs"`, `Posterior.with_inputs`, which widens where there are no data.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
@@ -169,28 +171,27 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     patience: int | None = field(default=60, kw_only=True)
     likelihood: str = field(default="auto", kw_only=True)
 
-    def fit(self, X: Any, y: Any) -> BadamRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
-        X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        rows, values = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in ("auto", *_REGRESSIONS):
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
-        x, parts = self._split(X, np.zeros(len(y)))
+        x, parts = self._split(rows, np.zeros(len(values)))
         self.likelihood_ = self.likelihood
         if self.likelihood == "auto":
-            # A posterior that widens makes E[exp(log-variance)] far too large.
-            widens = self.structure != "diagonal" or self.calibration == "evidence"
             few = sum(len(part.held_out) for part in parts) < _FEWEST_HELD_OUT
-            self.likelihood_ = "regression" if widens or few else "heteroscedastic"
-        self._one_target, kind = y.ndim == 1, likelihood(self.likelihood_)
-        columns = y.reshape(len(y), -1).astype(np.float64)
+            # A posterior that widens makes E[exp(log-variance)] far too large.
+            self.likelihood_ = "regression" if few or self.structure != "diagonal" else "heteroscedastic"
+        self._one_target, kind = values.ndim == 1, likelihood(self.likelihood_)
+        columns = values.reshape(len(values), -1).astype(np.float64)
         # A scaler of zeros leaves counts as they are.
         self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
         targets = torch.from_numpy(self.target_scaler_.transform(columns))
         self._train(x, targets, parts, self.likelihood_)
         if not kind.standardised:
-            rows = parts[0].held_out
+            held_out = parts[0].held_out
             with torch.no_grad():
-                reason = kind.mismatch(self.networks_[0](x[rows]), targets[rows])
+                reason = kind.mismatch(self.networks_[0](x[held_out]), targets[held_out])
             if reason is not None:
                 warn(f"trust the means and the intervals, not the standard deviations: {reason.partition('. ')[0]}")
         self.residuals_ = self._residuals(x, targets, parts)
@@ -201,7 +202,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         return self
 
     def predict(
-        self, X: Any, return_std: bool = False, return_interval: float | None = None
+        self, X: ArrayLike, return_std: bool = False, return_interval: float | None = None
     ) -> Array | tuple[Array, ...]:
         """E[y] for each row, of counts the rate, of y's shape; then what else is asked for, in this order.
 
@@ -224,7 +225,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             answer += [self._in_units(low), self._in_units(high)]
         return tuple(answer) if len(answer) > 1 else answer[0]
 
-    def log_likelihood(self, X: Any, y: Any) -> Array:
+    def log_likelihood(self, X: ArrayLike, y: ArrayLike) -> Array:
         """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets together."""
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
@@ -232,7 +233,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         scores = self.posterior_.predict(inputs).log_prob(scaled).numpy()
         return np.asarray(scores - np.log(self.target_scaler_.scale_).sum())
 
-    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
+    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: int | np.random.RandomState | None = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples).
 
         Each draw is one function over all rows, of a network chosen at random, plus noise.
@@ -287,29 +288,29 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         posterior_, posteriors_, networks_, input_scaler_, best_epochs_, n_iter_: as `BadamRegressor`'s, over logits.
     """
 
-    def fit(self, X: Any, y: Any) -> BadamClassifier:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> BadamClassifier:
         """Learn from inputs (n, features) and labels (n,) of any kind."""
-        X, y = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
-        check_classification_targets(y)
-        self.classes_, indices = np.unique(y, return_inverse=True)
+        rows, labels = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
+        check_classification_targets(labels)
+        self.classes_, indices = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
-        x, parts = self._split(X, indices)
+        x, parts = self._split(rows, indices)
         self._train(x, torch.from_numpy(indices.astype(np.int64)), parts, "classification")
         return self
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: ArrayLike) -> Array:
         """The likeliest label for each row."""
         best = self.predict_proba(X).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: ArrayLike) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
         inputs = self._inputs(X)
         return np.asarray(self.posterior_.predict(inputs).probs)
 
 
-def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
+def log_likelihood(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
     """The mean of log p(y | X) in nats, for `scoring=`: larger is better.
 
     The estimator is a fitted `BadamRegressor`, a pipeline that ends with one, or a search over either. Of another
@@ -330,27 +331,25 @@ def log_likelihood(estimator: Any, X: Any, y: Any) -> float:
     return float(-0.5 * np.mean(((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2)))
 
 
-def _mean(network: nn.Module, inputs: Tensor, kind: Any) -> Tensor:
+def _mean(network: nn.Module, inputs: Tensor, kind: Likelihood) -> Tensor:
     """E[y | f] at the network's own f, (rows, targets): no derivative is needed."""
+    assert isinstance(kind, NumericLikelihood)
     with alone_with(network), torch.no_grad():
-        mean: Tensor = kind.expected(Component(Moments(network(inputs))))
-    return mean
+        return kind.expected(Component(Moments(network(inputs))))
 
 
-def _tuned(posterior: Posterior, held_out: tuple[Tensor, Tensor], calibration: Any) -> Posterior:
-    """The posterior, tuned; as it was read where that is asked for, or where tuning fails."""
-    (x, y), kind = held_out, likelihood(posterior.likelihood or "")
+def _tuned(posterior: Posterior, kind: Likelihood, x: Tensor, y: Tensor) -> Posterior:
+    """The posterior, tuned; as it was read, with the noise of its residuals, where tuning fails."""
     with torch.no_grad():
         noise = (y - posterior.model(x)).square().mean(dim=0) if kind.noise else kind.ceiling(y)
     posterior = posterior.replace(noise_variance=noise)
     try:
-        method = None if calibration == "auto" else calibration
-        return posterior if calibration is None else posterior.tune(held_out, method=method)
+        return posterior.tune((x, y))
     except CalibrationError as error:
         warn(f"the posterior is not tuned: {error}")
         return posterior
 
 
-def _scaler(columns: Array) -> Any:
+def _scaler(columns: Array) -> StandardScaler:
     # Whatever containers the user has set scikit-learn to make, this one's output stays in here.
     return StandardScaler().set_output(transform="default").fit(columns)

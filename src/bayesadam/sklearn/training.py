@@ -28,7 +28,7 @@ class Part(NamedTuple):
     seed: int
 
 
-def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: Any) -> list[Part]:
+def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: np.random.RandomState) -> list[Part]:
     """The rows of each network; the first part does not depend on `n_parts`.
 
     Every stratum, one number per row, gives its share to what is held out, and keeps one row in training. The parts'

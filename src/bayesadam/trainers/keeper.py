@@ -11,7 +11,7 @@ from torch.utils.data import SubsetRandomSampler
 
 from bayesadam._shards import is_first_rank, whole
 from bayesadam._warnings import warn
-from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.readers.tracking import Hooked, What
 from bayesadam.readers.tracking import track as attach_tracker
 from bayesadam.weights.posterior import Posterior
@@ -30,8 +30,8 @@ class PosteriorKeeper:
         n_data: N, the number of training examples: what the loss is an average over. None takes the length of the
             training data set. A language model's loss averages over tokens; N sequences of T tokens are N T there.
         path: where the posterior is saved; None is `posterior.safetensors` in the trainer's own folder.
-        track: for optimisers that keep no second moment, `"diagonal"`, `"factored"` or `"kronecker"`: as `ba.track`
-            does, from before the first step to the end. A mapping has its other arguments too, such as `every`.
+        track: for optimisers that keep no second moment, `"diagonal"` or `"factored"`: as `ba.track` does, from before
+            the first step to the end. A mapping has its other arguments too, such as `every`.
         **options: those of `Posterior.from_optimizer`, such as `likelihood` and `prior_precision`. `power=1` needs
             `batch_size`: the examples behind one step, over all processes and accumulated batches.
     """
@@ -48,7 +48,7 @@ class PosteriorKeeper:
             inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
         except TypeError as error:
             raise SettingError(f"{error}: the options are those of Posterior.from_optimizer") from None
-        self.n_data = self._given_n_data = n_data
+        self.n_data = self._stated = n_data
         self.path = None if path is None else Path(path)
         self.options = options
         self.track: Mapping[str, Any] | None = {"what": track} if isinstance(track, str) else track
@@ -73,7 +73,7 @@ class PosteriorKeeper:
         """Find N, refuse what would fail at the end, and track the optimisers where that was asked for."""
         self._posterior = None
         self._stop_tracking()
-        self.n_data = count_examples(loader) if self._given_n_data is None else self._given_n_data
+        self.n_data = count_examples(loader) if self._stated is None else self._stated
         if self.n_data is None:
             raise SettingError("the training data have no one length: pass PosteriorCallback(n_data=...)")
         settings = {"batch_size": (self.track or {}).get("batch_size"), **self.options}
@@ -106,8 +106,7 @@ class PosteriorKeeper:
         # Hours of training must not be lost to whatever the user's model or disk raises here.
         except Exception as error:
             self._posterior = error
-            text = f"training is over, but there is no posterior: {type(error).__name__}: {error}"
-            warn(text, BayesAdamWarning)
+            warn(f"training is over, but there is no posterior: {type(error).__name__}: {error}")
 
 
 def count_examples(loader: Any) -> int | None:

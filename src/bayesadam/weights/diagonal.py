@@ -35,10 +35,7 @@ class Diagonal:
 
     One whose inputs are known has Q_R alone, and v̂_ij = g_i λ_j there: its curvature is c = g_iᵖ λ_j = v̂ᵖ λ^(1−p).
 
-    Attributes:
-        second_moment: v̂ in the coordinates; tensors may be on the disk. A bias that is a column of its matrix has none.
-        bases: Q_L and Q_R of parameters that have them.
-        inputs: the input sides of layers, by the names of their weights.
+    Tensors may be on the disk. A bias that is a column of its matrix, one of `inputs`, has no moment of its own.
     """
 
     second_moment: Named
@@ -54,6 +51,12 @@ class Diagonal:
     def by_parameter(self) -> bool:
         """Whether parameters are independent of each other: no bias has joined its matrix."""
         return not any(side.bias for side in self.inputs.values())
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter."""
+        coordinates, sides = outlined(self.second_moment), self.inputs
+        shapes = {name: sides[name].shape if name in sides else v.shape for name, v in coordinates.items()}
+        return shapes | {side.bias: coordinates[n].shape[:1] for n, side in sides.items() if side.bias is not None}
 
     def into(self, named: Named) -> Named:
         """Weights by name, with any leading dimensions, as coordinates."""

@@ -1,8 +1,7 @@
 """Random draws μ + ε (w v̂ᵖ + δ)^(-1/2) in one pass over μ and v̂.
 
-A parameter's stream of random numbers is seeded from the draw's seed and the parameter's *name*, so it does not depend
-on which other parameters there are, on their order, or on how the work is split. Streams differ between kinds of
-device, as torch's own do.
+A parameter's stream is seeded from the draw's seed and the parameter's name, whatever other parameters there are and
+however the work is split. Streams differ between kinds of device, as torch's own do.
 """
 
 from __future__ import annotations

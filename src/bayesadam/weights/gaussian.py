@@ -74,14 +74,11 @@ class GaussianWeights:
     Attributes:
         mode: θ_t, the trained weights, by name.
         curvature: v̂, and the bases in which it is the diagonal of V.
-        settings: N, δ, p and the rest.
         omitted: parameters of the network that are not in it, with the reason.
-        origin: where the second moments come from: whose state, of how many gradients.
-        padding: the rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every
-            draw. A file does not say which they are.
-        dtypes: the types of draws by parameter name; None for those of `mode`.
+        origin: whose state the second moments come from, of how many gradients.
+        padding: the rows of embeddings that stand for padding, held at θ in every draw.
+        dtypes: the types of draws; None for those of `mode`.
         has_weights: False for a published file without weights, of which only the variances are known.
-        source: the file it was opened from.
     """
 
     mode: Named
@@ -115,15 +112,14 @@ class GaussianWeights:
             path: the file, see `read_checkpoint`, or what that returned.
             n_data: N, the number of training examples; None takes what the file says, as of batch_size.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
-            **how: how the file is read, see `CheckpointOptions`.
+            **how: how the file is read, see `CheckpointKeywords`.
         """
-        options = readers.CheckpointOptions(**how)
         file = path.path if isinstance(path, Checkpoint) else Path(path)
-        if is_saved(path, options.optimizer_path):
-            if (power, batch_size, structure) != (0.5, None, "diagonal"):
+        if is_saved(path, how.get("optimizer_path")):
+            if (power, batch_size, structure) != (0.5, None, "diagonal") or any(how.values()):
                 raise SettingError(
-                    f"{file} is a saved posterior with a power, batch_size and structure of its own: open it without "
-                    "them, and change settings with .replace(...)"
+                    f"{file} is a saved posterior with a power, batch_size and structure of its own: open it with "
+                    "n_data and prior_precision alone, and change settings with .replace(...)"
                 )
             tensors, header = storage.read_mapped(file)
             changes = {"n_data": n_data, "prior_precision": prior_precision}
@@ -133,9 +129,9 @@ class GaussianWeights:
             kept = f", moments kept as {header['compress']}" if header.get("compress") else ""
             why = f"{file}: a {q.structure} posterior {weights} weights by bayesadam {header.get('version')}{kept}."
             return replace(q, source=Source(file, "posterior", (why,), q.mode))
-        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, options)
+        checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, **how)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
-        match = readers.match_checkpoint(checkpoint, options=options)
+        match = readers.match_checkpoint(checkpoint, **how)
         q = of_match(match, n_data, prior_precision, power, batch_size, structure)
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
@@ -226,8 +222,7 @@ class GaussianWeights:
 
         Args:
             n: the number of draws, a leading dimension; None for one draw without it.
-            generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
-                alone. Of a sharded posterior the first process's counts.
+            generator: makes the draws reproducible; a parameter's depend on it and on the parameter's name alone.
         """
         count("n", 1 if n is None else n, "draws, or None for one")
         return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
@@ -476,6 +471,8 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         stored, has_weights = Stored(path, tensors, names, parameters), bool(header.get("has_weights", True))
         curvature = stored.curvature(kind, header)
         mode = stored.mode(curvature, has_weights=has_weights)
+        if not names or {name: theta.shape for name, theta in outlined(mode).items()} != curvature.shapes():
+            raise stored.damaged("its weights and its second moments are not of the same shapes")
         plain, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
         prior = {name: tensors[key] if key in tensors else plain[name] for name, key in keys.items()}
         settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))

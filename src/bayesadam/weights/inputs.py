@@ -1,14 +1,13 @@
 r"""The input side of a layer: what a few hundred inputs, without labels, add to the optimiser's state.
 
-For a layer z = W a an example's gradient is δ aᵀ, so that Adam's second moment is v̂_ij ≈ E[δ_i²] E[a_j²]. Its rows
-know the output side; that the inputs of a layer are correlated, a diagonal has forgotten. With
+Adam's second moment of a layer z = W a knows the output side by its rows; the inputs of the layer are in
 
 .. math::
     A = E[a a^\top] = Q \operatorname{diag}(\lambda) Q^\top, \qquad
     g_i = \frac{\sum_j \hat v_{ij}}{\sum_j A_{jj}}
 
-row i of W has the curvature g_iᵖ A, which in the basis Q is the diagonal g_iᵖ λ_j. Where the layer has a bias, a ends
-with a constant 1, and the bias is the last column of W.
+Row i of W has the curvature g_iᵖ A, in the basis Q the diagonal g_iᵖ λ_j. Where the layer has a bias, a ends with a
+constant 1, and the bias is the last column of W.
 """
 
 from __future__ import annotations
@@ -22,14 +21,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class InputSide:
-    """A of one layer, by its eigenvectors and eigenvalues.
+    """A of one layer: its eigenvectors Q as columns, (s, s), its eigenvalues λ, (s,), and the layer's weight.
 
-    Attributes:
-        basis: Q, (s, s), eigenvectors as columns.
-        spectrum: λ, (s,).
-        shape: of the layer's weight.
-        bias: the name of the bias that is the last column; None without.
-        inputs_first: whether the weight is (inputs, outputs), as in GPT-2's layers; else it is (outputs, inputs…).
+    `bias` names the bias that is the last column; `inputs_first` is for weights (inputs, outputs), as in GPT-2's
+    layers, and not (outputs, inputs…).
     """
 
     basis: Tensor

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -19,11 +19,16 @@ from bayesadam._checks import count, require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.likelihoods import Prediction
 from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
 from bayesadam.weights.named import AnyPath, Named
-from bayesadam.weights.posterior import Posterior, copy_into, warn_of_calibration
+from bayesadam.weights.posterior import DrawKeywords, Inputs, Posterior, copy_into, warn_of_calibration
 from bayesadam.weights.running import running_statistics
+from bayesadam.weights.store import damage_told
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -34,8 +39,8 @@ _BESIDES = "besides"
 class Mixture:
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
-    Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
-    model's buffers and frozen weights are then those of all, so that networks with batch norm need a model each.
+    Members may have a model each or share one; a shared model's buffers and frozen weights are then those of all, so
+    that networks with batch norm need a model each.
 
     >>> def member(seed):
     ...     model, generator = torch.nn.Linear(2, 1), torch.Generator().manual_seed(seed)
@@ -71,8 +76,9 @@ class Mixture:
     def variance(self) -> dict[str, Tensor]:
         """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
         centre, pairs = self.mean, [(member.variance, member.mean) for member in self.members]
-        apart = [{name: v + (mean[name] - centre[name]).square() for name, v in var.items()} for var, mean in pairs]
-        return self._averaged(apart)
+        return self._averaged(
+            [{name: v + (mean[name] - centre[name]) ** 2 for name, v in s.items()} for s, mean in pairs]
+        )
 
     def _averaged(self, named: Sequence[Named]) -> dict[str, Tensor]:
         """Σ π_m x_m by name."""
@@ -94,21 +100,32 @@ class Mixture:
         count("n", 1 if n is None else n, "draws, or None for one")
         self.require_proper()
         seed = fresh_seed(generator)
-        picked = picks(self.weights, n or 1, seed)
+        picked = self._picks(n or 1, seed)
         if n is None:
-            return self.members[picked[0]].sample(generator=stream_of(seed, picked[0]))
+            return self.members[picked[0]].sample(generator=_stream(seed, picked[0]))
         draws: dict[str, Tensor] = {}
         for number in sorted(set(picked)):
             places = [place for place, pick in enumerate(picked) if pick == number]
-            for name, values in self.members[number].sample(len(places), generator=stream_of(seed, number)).items():
+            for name, values in self.members[number].sample(len(places), generator=_stream(seed, number)).items():
                 whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
                 whole[places] = values.to(whole)
         return draws
+
+    def _picks(self, n: int, seed: int) -> list[int]:
+        """n members' numbers, drawn with probabilities π from a stream of their own."""
+        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+        return list(map(int, np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")))
 
     def log_prob(self, params: Named) -> Tensor:
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
+
+    @overload
+    def predict(self, inputs: Inputs, **how: Unpack[DrawKeywords]) -> Prediction: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def predict(self, inputs: Iterable[Any], **how: Unpack[DrawKeywords]) -> Iterator[Prediction]: ...
 
     def predict(
         self,
@@ -117,19 +134,18 @@ class Mixture:
         draws: int | None = None,
         forward: Forward | None = None,
         generator: torch.Generator | None = None,
-    ) -> Any:
+    ) -> Prediction | Iterator[Prediction]:
         """p(y) = Σ π_m p_m(y) of a batch, or of a loader, as `Posterior.predict` has it; `draws` are of each member."""
         self.require_proper()
-        how: Any = {"draws": draws, "forward": forward, "generator": generator}
-        return predicting.predict(self.members, self.weights, inputs, **how)
+        return predicting.predict(self.members, self.weights, inputs, draws=draws, forward=forward, generator=generator)
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
         self.require_proper()
         seed = fresh_seed(generator)
-        (number,) = picks(self.weights, 1, seed)
-        with self.members[number].sampled(generator=stream_of(seed, number)) as model:
+        (number,) = self._picks(1, seed)
+        with self.members[number].sampled(generator=_stream(seed, number)) as model:
             yield model
 
     def require_proper(self) -> None:
@@ -146,11 +162,16 @@ class Mixture:
         return Mixture([member.to(device, dtype) for member in self.members], self.weights)
 
     def save(self, path: AnyPath) -> None:
-        """Write one safetensors file, with all in which the networks differ, in place of an older one once complete."""
+        """Write one safetensors file, in place of an older one once complete.
+
+        Of networks of their own it has the buffers and frozen weights, too.
+        """
         tensors: dict[str, Tensor] = {}
         headers = []
-        for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
+        share = len({id(member.model) for member in self.members}) == 1
+        for number, member in enumerate(self.members):
             parts, header = member.packed()
+            besides = {} if share else {n: t for n, t in _tensors(member.model).items() if n not in member.mode}
             tensors |= {f"{number}.{key}": parts[key] for key in parts}
             tensors |= {f"{number}.{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
             headers.append(header)
@@ -161,28 +182,26 @@ class Mixture:
     def load(cls, path: AnyPath, model: nn.Module) -> Mixture:
         """Read a saved mixture for `model`, one module for all members, which gets the first member's mean as weights.
 
-        Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
+        Networks that had buffers or frozen weights of their own get copies of the model.
         """
-        if not isinstance(model, nn.Module):
-            raise SettingError(f"Mixture.load takes one model for all members, got {type(model).__name__}")
+        require_kind(model, nn.Module, "the one model for all members")
         tensors, about = storage.read(path)
         if about.get("structure") != _KIND:
             kind = about.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
-        weights, headers = about.get("weights"), about.get("members")
-        if not (isinstance(headers, list) and all(isinstance(header, dict) for header in headers)):
-            raise FileError(f"{path} is damaged: it has not a header for every member")
         members = []
-        for number, header in enumerate(headers):
-            parts = storage.under(f"{number}.", tensors)
-            besides = storage.under(f"{_BESIDES}.", parts)
-            parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
-            members.append(Posterior.unpacked(path, parts, header, _with(path, model, besides)))
-        try:
-            mixture = cls(members, weights)
-        except (MatchError, SettingError) as error:
-            raise FileError(f"{path} is damaged: {error}") from error
-        warn_of_calibration(path, about, *headers)
+        with damage_told(path):
+            for number, header in enumerate(about["members"]):
+                parts = storage.under(f"{number}.", tensors)
+                besides = storage.under(f"{_BESIDES}.", parts)
+                own = _filled(path, model, besides) if besides else model
+                parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
+                members.append(Posterior.unpacked(path, parts, header, own))
+            try:
+                mixture = cls(members, about["weights"])
+            except MatchError as error:
+                raise FileError(f"{path} is damaged: {error}") from error
+        warn_of_calibration(path, about, *about["members"])
         copy_into(model, members[0].mean)
         return mixture
 
@@ -196,24 +215,14 @@ class Mixture:
         shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
         return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, weights=({shares}))"
 
-    def __str__(self) -> str:
-        rows = [f"  {weight:.3g} of {member!r}" for weight, member in zip(self.weights, self.members, strict=True)]
-        return "\n".join([f"Mixture over {type(self.members[0].model).__name__}", *rows])
 
-
-def picks(weights: Sequence[float], n: int, seed: int) -> list[int]:
-    """n members' numbers, drawn with probabilities π from a stream of their own."""
-    random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
-    return list(map(int, np.searchsorted(np.cumsum(weights)[:-1], random.random(n), side="right")))
-
-
-def stream_of(seed: int, number: int) -> torch.Generator:
+def _stream(seed: int, number: int) -> torch.Generator:
     """A member's own random numbers."""
     return torch.Generator().manual_seed(stream_seed(seed, "member", number))
 
 
 def require_one_network(posterior: object, what: str) -> None:
-    """Raise where one network's weights are meant and a mixture was given."""
+    """Refuse a mixture."""
     if isinstance(posterior, Mixture):
         raise SettingError(
             f"{what} is of one network, and a Mixture has {len(posterior)}: go through them, `for member in mixture`"
@@ -266,31 +275,16 @@ def _warn_of_shared_statistics(members: Sequence[Posterior]) -> None:
             return
 
 
-def _different(members: Sequence[Posterior]) -> list[dict[str, Tensor]]:
-    """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
-    besides = [_besides(member.model, member.mode) for member in members]
-
-    def is_common(name: str) -> bool:
-        tensors = [named[name] for named in besides if name in named]
-        same = (t.dtype == tensors[0].dtype and torch.equal(t.to(tensors[0].device), tensors[0]) for t in tensors)
-        return len(tensors) == len(besides) and all(same)
-
-    return [{name: t for name, t in tensors.items() if not is_common(name)} for tensors in besides]
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    model = unwrap(model)
+    return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
-def _besides(model: nn.Module, mode: Named) -> dict[str, Tensor]:
-    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor.detach() for name, tensor in everything.items() if name not in mode}
-
-
-def _with(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
-    """The model, or a copy of it that holds other buffers and frozen weights."""
-    if not besides:
-        return model
-    storage.check_owner(path, {name: tensor.shape for name, tensor in besides.items()}, _besides(unwrap(model), {}))
+def _filled(path: AnyPath, model: nn.Module, besides: Named) -> nn.Module:
+    """A copy of the model that holds other buffers and frozen weights."""
     network = copy.deepcopy(unwrap(model))
-    places = _besides(network, {})
-    with torch.no_grad():
-        for name, tensor in besides.items():
-            places[name].copy_(tensor)
+    places = _tensors(network)
+    storage.check_owner(path, {name: tensor.shape for name, tensor in besides.items()}, places)
+    for name, tensor in besides.items():
+        places[name].copy_(tensor)
     return network

@@ -47,13 +47,29 @@ _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
 Inputs = Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...] | list[Tensor] | Mapping[str, Any]
 
 
-class PredictKeywords(TypedDict, total=False):
-    """The options of `Posterior.predict`."""
+class ReadingKeywords(TypedDict, total=False):
+    """The options of `Posterior.from_optimizer`."""
+
+    likelihood: str | None
+    prior_precision: Prior | None
+    power: float
+    batch_size: int | None
+    structure: str
+    reader: str | readers.StateReader | None
+
+
+class DrawKeywords(TypedDict, total=False):
+    """The options of `Mixture.predict`."""
 
     draws: int | None
-    covariance: bool | Literal["joint"]
     forward: Forward | None
     generator: torch.Generator | None
+
+
+class PredictKeywords(DrawKeywords, total=False):
+    """The options of `Posterior.predict`."""
+
+    covariance: bool | Literal["joint"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -202,12 +218,11 @@ class Posterior(GaussianWeights):
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            **how: how the file is read, such as `optimizer_path`: see `CheckpointOptions`.
+            **how: how the file is read, such as `optimizer_path`: see `CheckpointKeywords`.
         """
-        options = readers.CheckpointOptions(**how)
-        checkpoint = readers.read_checkpoint(path, options)
+        checkpoint = readers.read_checkpoint(path, **how)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
-        match = readers.match_checkpoint(checkpoint, model, options)
+        match = readers.match_checkpoint(checkpoint, model, **how)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
         settings = (n_data, prior_precision, power, batch_size, structure)
@@ -392,12 +407,8 @@ class Posterior(GaussianWeights):
         """The same Gaussian with the input side of its layers, from a few hundred inputs without labels.
 
         Row i of a matrix W with inputs a has the precision w g_iᵖ A + δ, with A = E[a aᵀ] and g_i = Σ_j v̂_ij/Σ_j A_jj;
-        the bias is a column of W, for the constant 1 in a, and shares its δ. See `weights.inputs`. Parameters that no
-        such layer has stay as they are.
-
-        Args:
-            inputs: a batch, as `predict` takes it, or a loader, whose targets are left out.
-            forward: `forward(model, inputs)` for models whose call is unusual.
+        the bias is a column of W, for the constant 1 in a, and shares its δ. Parameters that no such layer has stay as
+        they are. `inputs` is a batch or a loader, whose targets are left out.
         """
         self.require_whole("the input side")
         if not self.curvature.independent:
@@ -440,7 +451,7 @@ class Posterior(GaussianWeights):
     def gathered(self, model: nn.Module) -> Posterior:
         """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
 
-        For all that a sharded posterior cannot do, such as predictions. Every process must call it.
+        For all that a sharded posterior cannot do. Every process must call it.
         """
         named = own_parameters(model)
         for name, theta in self.mode.items():
@@ -480,9 +491,8 @@ class Posterior(GaussianWeights):
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
 
-        The memory of parameters and buffers is set aside, not written to, so what comes back is the very same bits;
-        shards are copied aside instead. On a sharded model every process must enter, and run as many forwards. Other
-        threads that predict with the same model, or go into `sampled`, wait until this one has left.
+        What comes back is the very same bits. On a sharded model every process must enter, and run as many forwards.
+        Other threads that predict with the same model, or go into `sampled`, wait until this one has left.
         """
         draw = self.sample(generator=generator)
         shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
@@ -508,27 +518,27 @@ class Posterior(GaussianWeights):
         copy_into(self.model, self.mean)
 
     def __str__(self) -> str:
-        settings, default = self.settings, " (1 where there is no weight decay)" if self.settings.default_prior else ""
+        settings, noise = self.settings, self.noise_variance
+        default = " (1 where there is no weight decay)" if settings.default_prior else ""
         lines = {
             "structure": f"{self.structure}, {self.n_weights:,} weights in {len(self.mode)} parameters",
             "data": f"N = {self.n_data:,.10g}" + (f", B = {settings.batch_size}" if settings.batch_size else ""),
             "curvature": f"v̂^{settings.power:g}, {settings.form} form",
             "likelihood": self.likelihood,
             "scale": f"s = {self.scale:.3g}",
-            "prior precision": _range("δ", self.prior_precision.values()) + default,
-            "noise variance": None if self.noise_variance is None else _range("σ²", [self.noise_variance]),
+            "prior precision": f"δ = {_range(self.prior_precision.values())}{default}",
+            "noise variance": None if noise is None else f"σ² = {_range([noise])}",
             "temperature": f"T = {self.temperature:.3g}" if self.temperature != 1 else None,
             "tracked": self.origin.tracked,
         }
-        width = max(len(name) for name, value in lines.items() if value)
-        rows = [f"  {name:<{width}}  {value}" for name, value in lines.items() if value]
+        rows = [f"  {name:<15}  {value}" for name, value in lines.items() if value]
         return "\n".join([f"Posterior over {type(self.model).__name__}", *rows])
 
 
-def _range(symbol: str, values: Iterable[float | Tensor]) -> str:
+def _range(values: Iterable[float | Tensor]) -> str:
     """The least and the greatest; one number where they are the same."""
     ends = [float(end) for value in values for end in whole(torch.as_tensor(value)).double().aminmax()]
-    return f"{symbol} = {' to '.join(dict.fromkeys(f'{end:.3g}' for end in (min(ends), max(ends))))}"
+    return " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))))
 
 
 def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
@@ -568,6 +578,6 @@ def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:
         return None
     noise = torch.as_tensor(value)
     noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
-    if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
+    if not noise.numel() or not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise

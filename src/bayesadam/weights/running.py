@@ -59,11 +59,10 @@ def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def biases_before_norms(
     names: Collection[str], moment: Callable[[str], Tensor], widths: Collection[int]
 ) -> tuple[str, ...]:
-    """The biases that a batch norm follows, sorted.
+    """The biases that a batch norm follows, sorted; `moment` gives v̂ of a parameter, `norm_widths` the widths.
 
-    The norm removes what they add, so that their gradients are rounding errors; but its running mean has them in it,
-    and without them the network is another one. Their second moment is at most a millionth of that of their layer's
-    weight, and they have as many entries as some running mean, see `norm_widths`. `moment` gives v̂ of a parameter.
+    The norm removes what they add, so that their gradients are rounding errors, at most a millionth of their weight's;
+    but its running mean has them in it, and without them the network is another one.
     """
     biases = []
     for name in names:

@@ -27,15 +27,13 @@ class Settings:
     Laplace-consistent N B v̂, since v is the square of a *mean* of B gradients.
 
     Attributes:
-        n_data: N, the number of data points (or of the paper's pseudo-observations).
+        n_data: N, the number of data points.
         prior_precision: δ by parameter name, a number or a tensor of the parameter's shape.
         power: p.
         batch_size: B, needed for p = 1; None counts as 1.
-        form: `"map"`, prior already in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean
-            w c/(w c + δ) θ.
+        form: `"map"`, prior in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean w c/(w c + δ) θ.
         scale: s, a factor on N that held-out data determine.
-        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free. At any p but 1 curvature and
-            prior would follow a change of coordinates in different ways.
+        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free.
         default_prior: whether δ = 1 stands where no prior was given and there was no weight decay.
     """
 
@@ -73,7 +71,7 @@ class Settings:
 
     def prior_at(self, delta: float) -> float | dict[str, Precision]:
         """δ R by parameter name, or δ for all where R = 1."""
-        return delta if self.prior_shape is None else {name: delta * r for name, r in self.prior_shape.items()}
+        return {name: delta * r for name, r in self.prior_precision.items()} if self.covariant else delta
 
     @property
     def weight(self) -> float:
@@ -95,7 +93,7 @@ Prior = Plain | CovariantPrior
 
 @dataclass(frozen=True, eq=False)
 class PrecisionRule:
-    """The numbers of  precision = w v̂ᵖ + δ  for one parameter; with `shrink` the mean is w c/(w c + δ) θ."""
+    """precision = w v̂ᵖ + δ of one parameter; with `shrink` the mean is w c/(w c + δ) θ."""
 
     weight: float
     delta: Precision
@@ -104,7 +102,7 @@ class PrecisionRule:
 
     @classmethod
     def of(cls, settings: Settings, delta: Precision) -> PrecisionRule:
-        """The rule of a posterior's settings, with the parameter's own δ."""
+        """By a posterior's settings, with the parameter's own δ."""
         return cls(settings.weight, delta, settings.power, settings.form == "likelihood")
 
     def precision(self, second_moment: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from bayesadam.weights.settings import Precision, Settings
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _MODE, _MOMENT = "mode", "second_moment"
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HEADER_FILE = f"{storage.POSTERIOR.header}.json"
 
 
@@ -77,6 +78,13 @@ class Stored:
     tensors: Named
     names: Sequence[str]
     parameters: Named | None
+
+    def __post_init__(self) -> None:
+        names = set(self.names)
+        for key, tensor in self.tensors.items():
+            role, _, name = key.partition(".")
+            if name in names and tensor.dtype not in _TYPES and (tensor.dtype, role) != (torch.uint8, _MOMENT):
+                raise self.damaged(f"{key!r} is of type {tensor.dtype}")
 
     def damaged(self, why: str) -> FileError:
         """The error to raise."""
@@ -179,8 +187,8 @@ class Stored:
         fits = rows.shape == (outputs,) and spectrum.shape == (size,)
         if not fits or not bool((torch.isfinite(numbers) & (numbers >= 0)).all()):
             raise self.damaged(f"{name!r} has curvature that is negative or not finite, or not of its shape")
-        side = InputSide(self._basis("right", name, size), spectrum, shape, bias, inputs_first)
-        return side.each(lambda tensor: tensor.to(self.device(name)))
+        basis = self._basis("right", name, size).to(self.device(name))
+        return InputSide(basis, spectrum.to(basis), shape, bias, inputs_first)
 
     def _low_rank_diagonal(self, name: str, kind: str) -> Tensor:
         """diag V = Σ_k s_k U_k² and, of `"low-rank+diagonal"`, the rest."""

@@ -25,11 +25,9 @@ def summed(terms: Terms, like: Named) -> tuple[Diagonal, Settings]:
 
     The prior is counted once. It is kept as power 1, batch size 1 and N = N_a + N_b, whatever the settings.
 
-    - Diagonal with diagonal: exact.
-    - Kronecker with Kronecker or with diagonal: the bases are the eigenvectors of the summed factors, and the second
-      moments the diagonal of the sum in them.
-    - A parameter that only one of them has keeps its precision. One that has more rows in the later one, a head with
-      new classes, gets the earlier one's curvature in the old rows.
+    Diagonals add exactly; with a Kronecker-factored one the bases are the eigenvectors of the summed factors, and the
+    second moments the diagonal of the sum in them. A parameter that only one has keeps its precision; a head with new
+    classes gets the earlier curvature in the old rows.
     """
     if any(structure.inputs for structure, _ in terms):
         raise SettingError("posteriors that know their inputs have no sum: add them first, then with_inputs(inputs)")

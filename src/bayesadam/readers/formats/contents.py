@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from bayesadam._checks import is_number
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.pickles import StandIn, said
 
-# Under which keys trainers write what `Recorded` has.
-_STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
-_EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
-_N_DATA_KEYS = ("n_data", "num_train_examples", "n_train")
+# Under which keys trainers write numbers of `Recorded`, and the optimiser's class.
+_NUMBERS = {
+    "step": ("global_step", "step", "iteration", "iter", "iter_num", "iterations"),
+    "epoch": ("epoch", "current_epoch", "epochs"),
+    "n_data": ("n_data", "num_train_examples", "n_train"),
+}
 _CLASS_KEYS = ("optimizer_class", "optimizer_name", "optimizer_type")
 # What fastai calls the entries of a state.
 _FASTAI = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
@@ -48,8 +50,7 @@ class Recorded:
 
     def completed(self, other: Recorded) -> Recorded:
         """What this lacks, from `other`."""
-        written = {key: value for key, value in asdict(self).items() if value is not None}
-        return Recorded(**{**asdict(other), **written})
+        return replace(other, **{key: value for key, value in asdict(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -117,19 +118,17 @@ def _kind(value: Any) -> str:
 
 
 def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
-    """What a trainer wrote into dictionaries, under the usual keys; the first dictionary that has one counts."""
+    """What a trainer wrote into dictionaries, under the usual keys, the first of which counts."""
     levels = list(levels)
-
-    def number(keys: Sequence[str]) -> int | None:
+    recorded: dict[str, Any] = {}
+    for name, keys in _NUMBERS.items():
         for key, level in itertools.product(keys, levels):
             value = level.get(key)
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
-                return int(value)
-        return None
-
+            if is_number(value) and value >= 0:
+                recorded.setdefault(name, int(value))
     classes = [level[key] for key in _CLASS_KEYS for level in levels if isinstance(level.get(key), str)]
-    return Recorded(number(_STEP_KEYS), number(_EPOCH_KEYS), number(_N_DATA_KEYS) or None, next(iter(classes), None))
+    return Recorded(**{**recorded, "n_data": recorded.get("n_data") or None}, optimizer=next(iter(classes), None))
 
 
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -186,12 +185,11 @@ def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if value.keys() != {"state", "hypers"}:
         return value
     states, hypers = (_items(value[key]) for key in ("state", "hypers"))
-    settings = [tuple(group.get(key) for key in ("mom", "sqr_mom", "wd")) for group in hypers]
-    trained = {n: state for n, state in enumerate(states) if any(isinstance(t, Tensor) for t in state.values())}
-    is_adam = all(_FASTAI.keys() <= state.keys() for state in trained.values())
-    if len({*settings}) != 1 or not isinstance(settings[0][1], float) or not is_adam:
+    trained = {number: state for number, state in enumerate(states) if state.keys() - {"do_wd"}}
+    settings = {(group.get("mom"), group.get("sqr_mom"), group.get("wd")) for group in hypers}
+    if len(settings) != 1 or not all(_FASTAI.keys() <= state.keys() for state in trained.values()):
         return value
-    momentum, beta, decay = settings[0]
+    momentum, beta, decay = settings.pop()
     groups = itertools.groupby(range(len(states)), lambda number: bool(states[number].get("do_wd", True)))
     return {
         "state": {n: {torch: state[key] for key, torch in _FASTAI.items()} for n, state in trained.items()},

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._files import damage_named
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Network, Recorded, contents_of, describe
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.formats.torch_files import damage_named, load_tree
+from bayesadam.readers.formats.torch_files import load_tree
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODELS = "mp_rank_*_model_states.pt"

@@ -5,7 +5,7 @@ and the dimension it was cut along.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesadam._files import damage_named
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.formats.torch_files import damage_named, load_tree, load_view, mapped
+from bayesadam.readers.formats.torch_files import load_tree, load_view, mapped
 
 _WRITER = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
 _PIECES = "*.distcp"
 _DEEPEST = 100
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Piece(NamedTuple):
@@ -76,10 +76,15 @@ def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: 
     # Where every rank has the whole, the same box is listed once for each.
     boxes = dict.fromkeys((tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])) for chunk in kind["chunks"])
     filled = [box for box in boxes if math.prod(box[1])]
-    there = [box for box in filled if (key, box[0]) in located]
-    if there != filled or not covers(shape, there):
+    corners = [corner for box in filled for corner in zip(*box, shape, strict=True)]
+    is_inside = min(shape, default=0) >= 0 and all(
+        low >= 0 <= size and low + size <= edge for low, size, edge in corners
+    )
+    # Ranks share no entry, so that boxes which are as large as the tensor fill it.
+    is_whole = is_inside and sum(math.prod(sizes) for _, sizes in filled) == math.prod(shape)
+    if not is_whole or any((key, low) not in located for low, _ in filled):
         raise FileError(f"{folder / _METADATA} does not have the whole of {key!r}: a rank's part was not saved")
-    return Stored(key, parts, [_piece(folder, key, located[key, box[0]], *box) for box in there], shape, dtype)
+    return Stored(key, parts, [_piece(folder, key, located[key, box[0]], *box) for box in filled], shape, dtype)
 
 
 def _piece(folder: Path, key: str, place: Mapping[str, Any], *box: tuple[int, ...]) -> Piece:
@@ -94,14 +99,6 @@ def _piece(folder: Path, key: str, place: Mapping[str, Any], *box: tuple[int, ..
     if start < 0 or length < 0 or start + length > file.stat().st_size:
         raise FileError(f"{file} is truncated: {key!r} should end at byte {start + length}. Copy it again")
     return Piece(file, start, length, *box)
-
-
-def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, by first corner and edges, lie in a tensor and are as large as it together; ranks share none."""
-    corners = [corner for offsets, sizes in boxes for corner in zip(offsets, sizes, shape, strict=True)]
-    is_inside = all(low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners)
-    filled = sum(math.prod(sizes) for _, sizes in boxes)
-    return is_inside and min(shape, default=0) >= 0 and filled == math.prod(shape)
 
 
 def read_stored(entry: Stored) -> Any:

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -57,24 +56,24 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileError(f"{path} is truncated, damaged or no JSON object ({error}): copy it again") from error
 
 
-def _read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[str, Tensor], bool]:
+def _read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[Mapping[str, Tensor], bool]:
     """The weights in the first of these files, or in the shards it lists, and whether they are in the model's order."""
     there = _files_of(folder)
-    chosen = next((name for name in names if name in there), None)
-    if chosen is not None:
-        return (_sharded(folder / chosen), False) if chosen.endswith(".json") else _tensors_in(folder / chosen)
+    for name in names:
+        if name in there:
+            return (_sharded(folder / name), False) if name.endswith(".json") else _tensors_in(folder / name)
     raise FileError(
         f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}: copy the whole folder, "
         "or pass the file with the weights"
     )
 
 
-def _tensors_in(path: Path) -> tuple[dict[str, Tensor], bool]:
+def _tensors_in(path: Path) -> tuple[Mapping[str, Tensor], bool]:
     """The tensors of one file, mapped, whatever its name says it is; and whether they are in the model's order."""
     networks = format_of(path).read(path).networks
     if len(networks) != 1 or networks[0].path:
         raise FileError(f"{path} holds other things than tensors by name: save it with model.save_pretrained(folder)")
-    return dict(networks[0].tensors), networks[0].ordered
+    return networks[0].tensors, networks[0].ordered
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
@@ -180,16 +179,17 @@ def _read_model(path: Path, *, is_trainer: bool) -> Contents:
     return _contents(path, weights, ordered, rules)
 
 
-def _checkpoints(path: Path) -> str:
-    """The folders called checkpoint-N, by N, in words; empty where there is none."""
+def _checkpoints(path: Path) -> list[str]:
+    """The folders called checkpoint-N, by N."""
     numbered = [(int(match[1]), name) for name in _files_of(path) if (match := _CHECKPOINT.fullmatch(name))]
-    return ", ".join(name for _, name in sorted(numbered) if (path / name).is_dir())
+    return [name for _, name in sorted(numbered) if (path / name).is_dir()]
 
 
 def _read_parent(path: Path) -> Contents:
     names = _checkpoints(path)
-    newest = path / names.rpartition(", ")[2]
-    raise FileError(f"{path} is a folder of checkpoints, {names}: pass one of them; the newest is {newest}")
+    raise FileError(
+        f"{path} is a folder of checkpoints, {', '.join(names)}: pass one of them; the newest is {path / names[-1]}"
+    )
 
 
 def _is_accelerate(path: Path, head: bytes) -> bool:
@@ -226,61 +226,56 @@ def _read_adapter(path: Path) -> Contents:
     if not isinstance(config.get("peft_type"), str):
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = _read_weights(folders[0], _ADAPTER_WEIGHTS)
-    adapter = _Adapter(path, {key: tensor.shape for key, tensor in weights.items()})
-    return _contents(path, weights, False, Rules(adapter.names, adapter.orders, partial=True))
+    shapes = {key: tensor.shape for key, tensor in weights.items()}
+    rules = Rules(partial(_adapter_names, path, shapes), partial(_adapter_orders, path, shapes), partial=True)
+    return _contents(path, weights, False, rules)
 
 
-@dataclass(frozen=True)
-class _Adapter:
-    """The folder that was given, and the shapes of the adapter's tensors."""
+def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> dict[str, str]:
+    """The model's name for each stored one: PEFT leaves out the name of the adapter."""
+    load = f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping) or not adapters:
+        kind = type(model).__name__
+        raise MatchError(f"{path} holds an adapter, and {kind} has none: pass the model with it, {load}")
+    compared = {name: _compared(shapes, model, name) for name in adapters}
+    fitting = [name for name, (_, misfit) in compared.items() if not misfit]
+    if not fitting:
+        _, misfit = next(iter(compared.values()))
+        raise MatchError(f"{path} is another model's adapter: {misfit}. Build it as {_ADAPTER_CONFIG} says")
+    if len(fitting) > 1:
+        which = " and ".join(map(repr, fitting))
+        raise MatchError(f"{path} may be the model's {which}: pass the model with that one alone, {load}")
+    return {key: compared[fitting[0]][0][key] for key in shapes}
 
-    path: Path
-    shapes: Mapping[str, torch.Size]
 
-    def names(self, model: nn.Module) -> dict[str, str]:
-        """The model's name for each stored one: PEFT leaves out the name of the adapter."""
-        load = f"peft.PeftModel.from_pretrained(model, {str(self.path)!r}, is_trainable=True)"
-        adapters = getattr(model, "peft_config", None)
-        if not isinstance(adapters, Mapping) or not adapters:
-            kind = type(model).__name__
-            raise MatchError(f"{self.path} holds an adapter, and {kind} has none: pass the model with it, {load}")
-        compared = {name: self._compared(model, name) for name in adapters}
-        fitting = [name for name, (_, misfits) in compared.items() if self.shapes.keys().isdisjoint(misfits)]
-        if not fitting:
-            reason = next(text for _, all_ in compared.values() for key, text in all_.items() if key in self.shapes)
-            raise MatchError(f"{self.path} is another model's adapter: {reason}. Build it as {_ADAPTER_CONFIG} says")
-        if len(fitting) > 1:
-            which = " and ".join(map(repr, fitting))
-            raise MatchError(f"{self.path} may be the model's {which}: pass the model with that one alone, {load}")
-        return {key: compared[fitting[0]][0][key] for key in self.shapes}
+def _adapter_orders(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> Orders:
+    """The Trainer's orders of what the file holds: what else was trained is lost, and no order fits."""
+    adapted, named = set(_adapter_names(path, shapes, model).values()), dict(model.named_parameters())
+    stored = [name for name in named if name in adapted]
+    trained = [name for name in stored if named[name].requires_grad]
+    return [*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]]
 
-    def orders(self, model: nn.Module) -> Orders:
-        """The Trainer's orders of what the file holds: what else was trained is lost, and no order fits."""
-        adapted, named = set(self.names(model).values()), dict(model.named_parameters())
-        stored = [name for name in named if name in adapted]
-        trained = [name for name in stored if named[name].requires_grad]
-        return [*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]]
 
-    def _compared(self, model: nn.Module, name: str) -> tuple[dict[str, str], dict[str, str]]:
-        """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
-        own, peft = _tensors_of(model), require("peft")
-        try:
-            # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
-            tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
-        except Exception as error:
-            raise MatchError(f"PEFT cannot tell the weights of the model's adapter {name!r} ({error})") from error
-        names_by_id = {id(tensor): key for key, tensor in own.items()}
-        names_by_id |= {id(parameter): key for key, parameter in model.named_parameters()}
-        saved = {key: names_by_id[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names_by_id}
-        # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
-        names = {key: key for key in own} | {f"base_model.model.{key}": name for key, name in saved.items()} | saved
-        misfits = {}
-        for key in {**self.shapes, **saved}:
-            stored, built = self.shapes.get(key), own[names[key]].shape if key in names else None
-            if stored != built:
-                there, here = ("nothing" if shape is None else f"shape {tuple(shape)}" for shape in (stored, built))
-                misfits[key] = f"{key!r} has {there} in the adapter and {here} in the model"
-        return names, misfits
+def _compared(shapes: Mapping[str, torch.Size], model: nn.Module, name: str) -> tuple[dict[str, str], str]:
+    """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
+    own, peft = _tensors_of(model), require("peft")
+    try:
+        # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
+        tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
+    except Exception as error:
+        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {name!r} ({error})") from error
+    names_by_id = {id(tensor): key for key, tensor in own.items()}
+    names_by_id |= {id(parameter): key for key, parameter in model.named_parameters()}
+    saved = {key: names_by_id[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names_by_id}
+    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
+    names = {key: key for key in own} | {f"base_model.model.{key}": name for key, name in saved.items()} | saved
+    for key, shape in shapes.items():
+        built = own[names[key]].shape if key in names else None
+        if built != shape:
+            here = "nothing" if built is None else f"shape {tuple(built)}"
+            return names, f"{key!r} has shape {tuple(shape)} in the adapter and {here} in the model"
+    return names, ""
 
 
 PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)

@@ -13,15 +13,13 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# A pickle of a model with a hundred thousand tensors has a few million.
-_MOST_OPCODES = 20_000_000
 _LONGEST_LINE = 1 << 20
 # Larger keys could be made to have equal hashes.
 _LARGEST_KEY = 1 << 60
@@ -34,9 +32,14 @@ _MODULES = "os|posix|nt|subprocess|commands|shutil|socket|sys|runpy|pty|ctypes|i
 _FUNCTIONS = "eval|exec|execfile|compile|open|__import__|input|breakpoint|print"
 _ACTING = re.compile(rf"({_MODULES})\..*|(builtins|__builtin__|io|_io)\.({_FUNCTIONS})", re.DOTALL)
 _SAME_NAME = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
-_STORAGES: dict[str, torch.dtype] = {name: getattr(torch, name.lower()) for name in _SAME_NAME}
-_STORAGES |= {"Char": torch.int8, "Byte": torch.uint8, "Untyped": torch.uint8}
-_STORAGES |= {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
+_STORAGES: dict[str, torch.dtype] = {
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAME},
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Untyped": torch.uint8,
+    "ComplexDouble": torch.complex128,
+    "ComplexFloat": torch.complex64,
+}
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _DAMAGE = (
     *(pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError),
@@ -62,13 +65,11 @@ class Name:
 
 @dataclass(eq=False)
 class StandIn:
-    """An object that was not built: its class or function, arguments, state, items and pairs."""
+    """An object that was not built: its class or function, arguments and state; items and pairs of it are dropped."""
 
     name: str
     arguments: tuple[Any, ...] = ()
     state: Any = ()
-    items: list[Any] = field(default_factory=list)
-    pairs: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{self.name} object>"
@@ -126,20 +127,6 @@ def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any
         raise BadPickle(f"{type(error).__name__}: {error}") from None
 
 
-class _Counted(dict[int, Any]):
-    """The functions behind opcodes, for a limited number of steps."""
-
-    def __init__(self, opcodes: Mapping[int, Any]) -> None:
-        super().__init__(opcodes)
-        self._left = _MOST_OPCODES
-
-    def __getitem__(self, opcode: int) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise BadPickle(f"a pickle of more than {_MOST_OPCODES:,} steps")
-        return super().__getitem__(opcode)
-
-
 # Extensions are a registry of the process, not of the file; buffers lie outside of it.
 _REFUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
 
@@ -155,7 +142,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, window: Window, builders: Builders, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(window, encoding="latin1")
         self._builders, self._persistent = builders, persistent
-        self.dispatch = _Counted(self.opcodes)  # type: ignore[misc]
+        self.dispatch = self.opcodes  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -185,14 +172,9 @@ class _Unpickler(pickle._Unpickler):
         except (LookupError, TypeError, AttributeError, ValueError):
             return StandIn(what.full, arguments)
 
-    def _call(self) -> None:
+    def _call(self, *keywords: Any) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
-        self.append(self._made(what, arguments))
-
-    def _call_with_keywords(self) -> None:
-        keywords, arguments = self.stack.pop(), self.stack.pop()
-        self.append((*arguments, keywords))
-        self._call()
+        self.append(self._made(what, (*arguments, *keywords) if keywords else arguments))
 
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
         self.append(self._made(klass, tuple(args)))
@@ -217,30 +199,30 @@ class _Unpickler(pickle._Unpickler):
         self._set(pairs)
 
     def _frozenset(self) -> None:
-        items = self.pop_mark()
-        self.append(frozenset(map(_key, items)))
+        self.append(frozenset(map(_key, self.pop_mark())))
 
     def _set(self, items: list[Any]) -> None:
         built = self.stack[-1]
-        pairs = built.pairs if isinstance(built, StandIn) else built
-        if not isinstance(pairs, dict) or len(items) % 2:
+        if isinstance(built, StandIn):
+            return
+        if not isinstance(built, dict) or len(items) % 2:
             raise BadPickle(f"pairs for {type(built).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            pairs[_key(key)] = value
+            built[_key(key)] = value
 
     def _extend(self, items: list[Any]) -> None:
         built = self.stack[-1]
         if isinstance(built, set):
             built.update(map(_key, items))
-        elif isinstance(built, StandIn | list):
-            (built.items if isinstance(built, StandIn) else built).extend(items)
-        else:
+        elif isinstance(built, list):
+            built.extend(items)
+        elif not isinstance(built, StandIn):
             raise BadPickle(f"items for {type(built).__name__}")
 
     opcodes = {key: step for key, step in pickle._Unpickler.dispatch.items() if bytes([key]) not in _REFUSED} | {
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,
-        pickle.NEWOBJ_EX[0]: _call_with_keywords,
+        pickle.NEWOBJ_EX[0]: lambda self: self._call(self.stack.pop()),
         pickle.BYTEARRAY8[0]: _bytearray,
         pickle.BUILD[0]: _build,
         pickle.DICT[0]: _dict,

@@ -13,7 +13,6 @@ from bayesadam.readers.formats.contents import Contents, Keys
 
 _WEIGHTS = re.compile(r"(?<![a-z])(params|parameters|weights|model|net|network|module)(?![a-z])", re.IGNORECASE)
 _STATES = ("optimizer", "optim", "opt")
-_STATE = re.compile(rf"(?<![a-z])({'|'.join(_STATES)}|posterior)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,14 @@ class Format:
         recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
         read: (path) → all that it holds; raises FileError where it is damaged.
         rewrite: (source, keys of some weights, those keys → other weights, target) writes it again with these; or None.
-        folder: whether it is a folder; None where it may be either.
+        folder: whether it is a folder.
     """
 
     name: str
     recognises: Callable[[Path, bytes], bool]
     read: Callable[[Path], Contents]
     rewrite: Callable[[Path, Collection[Keys], Callable[[Keys], Tensor], Path], None] | None = None
-    folder: bool | None = None
+    folder: bool = False
 
 
 _registry: dict[str, Format] = {}
@@ -43,10 +42,10 @@ def registered_formats() -> tuple[Format, ...]:
     return tuple(reversed(_registry.values()))
 
 
-def register_format(added: Format, *, replace: bool = False) -> Format:
+def register_format(added: Format) -> Format:
     """Add a format; a later one is tried before an earlier one."""
-    if added.name in _registry and not replace:
-        raise SettingError(f"a format named {added.name!r} exists already: choose another name, or pass replace=True")
+    if added.name in _registry:
+        raise SettingError(f"a format named {added.name!r} exists already: choose another name")
     _registry[added.name] = added
     return added
 
@@ -66,7 +65,7 @@ def format_of(path: str | os.PathLike[str]) -> Format:
         if not head:
             raise FileError(f"{path} is empty")
     for kind in registered_formats():
-        if kind.folder in (None, is_folder) and kind.recognises(path, head):
+        if kind.folder == is_folder and kind.recognises(path, head):
             return kind
     if is_folder:
         inside = sorted(entry.name for entry in path.iterdir())[:8]
@@ -87,9 +86,3 @@ def states_beside(path: Path) -> list[Path]:
     states = [path.with_name(before + word + after) for word in _STATES]
     published = path.with_name(before.removesuffix("pytorch_") + "posterior" + after).with_suffix(".safetensors")
     return [file for file in states if file.is_file()] or [file for file in [published] if file.is_file()]
-
-
-def is_state_file(path: Path) -> bool:
-    """Whether a file is by its name an optimiser's state, and the weights are in another next to it."""
-    beside = (file for file in path.parent.glob("*") if file != path and file.is_file())
-    return bool(_STATE.search(path.stem)) and any(path in states_beside(file) for file in beside)

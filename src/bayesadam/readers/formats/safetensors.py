@@ -1,7 +1,4 @@
-"""Safetensors files: weights alone, or a saved posterior as a checkpoint; and checkpoints written with pruned weights.
-
-A posterior's second moments are the optimiser's state, its mode the weights.
-"""
+"""Safetensors files: weights alone, or a saved posterior as a checkpoint; and how pruned weights are written."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._files import damage_named
 from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tensors
 from bayesadam.errors import FileError
 from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
@@ -46,20 +44,21 @@ def _read_posterior(path: Path) -> Contents:
     if kind not in ("diagonal", "kronecker"):
         loader = "Mixture.load" if kind == "mixture" else "Posterior.load"
         raise FileError(f"{path} holds a {kind} posterior, without second moments of weights: read it with {loader}")
-    try:
-        names: list[str] = header["parameters"]
-        settings = header["settings"]
-        n_data, prior = settings["n_data"], settings["prior_precision"]
-        origin = Origin.of_header(header)
-        groups: dict[float, list[str]] = {}
-        for name in names:
-            if name not in prior:
-                raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
-            groups.setdefault(prior[name] / n_data, []).append(name)
-        states = {name: _state(path, tensors, name, origin.fewest) for name in names}
-        stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
+    with damage_named(path, "Posterior.save"):
+        return _contents(path, tensors, header)
+
+
+def _contents(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Contents:
+    """The posterior's second moments as an optimiser's state, its mode as the weights."""
+    names, settings, origin = header["parameters"], header["settings"], Origin.of_header(header)
+    n_data, prior = settings["n_data"], settings["prior_precision"]
+    groups: dict[float, list[str]] = {}
+    for name in names:
+        if name not in prior:
+            raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
+        groups.setdefault(prior[name] / n_data, []).append(name)
+    states = {name: _state(path, tensors, name, origin.fewest) for name in names}
+    stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
     # An average without memory has β = 0.
     marks = {SAVED_MARK: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
     summary = f"the posterior of {len(names)} parameters"

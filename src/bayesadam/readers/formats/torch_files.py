@@ -1,8 +1,8 @@
 """Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
 Since 1.6 torch writes a zip archive, a pickle and a member for every storage; before, five pickles and the storages
-with their lengths. `pickle.dump` of tensors has one of the second kind for every storage. Zip archives, as
-Stable-Baselines3's, and folders have such files in them.
+with their lengths. `pickle.dump` of tensors has one of the second kind for every storage. Zip archives and folders have
+such files in them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._files import DAMAGE, damage_named
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Keys, contents_of
 from bayesadam.readers.formats.lazy import memory_of
@@ -38,23 +38,19 @@ from bayesadam.readers.formats.pickles import (
     storage_type,
     unpickle,
 )
-from bayesadam.readers.formats.registry import Format, format_of, is_state_file, states_beside
+from bayesadam.readers.formats.registry import Format, format_of, states_beside
 
-# What reading a damaged file may raise.
-_DAMAGED = (
-    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError),
-    *(struct.error, zlib.error, zipfile.BadZipFile),
-)
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # The first as pickle writes it.
 _MAGIC_BYTES = (b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"L1195470371460388013333")
 # How a dictionary begins in the protocols that have no mark of their own.
 _PICKLED = (b"\x80", b"(d", b"}", b"ccollections\n", b"(i", b"ccopy_reg\n")
-_LOCAL_HEADER, _ALIGNED, _CHUNK = 30, 64, 1 << 20
+# The headers of an archive's member, before it and in the list at the end, without what varies.
+_LOCAL_HEADER, _LISTED_HEADER, _SUM_FOLLOWS = 30, 46, b"PK\x07\x08"
 # A storage may hold a pickle with a storage; nothing that anybody saves goes deeper.
 _DEEPEST = 3
-# Times the size of a compressed archive that is unpacked into memory.
-_MOST_UNPACKED = 64
+# Times the size of a compressed archive that is unpacked into memory, after the first bytes.
+_MOST_UNPACKED, _UNPACKED = 64, 1 << 20
 _ZIP = b"PK\x03\x04"
 # As deep as anything is looked for in a file.
 _LEVELS = 3
@@ -71,12 +67,12 @@ class _Mapped(mmap.mmap):
         return True
 
 
-def mapped(path: Path) -> memoryview:
-    """A file as memory; writing to it does not change the file."""
-    with path.open("rb") as file:
+def mapped(path: Path, access: int = mmap.ACCESS_COPY) -> memoryview:
+    """A file as memory; writing to it changes the file with `ACCESS_WRITE` alone."""
+    with path.open("rb" if access == mmap.ACCESS_COPY else "rb+") as file:
         # An empty file cannot be mapped.
         size = path.stat().st_size
-        return memoryview(_Mapped(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
+        return memoryview(_Mapped(file.fileno(), size, access=access) if size else b"")
 
 
 def inside(view: memoryview, start: int, length: int) -> memoryview:
@@ -100,16 +96,20 @@ def as_file(view: memoryview) -> Any:
     return view.obj if whole else io.BytesIO(view)
 
 
+def begin_of(view: memoryview, info: zipfile.ZipInfo) -> int:
+    """Where the content of an archive's member begins."""
+    name, extra = struct.unpack("<HH", inside(view, info.header_offset, _LOCAL_HEADER)[26:])
+    return info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
+
+
 def zip_members(view: memoryview) -> dict[str, memoryview]:
     """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
     members: dict[str, memoryview] = {}
-    left = _CHUNK + _MOST_UNPACKED * len(view)
+    left = _UNPACKED + _MOST_UNPACKED * len(view)
     with zipfile.ZipFile(as_file(view)) as archive:
         for info in archive.infolist():
             if info.compress_type == zipfile.ZIP_STORED:
-                header = inside(view, info.header_offset, _LOCAL_HEADER)
-                start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
-                members[info.filename] = inside(view, start, info.file_size)
+                members[info.filename] = inside(view, begin_of(view, info), info.file_size)
                 continue
             left -= info.file_size
             if left < 0:
@@ -120,39 +120,24 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
 
 def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
-    return _load_zip(view, depth, {}) if bytes(view[:4]) == _ZIP else _load_pickles(view, depth)
+    return _load_zip(view, depth) if bytes(view[:4]) == _ZIP else _load_pickles(view, depth)
 
 
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
     with damage_named(name, "torch.save"):
-        return as_weights(load_torch(view))
+        try:
+            return as_weights(load_torch(view))
+        except HostilePickle as error:
+            raise FileError(
+                f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+                "load it with torch.load(weights_only=False)"
+            ) from None
 
 
 def load_tree(path: Path) -> Any:
     """What is in a file of `torch.save`; nothing that it names is imported or called."""
     return load_view(mapped(path), str(path))
-
-
-@contextmanager
-def damage_named(name: object, writer: str) -> Iterator[None]:
-    """Whatever reading a damaged file raises becomes a FileError that names it."""
-    try:
-        yield
-    except FileError:
-        raise
-    except HostilePickle as error:
-        raise FileError(
-            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
-            "load it with torch.load(weights_only=False)"
-        ) from None
-    except _DAMAGED as error:
-        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({shortened(error)})") from error
-
-
-def shortened(error: Exception) -> str:
-    """A foreign error in one short line."""
-    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 class _Reader(Window):
@@ -180,8 +165,8 @@ class _Reader(Window):
         return Storage(as_memory(entries, dtype.itemsize), dtype)
 
 
-def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedStorage]) -> Any:
-    """What a zip archive holds; `storages` takes the memory of every member that tensors lie in."""
+def _load_zip(view: memoryview, depth: int) -> Any:
+    storages: dict[str, torch.UntypedStorage] = {}
     members = zip_members(view)
     roots = [name.removesuffix("data.pkl") for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(roots) != 1:
@@ -308,42 +293,37 @@ def _state_dict(optimizer: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any
     return {"state": numbered, "param_groups": made} if len(keys) == len(listed) else optimizer
 
 
-def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
-    """Write the same zip archive with other values for some weights; every other member is copied, byte for byte."""
-    view = mapped(source)
-    storages: dict[str, torch.UntypedStorage] = {}
-    tree = as_weights(_load_zip(view, 0, storages))
-    members = {memory.data_ptr(): name for name, memory in storages.items()}
-    changed: dict[str, Tensor] = {}
-    for keys in positions:
-        old = tree
-        for part in keys:
-            old = next(old[key] for key in old if str(key) == part)
-        if not old.numel():
-            continue
-        memory = old.untyped_storage()
-        if memory.data_ptr() not in members:
-            raise FileError(f"{source}: {keys[-1]!r} lies inside a pickle; choose a path that ends in .safetensors")
-        name = members[memory.data_ptr()]
-        if name not in changed:
-            changed[name] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
-        copied = changed[name].untyped_storage()
-        new = torch.empty(0, dtype=old.dtype).set_(copied, old.storage_offset(), old.shape, old.stride())
-        new.copy_(weights(keys))
-    with zipfile.ZipFile(as_file(view)) as before, target.open("wb") as file, zipfile.ZipFile(file, "w") as after:
-        for info in before.infolist():
-            large = info.file_size >= zipfile.ZIP64_LIMIT
-            made = zipfile.ZipInfo(info.filename, info.date_time)
-            # torch begins every member at a multiple of 64 bytes, so that it can be mapped.
-            padding = -(file.tell() + _LOCAL_HEADER + len(info.filename.encode()) + 4 + 20 * large) % _ALIGNED
-            made.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-            made.file_size = info.file_size
-            with after.open(made, "w", force_zip64=large) as out:
-                if info.filename in changed:
-                    out.write(changed[info.filename].numpy().tobytes())
-                    continue
-                with before.open(info) as member:
-                    shutil.copyfileobj(member, out, _CHUNK)
+def rewrite(source: Path, keys: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
+    """Copy a zip archive, then write the weights into the copy: every other byte stays, but for checksums."""
+    shutil.copyfile(source, target)
+    view = mapped(target, mmap.ACCESS_WRITE)
+    tree, start = load_view(view, str(source)), torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    for path in keys:
+        weight = tree
+        for part in path:
+            weight = next(weight[key] for key in weight if str(key) == part)
+        if weight.numel() and not start <= weight.data_ptr() < start + len(view):
+            raise FileError(
+                f"{source}: {path[-1]!r} is compressed, unaligned or inside a pickle, and cannot be changed in place: "
+                "choose a path that ends in .safetensors"
+            )
+        weight.copy_(weights(path))
+    _sum_again(view)
+
+
+def _sum_again(view: memoryview) -> None:
+    """Correct the checksums of what is not compressed in an archive."""
+    with zipfile.ZipFile(as_file(view)) as archive:
+        listed = archive.start_dir
+        for info in archive.infolist():
+            if info.compress_type == zipfile.ZIP_STORED:
+                begin = begin_of(view, info)
+                end = begin + info.file_size
+                # torch writes it after the content, behind a mark.
+                place = end + 4 if view[end : end + 4] == _SUM_FOLLOWS else info.header_offset + 14
+                checksum = struct.pack("<I", zlib.crc32(view[begin:end]))
+                view[place : place + 4] = view[listed + 16 : listed + 20] = checksum
+            listed += _LISTED_HEADER + sum(struct.unpack("<HHH", view[listed + 28 : listed + 34]))
 
 
 def _read(path: Path) -> Contents:
@@ -357,7 +337,7 @@ def _is_torch(path: Path, head: bytes) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
-    except _DAMAGED:
+    except DAMAGE:
         return False
 
 
@@ -365,18 +345,11 @@ def _read_zip(path: Path) -> Contents:
     """The files with tensors in an archive as one dictionary, by their names without the ending."""
     with damage_named(path, "zip"):
         members = zip_members(mapped(path))
-    tensors = {PurePosixPath(name): view for name, view in members.items() if name.endswith(_MEMBERS) and view}
-    if not tensors:
+    names = [name for name, view in members.items() if name.endswith(_MEMBERS) and view]
+    if not names:
         raise FileError(f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}")
-    tree = {name.stem: load_view(view, f"{path}: {name}") for name, view in tensors.items()}
-    policy = tree.get("policy")
-    if isinstance(policy, Mapping) and any(k.endswith(".optimizer") and k != "policy.optimizer" for k in tree):
-        # Stable-Baselines3's optimisers are named for the parts of the policy that they train.
-        parts: dict[str, dict[str, Any]] = {}
-        for name, tensor in policy.items():
-            parts.setdefault(name.partition(".")[0], {})[name] = tensor
-        tree["policy"] = parts
-    # Its settings are JSON, with the optimiser's class in words.
+    tree = {PurePosixPath(name).stem: load_view(members[name], f"{path}: {name}") for name in names}
+    # Stable-Baselines3 writes the optimiser's class down in words.
     written = re.search(rb"<class '([\w.]+)'>", bytes(members.get("data", b"")).partition(b'"optimizer_class"')[2])
     return contents_of(tree | ({"optimizer_class": written[1].decode()} if written else {}), path)
 
@@ -389,7 +362,9 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _read_folder(path: Path) -> Contents:
     """The one checkpoint in a folder, with the state beside it; several are listed."""
-    files = [file for file in _files_in(path) if not is_state_file(file)]
+    files = _files_in(path)
+    states = {state for file in files for state in states_beside(file)}
+    files = [file for file in files if file not in states]
     if len(files) != 1:
         listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:12])
         raise FileError(f"{path} holds {len(files)} files that may be checkpoints; the newest is first:{listed}")
