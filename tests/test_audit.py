@@ -160,27 +160,6 @@ def test_an_unknown_noise_is_estimated_and_said_so():
         audit(posterior, (x, model(x).detach()), likelihood="regression")
 
 
-def test_flipped_labels_come_first():
-    torch.manual_seed(0)
-    x = torch.randn(300, 4)
-    clean = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
-    flipped = torch.arange(0, 300, 15)
-    y = clean.clone()
-    y[flipped] = (y[flipped] + 1) % 4
-    model = mlp(4, 30, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        for rows in torch.randperm(300).split(50):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 300, batch_size=50, prior_precision=1.0)
-    suspects = audit(posterior, DataLoader(TensorDataset(x, y), batch_size=64), likelihood="classification").suspects(
-        20
-    )
-    assert len({one.index for one in suspects} & set(flipped.tolist())) >= 16
-
-
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +304,7 @@ def test_suspects_are_sorted_by_any_column_and_printed():
 def test_the_likelihood_must_be_known_and_the_same():
     posterior, x, y = fitted()
     for q, name in ((posterior, "labels"), (posterior, "binary"), (replace(posterior, likelihood=None), None)):
-        with pytest.raises(SettingError, match="likelihood must be one of"):
+        with pytest.raises(SettingError, match="likelihood"):
             audit(q, (x, y), likelihood=name)
     with pytest.raises(SettingError, match="Mixture has 2"):
         audit(ba.Mixture([posterior, posterior]), (x, y))

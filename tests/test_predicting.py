@@ -45,10 +45,10 @@ def test_a_loader_gives_one_prediction_a_batch():
 
 def test_draws_are_networks():
     q, x = trained("regression").replace(noise_variance=0.1), waves(5, 300)[0]
-    p = q.predict(x, draws=2000, generator=seeded())
-    again = q.predict(x, draws=2000, generator=seeded())
+    p = q.predict(x, draws=300, generator=seeded())
+    again = q.predict(x, draws=300, generator=seeded())
     assert torch.equal(p.draws, again.draws)
-    assert p.draws.shape == (2000, 5, 2)
+    assert p.draws.shape == (300, 5, 2)
     assert_close(p.f_variance, p.draws.var(dim=0))
     with pytest.raises(SettingError, match="draws must be"):
         q.predict(x, draws=1)
@@ -61,9 +61,9 @@ def test_a_drawn_function_is_the_same_at_every_call():
     function = q.draw(3)
     assert_close(torch.cat([function(x[:2]), function(x[2:])]), function(x))
     assert not torch.equal(q.draw(4)(x), function(x))
-    drawn = torch.stack([q.draw(seed)(x) for seed in range(600)])
+    drawn = torch.stack([q.draw(seed)(x) for seed in range(200)])
     f, joint = dense(q, x)
-    assert_close(drawn.mean(dim=0), f, rtol=0, atol=4 * float(joint.diagonal().max().sqrt()) / 600**0.5)
+    assert_close(drawn.mean(dim=0), f, rtol=0, atol=4 * float(joint.diagonal().max().sqrt()) / 200**0.5)
     assert_close(drawn.var(dim=0), joint.diagonal().view_as(f), rtol=0.35)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from torch.utils import _pytree as pytree
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import likelihood as record_of
-from bayesadam.predict import Forward, linearised, mean_outputs
-from bayesadam.predict.batches import batch_size, chosen_examples, examples, for_model, inputs_of, is_loader
+from bayesadam.likelihoods import Likelihood, agreed
+from bayesadam.predict import Forward, linearised
+from bayesadam.predict.batches import batch_size, chosen_examples, examples, inputs_of
+from bayesadam.predict.tap import first_input, observed, watched
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
 
@@ -58,35 +58,28 @@ def acquire(
     """
     require_kind(posterior, (Posterior, Mixture), "posterior")
     count("k", k, "inputs")
-    mixture = posterior if isinstance(posterior, Mixture) else Mixture([posterior])
-    name = likelihood or posterior.likelihood
-    if name is None:
-        raise SettingError("acquire needs to know what the labels are: likelihood='classification', 'regression', …")
-    batches = _batches(mixture.members[0].model, pool)
-    if name in ("classification", "binary"):
-        errors, hidden = [], []
-        for batch in batches:
-            pairs = [_gradients(member, batch, name, forward) for member in mixture.members]
-            errors.append(torch.stack([e for e, _ in pairs]))
-            hidden.append(torch.stack([h for _, h in pairs]))
-        return _spread(torch.cat(errors, dim=1), torch.cat(hidden, dim=1), k, seed)
-    parts = [(batch, _information(mixture, batch, name, forward)) for batch in batches]
-    own = torch.cat([information for _, information in parts])
-    _check_size(len(own), k)
-    candidates = own.argsort(descending=True, stable=True)[: max(k, _CANDIDATES)].cpu()
-    whole = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *(b for b, _ in parts))
-    mean, covariance = _moments(mixture, chosen_examples(whole, candidates), forward, joint=True)
-    return candidates[_most_information(covariance, _hessian(mixture, mean, name), k)]
-
-
-def _batches(model: nn.Module, pool: Any) -> Iterator[Any]:
-    """A pool in batches on the model's device."""
-    if is_loader(pool):
-        yield from (inputs_of(batch, model) for batch in progress(pool, "acquire"))
-        return
-    whole = for_model(pool, model)
-    for start in range(0, batch_size(whole), _CHUNK):
-        yield examples(whole, start, start + _CHUNK)
+    q = posterior if isinstance(posterior, Mixture) else Mixture([posterior])
+    kind = agreed(likelihood, q.likelihood)
+    parts = (
+        examples(batch, start, start + _CHUNK)
+        for batch in inputs_of(pool, q.members[0].model)
+        for start in range(0, batch_size(batch), _CHUNK)
+    )
+    if kind.is_classes:
+        factors = [_gradients(q, part, kind, forward) for part in progress(parts, "acquire")]
+        errors, hidden = (torch.cat(factor, dim=1) for factor in zip(*factors, strict=True))
+        _check_size(errors.shape[1], k)
+        return _spread(errors, hidden, k, seed)
+    batches, single = [], []
+    for batch in progress(parts, "acquire"):
+        mean, covariance = _moments(q, batch, forward, joint=False)
+        single.append(_information(covariance, _hessian(q, kind, mean)))
+        batches.append(batch)
+    _check_size(sum(map(len, single)), k)
+    candidates = torch.cat(single).argsort(descending=True, stable=True)[: max(k, _CANDIDATES)].cpu()
+    whole = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *batches)
+    mean, covariance = _moments(q, chosen_examples(whole, candidates), forward, joint=True)
+    return candidates[_most_information(covariance, _hessian(q, kind, mean), k)]
 
 
 def _check_size(size: int, k: int) -> None:
@@ -98,36 +91,43 @@ def _check_size(size: int, k: int) -> None:
 
 
 @torch.no_grad()
-def _gradients(posterior: Posterior, inputs: Any, name: str, forward: Forward | None) -> tuple[Tensor, Tensor]:
-    """Factors e and h of the gradients e hᵀ of the last linear layer at the likeliest class, (n, ·) each."""
-    features: list[Tensor] = []
-    layers = [module for module in posterior.model.modules() if isinstance(module, nn.Linear)]
-    handles = [layer.register_forward_pre_hook(lambda _, given: features.append(given[0])) for layer in layers]
-    try:
-        outputs = mean_outputs(posterior, inputs, forward=forward)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not features or features[-1].dim() != 2 or outputs.dim() != 2:
-        raise MatchError(f"an input has one label here, from a linear layer; the outputs are {tuple(outputs.shape)}")
-    if name == "binary":
-        return outputs.sigmoid() - (outputs > 0).to(outputs), features[-1]
-    return outputs.softmax(dim=1) - F.one_hot(outputs.argmax(dim=1), outputs.shape[1]), features[-1]
+def _gradients(q: Mixture, inputs: Any, kind: Likelihood, forward: Forward | None) -> tuple[Tensor, Tensor]:
+    """Factors e and h of the gradients e hᵀ of the last linear layer at the likeliest class, (members, n, ·) each."""
+    errors, hidden = [], []
+    for member in q.members:
+        features: list[Tensor] = []
+        layers = [module for module in member.model.modules() if isinstance(module, nn.Linear)]
+
+        def see(_: nn.Module, args: Any, kwargs: Any, __: Any, features: list[Tensor] = features) -> None:
+            features.append(first_input(args, kwargs))
+
+        with watched(layers, see):
+            outputs, _ = observed(member, (), inputs, forward)
+        if not features or features[-1].dim() != 2 or outputs.dim() != 2:
+            raise MatchError(
+                f"an input has one label here, from a linear layer; the outputs are {tuple(outputs.shape)}"
+            )
+        probs = outputs.softmax(dim=1) if kind.coupled else outputs.sigmoid()
+        likeliest = F.one_hot(outputs.argmax(dim=1), outputs.shape[1]) if kind.coupled else outputs > 0
+        errors.append(probs - likeliest.to(probs))
+        hidden.append(features[-1])
+    return torch.stack(errors), torch.stack(hidden)
 
 
 def _spread(errors: Tensor, hidden: Tensor, k: int, seed: int) -> Tensor:
     """k of the gradients e hᵀ, of (members, n, ·), by k-means++."""
-    own = (errors.square().sum(dim=2) * hidden.square().sum(dim=2)).sum(dim=0).double()
-    _check_size(len(own), k)
-    source, nearest, chosen = torch.Generator().manual_seed(seed), own.clone(), [int(own.argmax())]
+    square = (errors.square().sum(dim=2) * hidden.square().sum(dim=2)).sum(dim=0).double()
+    source, nearest, chosen = torch.Generator().manual_seed(seed), square.clone(), [int(square.argmax())]
     while len(chosen) < k:
         last = chosen[-1]
         products = [torch.einsum("mnc,mc->mn", factor, factor[:, last]) for factor in (errors, hidden)]
-        away = (own + own[last] - 2 * (products[0] * products[1]).sum(dim=0).double()).clamp(min=0)
+        away = (square + square[last] - 2 * (products[0] * products[1]).sum(dim=0).double()).clamp(min=0)
         nearest = away if len(chosen) == 1 else torch.minimum(nearest, away)
         nearest[chosen] = 0
-        shares = nearest.cpu() if bool(nearest.any()) else torch.ones(len(own)).index_fill(0, torch.tensor(chosen), 0.0)
-        chosen.append(int(torch.multinomial(shares.float(), 1, generator=source)))
+        if not bool(nearest.any()):
+            nearest = torch.ones_like(nearest)
+            nearest[chosen] = 0
+        chosen.append(int(torch.multinomial(nearest.float().cpu(), 1, generator=source)))
     return torch.tensor(chosen)
 
 
@@ -140,44 +140,39 @@ def _moments(q: Mixture, inputs: Any, forward: Forward | None, *, joint: bool) -
     means = torch.stack([m.mean.reshape(len(m.mean), -1).double() for m in moments])
     shares = torch.tensor(q.weights, dtype=torch.float64, device=means.device)
     mean = torch.einsum("m,mnc->nc", shares, means)
-    away = (means - mean).flatten(1)[:, None] if joint else means - mean
-    within = torch.stack([(m.joint if joint else m.covariance).double() for m in moments])  # type: ignore[union-attr]
-    within = within[:, None] if joint else within
-    total = torch.einsum("m,mnij->nij", shares, within + away[..., :, None] * away[..., None, :])
-    return mean, total[0] if joint else total
+    away = (means - mean).flatten(1) if joint else means - mean
+    within = torch.stack([c.double() for m in moments if (c := m.joint if joint else m.covariance) is not None])
+    total = within + away[..., :, None] * away[..., None, :]
+    return mean, torch.tensordot(shares, total, dims=1)
 
 
-def _hessian(q: Mixture, mean: Tensor, name: str) -> Tensor:
+def _hessian(q: Mixture, kind: Likelihood, mean: Tensor) -> Tensor:
     """H of −log p(y | f) at the mean, (n, c)."""
-    record, noise = record_of(name), q.members[0].noise_variance
-    if name == "regression" and (noise is None or not bool((noise > 0).all())):
+    noise = q.members[0].noise_variance
+    if kind.noise and (noise is None or not bool((noise > 0).all())):
         raise SettingError("the noise of a label is not known: posterior.replace(noise_variance=...)")
-    diagonal: Tensor = record.hessian_diagonal(mean, None if noise is None else noise.to(mean))
-    return diagonal
+    return kind.hessian_diagonal(mean, None if noise is None else noise.to(mean))
 
 
-def _information(q: Mixture, inputs: Any, name: str, forward: Forward | None) -> Tensor:
-    """I(y; θ) of each input by itself, (n,)."""
-    mean, covariance = _moments(q, inputs, forward, joint=False)
-    root = _hessian(q, mean, name).sqrt()
-    inner = torch.eye(mean.shape[1]).to(mean) + root[:, :, None] * covariance * root[:, None, :]
-    information: Tensor = torch.linalg.slogdet(inner).logabsdet / 2
+def _information(covariance: Tensor, hessian: Tensor) -> Tensor:
+    """log det(1 + H^½ K H^½) of each input by itself, (n,)."""
+    root, eye = hessian.sqrt(), torch.eye(hessian.shape[1]).to(hessian)
+    information: Tensor = torch.linalg.slogdet(eye + root[:, :, None] * covariance * root[:, None, :]).logabsdet
     return information
 
 
 def _most_information(covariance: Tensor, hessian: Tensor, k: int) -> Tensor:
     """Greedy choice of k inputs by ½ log det(1 + H^½ K H^½), K conditioned on each."""
     n, c = hessian.shape
-    rest, eye = covariance.clone(), torch.eye(c).to(covariance)
-    chosen: list[int] = []
-    root = hessian.sqrt()
+    rest, chosen = covariance.clone(), list[int]()
     for _ in range(k):
-        own = rest.view(n, c, n, c).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-        inner = eye + root[:, :, None] * own * root[:, None, :]
-        gain = torch.linalg.slogdet(inner).logabsdet
+        gain = _information(rest.view(n, c, n, c).diagonal(dim1=0, dim2=2).movedim(-1, 0), hessian)
         gain[chosen] = -math.inf
         best = int(gain.argmax())
         chosen.append(best)
-        rows = rest[best * c : (best + 1) * c] * root[best][:, None]
-        rest = rest - rows.T @ torch.linalg.solve(inner[best], rows)
+        own = slice(best * c, (best + 1) * c)
+        root = hessian[best].sqrt()[:, None]
+        inner = torch.eye(c).to(rest) + root * rest[own, own] * root.T
+        rows = rest[own] * root
+        rest = rest - rows.T @ torch.linalg.solve(inner, rows)
     return torch.tensor(chosen)

@@ -9,13 +9,15 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._checks import count
 from bayesadam._progress import progress
 from bayesadam._tables import aligned
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods.moments import Moments
+from bayesadam.likelihoods import Component, Likelihood, Moments, NumericLikelihood, agreed
+from bayesadam.likelihoods.classes import IGNORED, check_classes
+from bayesadam.likelihoods.moments import rows
 from bayesadam.predict import Forward, linearised
 from bayesadam.predict.batches import batch_size, batches_of, to_device
 from bayesadam.readers import warn_of_few
@@ -26,10 +28,8 @@ __all__ = ["Audit", "Column", "Suspect", "audit"]
 
 Column = Literal["suspicion", "influence", "loss"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
-# A normal variable is within this many standard deviations half of the time.
+# Half of all normal variables are within this many standard deviations.
 _QUARTILE = 0.6744897501960817
-# The class index that torch and transformers leave out of a loss.
-_IGNORED = -100
 _SHOWN = 20
 # δ as a share of the mean curvature, of weights and along a curvature's own axes; B where it is not known.
 _SHARE, _ROTATED_SHARE, _USUAL_BATCH = 1e-3, 1e-4, 100
@@ -76,9 +76,8 @@ class Audit:
             raise SettingError(f"by must be one of {COLUMNS}, got {by!r}")
         count("n", n, "examples")
         column: Tensor = getattr(self, by)
-        known = (~column.isnan()).nonzero().flatten()
-        order = known[column[known].argsort(descending=True, stable=True)]
-        return [self[index] for index in order[:n].tolist()]
+        order = column.nan_to_num(nan=-math.inf).argsort(descending=True, stable=True)
+        return [self[index] for index in order[: min(n, int((~column.isnan()).sum()))].tolist()]
 
     def __getitem__(self, index: int) -> Suspect:
         """One example's row, by its number."""
@@ -113,47 +112,40 @@ def audit(
     Args:
         posterior: over the network that was trained.
         batches: a loader that does not shuffle, an iterable of (inputs, targets) or of mappings with labels, or one of
-            these; examples are numbered as they come. One batch is in memory at a time.
+            these; examples are numbered as they come.
         likelihood: of the targets; None for the posterior's own. Class indices of −100 are left out.
         forward: `forward(model, inputs)` for models whose call is unusual.
     """
     require_posterior(posterior, "an audit")
     posterior.require_whole("an audit")
     warn_of_few(posterior.origin, "the audited posterior")
-    name = likelihood or posterior.likelihood
-    if name not in _NLL or (likelihood and posterior.likelihood not in (None, likelihood)):
-        known = posterior.likelihood or "none"
-        raise SettingError(
-            f"likelihood must be one of {', '.join(_NLL)}; got {likelihood!r}, the posterior has {known}"
-        )
+    kind = agreed(likelihood, posterior.likelihood)
     _check_order(batches)
     device = next(iter(posterior.mode.values())).device
-    parts: list[tuple[Moments, Moments | None, Tensor]] = []
+    by_data = _by_data(posterior) if kind.is_classes else None
+    numbers: list[tuple[Moments, Tensor]] = []
     columns: list[dict[str, Tensor]] = []
-    noise = posterior.noise_variance if name == "regression" else None
-    by_data = _by_data(posterior) if name in ("classification", "binary") else None
-    for batch in batches_of(
-        progress(batches, "audit") if isinstance(batches, DataLoader) else batches, posterior.model
-    ):
-        inputs, y = to_device(batch.inputs, device), batch.targets.to(device)
-        size = batch_size(inputs)
-        if y.dim() == 0 or len(y) != size:
+    for inputs, y in progress(batches_of(batches, posterior.model), "audit"):
+        inputs, y, size = to_device(inputs, device), y.to(device), batch_size(inputs)
+        if len(y) != size:
             raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
-        own = linearised(posterior, inputs, forward=forward, covariance=True)
-        data = linearised(by_data, inputs, forward=forward, covariance=True) if by_data else None
-        parts.append((own, data, _targets(name, y, own.mean)))
-        if name != "regression":
-            columns.append(_measured(name, *parts.pop()))
-    if name == "regression" and parts:
+        f = linearised(posterior, inputs, forward=forward, covariance=True)
+        y = _targets(kind, y, f.mean)
+        if by_data is None:
+            numbers.append((f, y))
+        else:
+            columns.append(_measured(kind, f, y, linearised(by_data, inputs, forward=forward, covariance=True)))
+    noise = None
+    if kind.noise and numbers:
         # The noise may have to be estimated from all residuals.
-        noise = _noise(noise, torch.cat([y - own.mean.double().reshape(y.shape) for own, _, y in parts]))
-        columns = [_measured(name, *part, noise) for part in parts]
+        noise = _noise(posterior.noise_variance, torch.cat([y - rows(f.mean.double()) for f, y in numbers]))
+    columns += [_measured(kind, f, y, noise=noise) for f, y in numbers]
     if not columns:
         raise MatchError("there is nothing to audit: the loader gave no batch (a generator that was used up?)")
     joined = {key: torch.cat([part[key].cpu() for part in columns]) for key in columns[0]}
     joined = {key: column.float() if column.is_floating_point() else column for key, column in joined.items()}
     influence = torch.linalg.vector_norm(joined["change"], dim=1)
-    return Audit(name, influence=influence, noise_variance=None if noise is None else noise.cpu(), **joined)
+    return Audit(kind.name, influence=influence, noise_variance=None if noise is None else noise.cpu(), **joined)
 
 
 def _by_data(posterior: Posterior) -> Posterior:
@@ -164,37 +156,17 @@ def _by_data(posterior: Posterior) -> Posterior:
     return same.replace(prior_precision=share * same.settings.weight * total / same.n_weights or 1.0)
 
 
-# −log p(y | f) of each example, by f, (n, c), y, and a regression's σ².
-_NLL: dict[str, Any] = {
-    "classification": lambda f, y, _: F.cross_entropy(f, y, reduction="none"),
-    "binary": lambda f, y, _: F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(dim=1),
-    "regression": lambda f, y, noise: ((y - f) ** 2 / noise + (2 * math.pi * noise).log()).sum(dim=1) / 2,
-    "poisson": lambda f, y, _: (f.exp() - y * f + torch.lgamma(y + 1)).sum(dim=1),
-    "heteroscedastic": lambda f, y, _: _heteroscedastic(f, y),
-}
-
-
-def _heteroscedastic(f: Tensor, y: Tensor) -> Tensor:
-    mean, log_variance = f.chunk(2, dim=1)
-    terms = (y - mean).square() * (-log_variance).exp() + log_variance + math.log(2 * math.pi)
-    return terms.sum(dim=1) / 2
-
-
-def _targets(name: str, y: Tensor, outputs: Tensor) -> Tensor:
+def _targets(kind: Likelihood, y: Tensor, outputs: Tensor) -> Tensor:
     """Class indices, (n,), or numbers in float64, (n, targets), that fit the outputs."""
-    if name == "classification":
-        if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
-            raise MatchError(
-                f"an audit has one row per example: pass one whole number for each, its class, not {y.dtype} of shape "
-                f"{tuple(y.shape)}, and outputs of shape (batch, classes), not {tuple(outputs.shape)}"
-            )
-        if bool(((y != _IGNORED) & ((y < 0) | (y >= outputs.shape[1]))).any()):
-            raise MatchError(f"class indices must be 0 to {outputs.shape[1] - 1}, got {int(y.min())} to {int(y.max())}")
-        return y.long()
-    y, width = y.reshape(len(y), -1).double(), outputs[0].numel() // (2 if name == "heteroscedastic" else 1)
-    if y.shape[1] != width:
-        raise MatchError(f"the targets have {y.shape[1]} numbers for each example, the outputs {width}")
-    return y
+    if not kind.coupled:
+        return kind.matched(y.reshape(len(y), -1).double(), rows(outputs.double()))
+    if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
+        raise MatchError(
+            f"an audit has one row per example: pass one whole number for each, its class, not {y.dtype} of shape "
+            f"{tuple(y.shape)}, and outputs of shape (batch, classes), not {tuple(outputs.shape)}"
+        )
+    check_classes(outputs, y.where(y != IGNORED, 0))
+    return y.long()
 
 
 def _noise(noise: Tensor | None, residuals: Tensor) -> Tensor:
@@ -207,63 +179,64 @@ def _noise(noise: Tensor | None, residuals: Tensor) -> Tensor:
 
 
 def _measured(
-    name: str, own: Moments, data: Moments | None, y: Tensor, noise: Tensor | None = None
+    kind: Likelihood, moments: Moments, y: Tensor, data: Moments | None = None, noise: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The columns of a batch, in float64."""
-    keep = y != _IGNORED if name == "classification" else torch.ones(len(y), dtype=torch.bool, device=y.device)
-    y = torch.where(keep, y, 0) if name == "classification" else y
-    f = own.mean.double().reshape(len(y), -1).requires_grad_()
-    loss: Tensor = _NLL[name](f, y, noise)
-    (error,) = torch.autograd.grad(loss.sum(), f)
-    f, loss = f.detach(), loss.detach()
-    assert own.covariance is not None
-    covariance = own.covariance.double()
-    if data is not None:
-        suspicion, predicted = _against(name, f, data, y)
+    keep = y != IGNORED if kind.coupled else torch.ones(len(y), dtype=torch.bool, device=y.device)
+    counted = y.where(keep, 0) if kind.coupled else y
+    f = rows(moments.mean.double()).requires_grad_()
+    if kind.coupled:
+        loss = F.cross_entropy(f, counted, reduction="none")
+    elif kind.is_classes:
+        loss = F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(dim=1)
     else:
-        predicted, variance = _of_numbers(name, f, covariance.diagonal(dim1=1, dim2=2))
+        loss = -kind.log_prob([Component(Moments(f), noise)], y)
+    (error,) = torch.autograd.grad(loss.sum(), f)
+    f = f.detach()
+    assert moments.covariance is not None
+    covariance = moments.covariance.double()
+    if data is not None:
+        suspicion, predicted = _against(kind, f, data, counted)
+    else:
+        assert isinstance(kind, NumericLikelihood)
+        component = Component(Moments(f, covariance.diagonal(dim1=1, dim2=2)), noise)
+        predicted = kind.expected(component)
         away = y - predicted
-        if noise is not None:
+        if noise is None:
+            suspicion = (away.square() / kind.variance(component)).sum(dim=1).sqrt()
+        else:
             whole: Tensor = covariance + torch.diag_embed(noise.expand(f.shape))
             suspicion = (away * torch.linalg.solve(whole, away)).sum(dim=1).sqrt()
-        else:
-            suspicion = (away.square() / variance).sum(dim=1).sqrt()
     change = (covariance @ error.unsqueeze(-1)).squeeze(-1)
-    labels = y if data is None else torch.where(keep, y, _IGNORED) if y.dim() == 1 else y.long()
     return {
-        "suspicion": torch.where(keep, suspicion, math.nan),
-        "loss": torch.where(keep, loss, math.nan),
-        "change": torch.where(keep[:, None], change, math.nan),
-        "labels": labels.squeeze(1) if labels.dim() == 2 and labels.shape[1] == 1 else labels,
-        "predicted": predicted.squeeze(1) if predicted.dim() == 2 and predicted.shape[1] == 1 else predicted,
+        "suspicion": suspicion.where(keep, math.nan),
+        "loss": loss.detach().where(keep, math.nan),
+        "change": change.where(keep[:, None], math.nan),
+        "labels": _alone(y.long() if kind.is_classes else y),
+        "predicted": _alone(predicted),
     }
 
 
-def _against(name: str, f: Tensor, data: Moments, y: Tensor) -> tuple[Tensor, Tensor]:
+def _alone(targets: Tensor) -> Tensor:
+    """(n, 1) as (n,)."""
+    return targets.squeeze(1) if targets.dim() == 2 and targets.shape[1] == 1 else targets
+
+
+def _against(kind: Likelihood, f: Tensor, data: Moments, y: Tensor) -> tuple[Tensor, Tensor]:
     """−d/Var[d]^¼, the largest of an example's labels, and the predicted classes."""
-    block = data.covariance.double()  # type: ignore[union-attr]
-    if name == "binary":
-        difference, variance = (2 * y - 1) * f, block.diagonal(dim1=1, dim2=2)
-        predicted = (f > 0).long()
-    else:
+    assert data.covariance is not None
+    block = data.covariance.double()
+    if kind.coupled:
         rival = f.scatter(1, y[:, None], -math.inf).max(dim=1)
         at, j = torch.arange(len(y), device=y.device), rival.indices
         difference = (f[at, y] - rival.values)[:, None]
         variance = (block[at, y, y] + block[at, j, j] - 2 * block[at, y, j])[:, None]
         predicted = f.argmax(dim=1)
+    else:
+        difference, variance = (2 * y - 1) * f, block.diagonal(dim1=1, dim2=2)
+        predicted = (f > 0).long()
     least = torch.finfo(torch.float32).tiny
     return (-difference / variance.clamp(min=least) ** 0.25).amax(dim=1), predicted
-
-
-def _of_numbers(name: str, f: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """E[y] and Var[y], but for a regression's noise."""
-    if name == "poisson":
-        rate = (f + variance / 2).exp()
-        return rate, rate + rate.square() * variance.expm1()
-    if name == "heteroscedastic":
-        (mean, log_noise), (of_mean, of_noise) = f.chunk(2, dim=1), variance.chunk(2, dim=1)
-        return mean, of_mean + (log_noise + of_noise / 2).exp()
-    return f, variance
 
 
 def _check_order(batches: Any) -> None:

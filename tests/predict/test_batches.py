@@ -44,7 +44,7 @@ def alone(inputs: Any) -> Tensor:
 def test_a_loader_gives_its_inputs(name: str):
     loader = (LOADERS | UNLABELLED)[name]()
     assert is_loader(loader)
-    found = [alone(inputs_of(batch, MODEL)) for batch in loader]
+    found = [alone(batch) for batch in inputs_of(loader, MODEL)]
     assert [len(x) for x in found] == [3, 3, 1]
     assert_close(torch.cat(found), X)
 
@@ -52,16 +52,15 @@ def test_a_loader_gives_its_inputs(name: str):
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_gives_its_targets(name: str):
     found = list(batches_of(LOADERS[name](), MODEL))
-    assert torch.equal(torch.cat([batch.targets for batch in found]), Y)
-    assert {batch.own for batch in found} == {"labels" in name}
+    assert torch.equal(torch.cat([y for _, y in found]), Y)
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"input": X, "labels": Y}, (X.numpy(), Y.numpy())])
 def test_a_single_batch_is_no_loader(batch: Any):
     assert not is_loader(batch)
-    (found,) = batches_of(batch, MODEL)
-    assert_close(alone(found.inputs), X)
-    assert torch.equal(found.targets, Y)
+    ((inputs, y),) = batches_of(batch, MODEL)
+    assert_close(alone(inputs), X)
+    assert torch.equal(y, Y)
 
 
 @pytest.mark.parametrize(

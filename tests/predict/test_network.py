@@ -66,9 +66,9 @@ def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, 
 
 @every_method
 def test_inputs_that_are_not_examples_are_passed_on_whole(posterior, left, right, method: str):
-    expected = outcome(posterior, (left, right), method, budget=2_000)
+    expected = outcome(posterior, (left, right), method)
     for offset in (1.5, torch.tensor(1.5), torch.tensor([1.0, 2.0])):
-        found = outcome(posterior, {"left": left, "right": right, "offset": offset}, method, budget=2_000)
+        found = outcome(posterior, {"left": left, "right": right, "offset": offset}, method)
         assert_close(found[:, :2] - torch.as_tensor(offset), expected[:, :2], atol=1e-8)
         assert_close(found[:, 2:], expected[:, 2:])
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import bayesadam as ba
-from bayesadam.errors import ImproperError
 from bayesadam.predict import linearised, linearised_draws, sampled
 from cases import dense_moment
 from floats import assert_close
@@ -163,14 +162,6 @@ def test_a_posterior_in_another_type_than_its_model(structure: str, own: torch.d
 
 
 # --- padding rows ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_without_a_prior_a_row_that_never_came_is_refused(structure: str):
-    posterior = trained(structure, delta=0.0)
-    for ask in (posterior.sample, lambda: linearised(posterior, batch(torch.Generator(), 3))):
-        with pytest.raises(ImproperError):
-            ask()
 
 
 @every_structure

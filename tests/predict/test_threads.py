@@ -78,23 +78,6 @@ def test_predictions_of_one_model_from_several_threads(posterior, x, method: str
     assert_same(state(posterior.model), before)
 
 
-def test_draws_and_predictions_from_several_threads(posterior, x):
-    before = state(posterior.model)
-    draws = [posterior.sample(generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    outputs = [torch.func.functional_call(posterior.model, theta, (x,)) for theta in draws]
-    variance = linearised(posterior, x).variance
-
-    def work(number: int) -> bool:
-        if number % 3 == 0:
-            return torch.equal(linearised(posterior, x).variance, variance)
-        seed = number % 4
-        with posterior.sampled(generator=torch.Generator().manual_seed(seed)) as model:
-            return torch.equal(model(x), outputs[seed])
-
-    assert all(at_once(work, 120))
-    assert_same(state(posterior.model), before)
-
-
 def test_a_changed_posterior_does_not_look_into_the_model(posterior, monkeypatch):
     """Another thread may have other tensors in it."""
     monkeypatch.setattr("bayesadam.weights.posterior.padding_rows", lambda model: pytest.fail("it was looked into"))

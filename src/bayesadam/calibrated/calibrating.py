@@ -180,7 +180,7 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object) -> _Observed:
     entropies, inputs_seen, prints = [], [], []
     dims, n, every = (0, 0), 0, True
     with Bar("calibrate") as bar, torch.no_grad():
-        for number, (inputs, y, _) in enumerate(batches_of(held_out, tapped.model)):
+        for number, (inputs, y) in enumerate(batches_of(held_out, tapped.model)):
             _check_targets(kind, inputs, y, tapped.call)
             f, seen = tapped(to_device(inputs, device))
             dims = dims_of(f)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -13,18 +13,8 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import alone_with
 from bayesadam.errors import MatchError
 
-# Names under which a batch holds its targets: first those that a model's own loss takes.
-_OWN_LABELS = ("labels", "label", "label_ids")
-_LABELS = (*_OWN_LABELS, "targets", "target", "y")
-
-
-class Batch(NamedTuple):
-    """Inputs, their targets, and whether these are a model's own labels, out of a mapping with its inputs."""
-
-    inputs: Any
-    targets: Tensor
-    own: bool
-
+# Names under which a batch holds its targets.
+_LABELS = ("labels", "label", "label_ids", "targets", "target", "y")
 
 # --- batches and loaders --------------------------------------------------------------------------------------------
 
@@ -37,16 +27,16 @@ def is_loader(data: Any) -> TypeGuard[Iterable[Any]]:
     """
     if isinstance(data, list):
         batches = [entry for entry in data if isinstance(entry, tuple | list | Mapping)]
-        return bool(data) and len(batches) == len(data) and all(map(_has_data, batches))
+        return bool(data) and len(batches) == len(data) and all(any(map(_is_data, pytree.tree_leaves(b))) for b in data)
     return isinstance(data, Iterable) and not isinstance(data, tuple | Mapping | str) and not _is_data(data)
 
 
-def batches_of(data: Any, model: nn.Module) -> Iterator[Batch]:
-    """What a loader of tuples or mappings gives, or a single one of these; arrays become tensors, as in `for_model`."""
+def batches_of(data: Any, model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
+    """Inputs and targets of a loader, or of a single batch, a tuple or a mapping; arrays become tensors."""
     if not isinstance(data, Iterable):
         raise MatchError(f"batches must be a loader of (inputs, targets), got {type(data).__name__}")
     for batch in data if is_loader(data) else [data]:
-        inputs, y, own = _split(batch)
+        inputs, y = _split(batch)
         if y is None:
             keys = f" with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
             what = f"{type(batch).__name__}{keys}"
@@ -57,29 +47,31 @@ def batches_of(data: Any, model: nn.Module) -> Iterator[Batch]:
                 f"the targets of a batch must be a tensor with a row for each example, got {type(y).__name__}: "
                 "collate the examples first; a single one is (x[None], y[None])"
             )
-        yield Batch(for_model(inputs, model), y, own)
+        yield for_model(inputs, model), y
 
 
-def inputs_of(batch: Any, model: nn.Module) -> Any:
-    """The inputs of a loader's batch, without the targets that `batches_of` would find in it, on the model's device."""
-    return to_device(for_model(_split(batch)[0], model), _like(model).device)
+def inputs_of(data: Any, model: nn.Module) -> Iterator[Any]:
+    """The inputs of a loader's batches without targets, or a batch by itself, none of which is a target."""
+    batch = None
+    for batch in (_split(b)[0] for b in data) if is_loader(data) else [data]:
+        yield to_device(for_model(batch, model), _like(model).device)
+    if batch is None:
+        raise MatchError("there are no inputs: the loader gave no batch (a generator that was used up?)")
 
 
-def _split(batch: Any) -> tuple[Any, Any, bool]:
-    """Inputs, targets, those under a label's name or else the last, and whether they are the model's own labels."""
-    if isinstance(batch, Batch):
-        return batch
+def _split(batch: Any) -> tuple[Any, Any]:
+    """Inputs, and targets: those under a label's name or else the last; None where there are none."""
     if isinstance(batch, Mapping):
         key = next((key for key in _LABELS if key in batch), None)
-        return {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key], key in _OWN_LABELS
+        return {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key]
     if not isinstance(batch, tuple | list):
-        return batch, None, False
+        return batch, None
     if len(batch) < 2:
-        return batch[0] if batch else batch, None, False
+        return batch[0] if batch else batch, None
     names = getattr(batch, "_fields", ())
     last = next((names.index(key) for key in _LABELS if key in names), len(batch) - 1)
     others = (*batch[:last], *batch[last + 1 :])
-    return others[0] if len(others) == 1 else others, batch[last], False
+    return others[0] if len(others) == 1 else others, batch[last]
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
@@ -115,19 +107,19 @@ def has_graph(inputs: Any) -> bool:
 
 def batch_size(inputs: Any) -> int:
     """The number of examples: the length of the first tensor."""
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            if leaf.shape[0] == 0:
-                raise MatchError("the batch is empty: it has no examples")
-            return leaf.shape[0]
-    raise MatchError(
-        f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array"
-    )
+    first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if first is None:
+        raise MatchError(
+            f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array"
+        )
+    if not len(first):
+        raise MatchError("the batch is empty: it has no examples")
+    return len(first)
 
 
-def is_batched(leaf: Any, size: int) -> bool:
+def is_batched(leaf: Any, size: int) -> TypeGuard[Tensor]:
     """Whether a leaf of the inputs has one entry per example."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size
 
 
 def _map_examples(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -145,21 +137,12 @@ def chosen_examples(inputs: Any, rows: Tensor) -> Any:
     return _map_examples(inputs, lambda leaf: leaf[rows.to(leaf.device)])
 
 
-def repeated(inputs: Any, times: int) -> Any:
-    """The batch, `times` over."""
-    return _map_examples(inputs, lambda leaf: torch.cat([leaf] * times))
-
-
 def to_device(inputs: Any, device: torch.device) -> Any:
     """The batch on another device."""
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 # --- what a batch is made of ----------------------------------------------------------------------------------------
-
-
-def _has_data(batch: Any) -> bool:
-    return any(map(_is_data, pytree.tree_leaves(batch)))
 
 
 def _is_data(leaf: Any) -> bool:

@@ -89,8 +89,8 @@ class Leverage:
     @cached_property
     def order(self) -> Tensor:
         """The place of every layer among the stacked ones."""
-        places = {layer.module: n for n, layer in enumerate(layer for layers, _ in self.stacks for layer in layers)}
-        return torch.tensor([places[layer.module] for layer in self.layers])
+        stacked = [layer for layers, _ in self.stacks for layer in layers]
+        return torch.tensor([stacked.index(layer) for layer in self.layers])
 
     def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """log h of pooled inputs by module, (batch, layers)."""
@@ -98,9 +98,8 @@ class Leverage:
 
     def among(self, modules: Collection[str]) -> Leverage:
         """Of the layers that a forward pass runs."""
-        numbers = [number for number, layer in enumerate(self.layers) if layer.module in modules]
-        of_pass = tuple(self.layers[n] for n in numbers), tuple(self.factors[n] for n in numbers)
-        return Leverage(*of_pass, self.source)
+        pairs = [pair for pair in zip(self.layers, self.factors, strict=True) if pair[0].module in modules]
+        return Leverage(tuple(layer for layer, _ in pairs), tuple(w for _, w in pairs), self.source)
 
     def against(self, log_h: Tensor) -> Leverage:
         """Relative to familiar inputs, whose leverages these are."""
@@ -118,11 +117,8 @@ def log_leverages(
     inputs: Mapping[str, Tensor], stacks: Sequence[tuple[Sequence[Layer], Tensor]], order: Tensor
 ) -> Tensor:
     """log h of pooled inputs by module, (batch, layers), by `Leverage.stacks` and `Leverage.order`."""
-    parts = []
-    for layers, w in stacks:
-        a = torch.stack([inputs[layer.module] for layer in layers])
-        parts.append(_blockwise(a, w, layers[0]).sum(dim=2))
-    return _log(torch.cat(parts)[order.to(parts[0].device)].T)
+    parts = [_h(torch.stack([inputs[layer.module] for layer in layers]), w, layers[0]) for layers, w in stacks]
+    return _log(torch.cat([part.sum(dim=2) for part in parts])[order.to(parts[0].device)].T)
 
 
 def relative(log_h: Tensor, medians: Tensor, source: Source) -> Ratios:
@@ -136,6 +132,10 @@ def _means_over_layers(log_h: Tensor, source: Source) -> tuple[Tensor, Tensor]:
     """The logarithms of the geometric mean over layers and of novelty's, (batch,) each."""
     p = _MEANS[source]
     return log_h.mean(dim=1), ((p * log_h).logsumexp(dim=1) - math.log(log_h.shape[1])) / p
+
+
+def _log(h: Tensor) -> Tensor:
+    return h.clamp(min=torch.finfo(h.dtype).tiny).log()
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -152,14 +152,14 @@ def factor(a: Tensor) -> Tensor:
     return inverse.mT.to(a.dtype).contiguous()
 
 
-def blocks(a: Tensor, layer: Layer) -> Tensor:
+def _blocks(a: Tensor, layer: Layer) -> Tensor:
     """Inputs (..., width) as (..., g, s): the layer's groups, or parts of at most 2,048, zeros added to the last."""
     g = layer.groups if layer.groups > 1 else -(-layer.width // WIDEST)
     s = -(-layer.width // g)
     return F.pad(a, (0, g * s - layer.width)).reshape(*a.shape[:-1], g, s)
 
 
-def _blockwise(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
+def _h(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     """h of the inputs (k, b, width) of layers like this one, the share of each block, (k, b, g)."""
     dtype = torch.promote_types(a.dtype, w.dtype)
     a, w = a.to(dtype), w.to(dtype)
@@ -167,7 +167,7 @@ def _blockwise(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
         return (a * w[:, None]).square().sum(dim=2, keepdim=True)
     if w.shape[1] == 1:
         return torch.bmm(a, w[:, 0]).square().sum(dim=2, keepdim=True)
-    return torch.einsum("kbgs,kgst->kbgt", blocks(a, layer), w).square().sum(dim=3)
+    return torch.einsum("kbgs,kgst->kbgt", _blocks(a, layer), w).square().sum(dim=3)
 
 
 def from_structure(layers: Sequence[Layer], structure: Diagonal) -> Leverage:
@@ -175,7 +175,7 @@ def from_structure(layers: Sequence[Layer], structure: Diagonal) -> Leverage:
 
     That is the right factor Q diag(column sums) Qᵀ in the basis Q, or the column sums of v̂.
     """
-    kept, factors = [], []
+    factors: dict[Layer, Tensor] = {}
     source: Source = "second moments"
     for layer in layers:
         right = _right_side(layer, structure)
@@ -188,24 +188,21 @@ def from_structure(layers: Sequence[Layer], structure: Diagonal) -> Leverage:
             a = torch.einsum("ikjk->ij", right.reshape(layer.width, per, layer.width, per))
             a = a[None] if layer.width <= WIDEST else a.diagonal()
         if bool((a > 0).any()):
-            kept.append(layer)
-            factors.append(factor(a.to(torch.promote_types(a.dtype, torch.float32))))
-    return Leverage(tuple(kept), tuple(factors), source)
+            factors[layer] = factor(a.to(torch.promote_types(a.dtype, torch.float32)))
+    return Leverage(tuple(factors), tuple(factors.values()), source)
 
 
 def _right_side(layer: Layer, structure: Diagonal) -> Tensor | None:
     """A of a layer, (columns, columns), without the bias; None where the structure does not have it."""
     if layer.groups > 1 or layer.tokens:
         return None
-    side = structure.inputs.get(layer.weight)
+    side, rotation = structure.inputs.get(layer.weight), structure.bases.get(layer.weight)
     if side is not None:
         columns = len(side.spectrum) - (side.bias is not None)
         return ((side.basis * side.spectrum) @ side.basis.mT)[:columns, :columns]
-    rotation = structure.bases.get(layer.weight)
     if rotation is None or rotation.right is None or layer.inputs_first:
         return None
-    sums = structure.second_moment[layer.weight].flatten(1).sum(dim=0)
-    return (rotation.right * sums) @ rotation.right.mT
+    return (rotation.right * structure.second_moment[layer.weight].flatten(1).sum(dim=0)) @ rotation.right.mT
 
 
 def from_inputs(
@@ -229,22 +226,16 @@ def from_inputs(
             return None, torch.zeros(0, 0)
         log_h = state.log_h(pooled)
         return state.against(log_h), log_h
-    kept, factors, columns = [], [], []
+    factors: dict[Layer, Tensor] = {}
+    columns = []
     for layer in wide:
         a = pooled[layer.module]
-        if not bool(a.any()):
-            continue
-        x, n = blocks(a, layer), len(a)
-        w = factor(torch.einsum("bgs,bgt->gst", x, x) / n)
-        h = _blockwise(a[None], w[None], layer)[0]
-        kept.append(layer)
-        factors.append(w)
-        columns.append(((n - 1) / n * h / (1 - h / n).clamp(min=1e-6)).sum(dim=1))
-    if not kept:
+        if bool(a.any()):
+            x, n = _blocks(a, layer), len(a)
+            factors[layer] = w = factor(torch.einsum("bgs,bgt->gst", x, x) / n)
+            h = _h(a[None], w[None], layer)[0]
+            columns.append(((n - 1) / n * h / (1 - h / n).clamp(min=1e-6)).sum(dim=1))
+    if not factors:
         return None, torch.zeros(0, 0)
     log_h = _log(torch.stack(columns, dim=1))
-    return Leverage(tuple(kept), tuple(factors), "inputs").against(log_h), log_h
-
-
-def _log(h: Tensor) -> Tensor:
-    return h.clamp(min=torch.finfo(h.dtype).tiny).log()
+    return Leverage(tuple(factors), tuple(factors.values()), "inputs").against(log_h), log_h

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -18,14 +18,14 @@ from bayesadam.likelihoods.moments import Moments
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
-from bayesadam.predict.uses import Addend, Product, Use, contracted, gram
+from bayesadam.predict.uses import Addend, Product, Pulled, contracted
 from bayesadam.readers.rotated import Rotation
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.inputs import InputSide
 from bayesadam.weights.named import Named
 
-# A GPU has the memory, and small pieces of work would not fill it.
-DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30
+# Bytes of memory at once. A GPU has it, and small pieces of work would not fill it.
+BUDGET = (8 if torch.cuda.is_available() else 1) << 30
 _OUTPUTS_AT_ONCE = 64
 # Among more, a weight that one example alone uses in another way would hide behind rounding.
 _EXAMPLES_AT_ONCE = 4096
@@ -40,9 +40,8 @@ def linearised(
     forward: Forward | None = None,
     covariance: bool = False,
     joint: bool = False,
-    budget: int = DEFAULT_BUDGET,
 ) -> Moments:
-    """f(x; μ) and the diagonal of J Σ Jᵀ, in float32 or wider, in parts that fit a memory budget in bytes.
+    """f(x; μ) and the diagonal of J Σ Jᵀ, in float32 or wider, in parts that fit `BUDGET` bytes.
 
     Per layer the contraction is in closed form, the layer's factors are dropped at once, and no (batch, outputs,
     parameters) tensor exists. Parameters that no known layer explains take autograd, example by example, with the same
@@ -56,7 +55,7 @@ def linearised(
     posterior.require_proper()
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        task = _Task.of(posterior, [posterior.coordinate_variance], forward, covariance or joint, budget)
+        task = _Task.of(posterior, [posterior.coordinate_variance], forward, covariance or joint)
         mean, variance, blocks, between = _between(task, inputs) if joint else (*_moments(task, inputs), None)
     block, whole = (None if each is None else each[0] for each in (blocks, between))
     return Moments(mean, variance[0], block, joint=whole)
@@ -69,7 +68,6 @@ def moments_under(
     *,
     forward: Forward | None = None,
     covariance: bool = False,
-    budget: int = DEFAULT_BUDGET,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same for k other variances of the posterior's coordinates, by parameter name, in one pass over the inputs.
 
@@ -78,22 +76,14 @@ def moments_under(
     """
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        return _moments(_Task.of(posterior, variances, forward, covariance, budget), inputs)
-
-
-def mean_outputs(posterior: Gaussian, inputs: Any, *, forward: Forward | None = None) -> Tensor:
-    """f(x; μ), (batch, ...), in float32 or wider."""
-    inputs = plain(inputs, graph=True)
-    with evaluating(posterior.model), torch.set_grad_enabled(has_graph(inputs)):
-        return widened(Call(posterior.model, forward)(means(posterior), inputs))
+        return _moments(_Task.of(posterior, variances, forward, covariance), inputs)
 
 
 def white_rows(posterior: Gaussian, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """f(x; μ), (b, c), and rows φ, (b, c, ·), with φ φᵀ = J Σ Jᵀ; both with gradients where the inputs have them."""
-    task = _Task.of(posterior, [posterior.coordinate_variance], None, False, DEFAULT_BUDGET)
+    task = _Task.of(posterior, [posterior.coordinate_variance], None, False)
     with evaluating(posterior.model), torch.set_grad_enabled(has_graph(inputs)):
-        (rows,) = _white_rows(task, tuple(task.leaves), inputs)
-        return task.call.flat(task.params, inputs), torch.cat(rows, dim=2)
+        return task.call.flat(task.params, inputs), _white_rows(task, tuple(task.leaves), inputs)[0]
 
 
 # --- a batch --------------------------------------------------------------------------------------------------------
@@ -108,14 +98,11 @@ class _Task:
     variances: Sequence[Named]
     structure: Diagonal
     covariance: bool
-    budget: int
 
     @classmethod
-    def of(
-        cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool, budget: int
-    ) -> _Task:
+    def of(cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool) -> _Task:
         leaves = {name: mu.requires_grad_() for name, mu in means(posterior).items()}
-        return cls(Call(posterior.model, forward), leaves, variances, posterior.curvature, covariance, budget)
+        return cls(Call(posterior.model, forward), leaves, variances, posterior.curvature, covariance)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -123,42 +110,37 @@ class _Task:
         return {name: leaf.detach() for name, leaf in self.leaves.items()}
 
 
-# Mean (b, ...), variances (k, b, ...) and blocks (k, b, c, c), None where not asked for.
-_Found = tuple[Tensor, Tensor, Tensor | None]
-
-
-def _moments(task: _Task, inputs: Any) -> _Found:
+def _moments(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean (b, ...), variances (k, b, ...) and blocks (k, b, c, c), None where not asked for."""
     plan, size = plan_for(task.call, task.leaves, inputs), batch_size(inputs)
     if has_graph(inputs):
         mean = task.call(task.params, inputs)
         why = "a gradient with respect to inputs needs the gradients of every output"
-        variance, blocks = _by_autograd(task, tuple(task.leaves), inputs, mean[0].numel(), why)
-        parts = [(mean, variance, blocks)]
+        parts = [(mean, *_by_autograd(task, tuple(task.leaves), inputs, mean[0].numel(), why))]
     else:
-        at_a_time, at_once = _chunking(task, plan, size)
-        starts = range(0, size, at_a_time)
-        parts = [_chunk(task, plan, at_once, examples(inputs, start, start + at_a_time)) for start in starts]
+        step, at_once = _chunking(task, plan, size)
+        parts = [_chunk(task, plan, at_once, examples(inputs, i, i + step)) for i in range(0, size, step)]
     mean, variance = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], dim=1)
-    blocks = torch.cat([part[2] for part in parts], dim=1)
-    return mean.to(variance.dtype), variance.reshape(-1, *mean.shape), blocks if task.covariance else None
+    blocks = torch.cat([part[2] for part in parts], dim=1) if task.covariance else None
+    return mean.to(variance.dtype), variance.reshape(-1, *mean.shape), blocks
 
 
 def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
     """Examples and outputs at a time: four copies of the activations, and two for each output; one on a busy GPU."""
-    outputs, like = plan.shape.numel(), next(iter(task.leaves.values()))
+    like = next(iter(task.leaves.values()))
     most = max(1, _BUSY // (plan.activations * size)) if like.is_cuda else _OUTPUTS_AT_ONCE
-    at_once = outputs if task.covariance else min(outputs, most)
+    at_once = plan.shape.numel() if task.covariance else min(plan.shape.numel(), most)
     while True:
         needed = plan.activations * like.element_size() * (4 + 2 * at_once if at_once > 1 else 3)
-        if needed <= task.budget:
-            return min(task.budget // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
+        if needed <= BUDGET:
+            return min(BUDGET // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
         if task.covariance or at_once == 1:
             cheaper = "variances alone (covariance=False)" if task.covariance else "draws of the weights"
             raise SettingError(
-                f"one example needs about {needed:,} bytes, the memory budget is {task.budget:,}: raise the budget, or "
-                f"use {cheaper}, which needs less"
+                f"one example needs about {needed:,} bytes, the memory budget is {BUDGET:,}: use {cheaper}, which "
+                "needs less"
             )
-        at_once = max(1, at_once // 2)
+        at_once //= 2
 
 
 def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,59 +151,48 @@ def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, 
         run = examined(task.call, task.leaves, inputs, (), at_once)
     if not set(run.odd) <= set(plan.odd):
         check_alone(task.call, task.leaves, inputs, run.output)
-    mean = run.output.detach()
-    if not bool(run.finite.all()):
-        return _of_finite(task, plan, at_once, inputs, mean, run.finite)
+    mean, finite, c = run.output.detach(), run.finite, run.flat.shape[1]
+    variance = widened(run.flat.detach()).new_zeros(len(task.variances), len(mean), c)
+    blocks = variance.new_zeros(*variance.shape, c if task.covariance else 0)
+    if not bool(finite.all()):
+        # Those that are no numbers leave the others alone.
+        rows = finite.nonzero().flatten()
+        variance, blocks = variance.fill_(torch.nan), blocks.fill_(torch.nan)
+        if len(rows):
+            _, variance[:, rows], blocks[:, rows] = _chunk(task, plan, at_once, chosen_examples(inputs, rows))
+        return mean, variance, blocks
     run = _rotated(run, task.structure)
     # A forward pass may be one of 16 bits; sums are not.
-    with torch.autocast(mean.device.type, enabled=False):
-        variance, blocks = _by_layers(task, run, at_once)
+    with torch.autocast(mean.device.type, enabled=False), torch.no_grad():
+        _add_layers(task, run, at_once, variance, blocks)
+    if task.covariance:
+        variance = blocks.diagonal(dim1=2, dim2=3).clone()
     if run.odd:
         why = f"{len(run.odd)} parameters that no known layer explains (first {run.odd[0]!r}) need their gradients"
-        more = _by_autograd(task, run.odd, inputs, run.flat.shape[1], why)
+        more = _by_autograd(task, run.odd, inputs, c, why)
         variance, blocks = variance + more[0], blocks + more[1]
-    return mean, variance, blocks
-
-
-def _of_finite(
-    task: _Task, plan: Plan, at_once: int, inputs: Any, mean: Tensor, finite: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The moments of those examples whose outputs are numbers, NaN for the others."""
-    c, dtype = mean[0].numel(), widened(mean).dtype
-    variance = mean.new_full((len(task.variances), len(mean), c), torch.nan, dtype=dtype)
-    blocks = variance.new_full((*variance.shape, c if task.covariance else 0), torch.nan)
-    rows = finite.nonzero().flatten()
-    if len(rows):
-        _, variance[:, rows], blocks[:, rows] = _chunk(task, plan, at_once, chosen_examples(inputs, rows))
     return mean, variance, blocks
 
 
 # --- layer by layer -------------------------------------------------------------------------------------------------
 
 
-def _by_layers(task: _Task, run: Pass, at_once: int) -> tuple[Tensor, Tensor]:
-    """Variances (k, b, c) and blocks (k, b, c, c), the sum of every explained parameter's share."""
-    (size, c), uses, layouts = run.flat.shape, run.uses, run.layouts
-    variance = widened(run.flat).new_zeros(len(task.variances), size, c)
-    blocks = variance.new_zeros(*variance.shape, c if task.covariance else 0)
-    # Uses of one parameter belong together, since their gradients add before they are squared.
-    groups: dict[tuple[str, int | None], list[int]] = {}
-    for i, use in enumerate(uses):
-        if layouts[i] is not None:
-            groups.setdefault((use.name, None if use.rows is None else use.rows.start), []).append(i)
-    active = [i for group in groups.values() for i in group]
-    for start in range(0, c if active else 0, at_once):
+def _add_layers(task: _Task, run: Pass, at_once: int, variance: Tensor, blocks: Tensor) -> None:
+    """Add every explained parameter's share to variances (k, b, c), or to blocks (k, b, c, c) where asked for."""
+    size, c = run.flat.shape
+    edges = [use.edge for use, _ in run.explained]
+    for start in range(0, c if edges else 0, at_once):
         stop = min(start + at_once, c)
-        with torch.no_grad():
-            ds = run.ds or dict(
-                zip(active, pulled_back(run.flat, [uses[i].edge for i in active], start, stop), strict=True)
-            )
-            for (name, _), group in groups.items():
-                pulled = [(uses[i], d, lay) for i in group if (d := ds[i]) is not None and (lay := layouts[i])]
-                if pulled:
-                    share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
-                    (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
-    return blocks.diagonal(dim1=2, dim2=3).clone() if task.covariance else variance, blocks
+        ds = run.ds or pulled_back(run.flat, edges, start, stop)
+        # Uses of one parameter belong together, since their gradients add before they are squared.
+        groups: dict[tuple[str, int | None], list[Pulled]] = {}
+        for (use, layout), d in zip(run.explained, ds, strict=True):
+            if d is not None:
+                part = None if use.rows is None else use.rows.start
+                groups.setdefault((use.name, part), []).append((use, d, layout))
+        for (name, _), pulled in groups.items():
+            share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
+            (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
 
 
 def _rotated(run: Pass, structure: Diagonal) -> Pass:
@@ -233,29 +204,21 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
         return run
     turns: dict[str, Rotation | InputSide] = {**structure.bases, **structure.inputs}
     places: dict[str, list[Any]] = {}
-    for use, layout in zip(run.uses, run.layouts, strict=True):
-        if layout is not None:
-            places.setdefault(use.name, []).append(use.at)
-
-    def can_be(use: Use) -> bool:
-        plain = isinstance(use, Addend) or (
-            isinstance(use, Product) and (use.convolution is None or use.convolution.groups == 1)
-        )
-        side = structure.inputs.get(use.name)
-        if side is None:
-            return plain and use.rows is None
-        joined = side.bias is None or places.get(side.bias) == places.get(use.name)
-        return plain and isinstance(use, Product) and joined
-
-    odd = {use.name for use in run.uses if use.name in turns and not can_be(use)} | set(run.odd)
-    joined = {side.bias: name for name, side in structure.inputs.items() if side.bias is not None}
-    for bias, name in joined.items():
-        if bias in odd or name in odd or (bias in places and name not in places):
-            odd |= {bias, name}
-    uses = [use if use.name in odd else replace(use, rotation=turns.get(use.name)) for use in run.uses]
-    done = odd | joined.keys()
-    layouts = [None if use.name in done else layout for use, layout in zip(run.uses, run.layouts, strict=True)]
-    return replace(run, uses=uses, layouts=layouts, odd=tuple(sorted(odd)))
+    odd = set(run.odd)
+    for use, _ in run.explained:
+        places.setdefault(use.name, []).append(use.at)
+        product = isinstance(use, Product) and use.groups == 1
+        if use.name in structure.bases and not (product or isinstance(use, Addend)):
+            odd.add(use.name)
+        if use.name in structure.inputs and not (product and use.rows is None):
+            odd.add(use.name)
+    columns = {side.bias: name for name, side in structure.inputs.items() if side.bias is not None}
+    for bias, name in columns.items():
+        if {name, bias} & odd or places.get(name) != places.get(bias):
+            odd |= {name, bias}
+    keep = [i for i, (use, _) in enumerate(run.explained) if use.name not in odd | columns.keys()]
+    explained = [(replace(use, rotation=turns.get(use.name)), lay) for use, lay in map(run.explained.__getitem__, keep)]
+    return replace(run, explained=explained, odd=tuple(sorted(odd)), ds=run.ds and [run.ds[i] for i in keep])
 
 
 # --- by autograd, example by example --------------------------------------------------------------------------------
@@ -264,22 +227,17 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
 def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, outputs: int, why: str) -> tuple[Tensor, Tensor]:
     """The share of some parameters by their Jacobians, of as many examples at a time as the budget holds."""
     needed = outputs * sum(task.leaves[name].numel() * task.leaves[name].element_size() for name in names)
-    if needed > task.budget:
+    if needed > BUDGET:
         raise SettingError(
-            f"{why}, {needed:,} bytes per example, and the memory budget is {task.budget:,}: raise the budget, or draw "
-            "weights, which needs less"
+            f"{why}, {needed:,} bytes per example, and the memory budget is {BUDGET:,}: draw weights, which needs less"
         )
-    chunk, variance, blocks = max(1, task.budget // max(1, 4 * needed)), [], []
+    step, variance, blocks = max(1, BUDGET // max(1, 4 * needed)), [], []
     with torch.set_grad_enabled(has_graph(inputs)):
-        for start in range(0, batch_size(inputs), chunk):
-            white = _white_rows(task, names, examples(inputs, start, start + chunk))
-            variance.append(
-                torch.stack([reduce(torch.add, [rows.square().sum(dim=-1) for rows in part]) for part in white])
-            )
-            if task.covariance:
-                blocks.append(torch.stack([reduce(torch.add, map(gram, part)) for part in white]))
-    total = torch.cat(variance, dim=1)
-    return total, torch.cat(blocks, dim=1) if blocks else total.new_zeros(*total.shape, 0)
+        for start in range(0, batch_size(inputs), step):
+            white = _white_rows(task, names, examples(inputs, start, start + step))
+            variance.append(white.square().sum(dim=-1))
+            blocks.append(white @ white.mT if task.covariance else white[..., :0])
+    return torch.cat(variance, dim=1), torch.cat(blocks, dim=1)
 
 
 def _between(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -291,34 +249,32 @@ def _between(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, c = len(mean), mean[0].numel()
     # Rows, white rows, and what made them.
     cost = {name: 3 * b * c * leaf.numel() * leaf.element_size() for name, leaf in task.leaves.items()}
-    apart = not graph and task.structure.by_parameter and sum(cost.values()) > task.budget
+    apart = not graph and task.structure.by_parameter and sum(cost.values()) > BUDGET
     groups = [(name,) for name in cost] if apart else [tuple(cost)]
     needed = max(sum(cost[name] for name in group) for group in groups)
-    if needed > task.budget:
+    if needed > BUDGET:
         raise SettingError(
             f"the covariance between {b} examples of {c} outputs needs about {needed:,} bytes at once, and the memory "
-            f"budget is {task.budget:,}: raise the budget, take fewer examples, or draw weights, which estimates it"
+            f"budget is {BUDGET:,}: take fewer examples, or draw weights, which estimates it"
         )
     with torch.set_grad_enabled(graph):
-        white = (_white_rows(task, group, inputs) for group in groups)
-        grams = ([gram(torch.cat(part, dim=2).flatten(0, 1)[None])[0] for part in rows] for rows in white)
-        total = reduce(torch.add, map(torch.stack, grams))
+        white = (_white_rows(task, group, inputs).flatten(1, 2) for group in groups)
+        total = reduce(torch.add, (rows @ rows.mT for rows in white))
         blocks = total.view(len(total), b, c, b, c).diagonal(dim1=1, dim2=3).movedim(-1, 1)
         variance = blocks.diagonal(dim1=2, dim2=3).reshape(-1, *mean.shape)
     return mean.to(total.dtype), variance, blocks, total
 
 
-def _white_rows(task: _Task, names: Sequence[str], inputs: Any) -> list[list[Tensor]]:
-    """For each Σ parts (b, c, ·) of rows φ with φ φᵀ = J Σ Jᵀ, of some parameters."""
+def _white_rows(task: _Task, names: Sequence[str], inputs: Any) -> Tensor:
+    """For each Σ rows φ, (k, b, c, ·), with φ φᵀ = J Σ Jᵀ, of some parameters."""
     rows = {name: widened(j) for name, j in jacobians(task.call, task.params, names, inputs).items()}
     turned = task.structure.into(rows)
-    return [
-        [(row * s[name].sqrt().to(row)).unsqueeze(-1).flatten(2) for name, row in turned.items()]
-        for s in task.variances
-    ]
+    roots = [{name: s[name].sqrt() for name in turned} for s in task.variances]
+    white = [[(row * root[n].to(row)).unsqueeze(-1).flatten(2) for n, row in turned.items()] for root in roots]
+    return torch.stack([torch.cat(parts, dim=2) for parts in white])
 
 
-def jacobians(call: Call, params: Mapping[str, Tensor], names: Sequence[str], inputs: Any) -> dict[str, Tensor]:
+def jacobians(call: Call, params: Named, names: Sequence[str], inputs: Any) -> dict[str, Tensor]:
     """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
     size = batch_size(inputs)
     leaves, spec = pytree.tree_flatten(inputs)
@@ -342,7 +298,7 @@ def jacobians(call: Call, params: Mapping[str, Tensor], names: Sequence[str], in
     return {name: torch.stack([row[name] for row in loop]) for name in names}
 
 
-def one_jacobian(call: Call, params: Mapping[str, Tensor], names: Sequence[str], example: Any) -> dict[str, Tensor]:
+def one_jacobian(call: Call, params: Named, names: Sequence[str], example: Any) -> dict[str, Tensor]:
     """∂f/∂w of one example, (c, *shape), by plain reverse passes."""
     leaves = {name: params[name].detach().requires_grad_() for name in names}
     with torch.enable_grad():
@@ -351,6 +307,6 @@ def one_jacobian(call: Call, params: Mapping[str, Tensor], names: Sequence[str],
     # This example may not reach any of them.
     grads = batched_grad(flat, list(leaves.values()), rows) if flat.requires_grad else [None] * len(leaves)
     return {
-        name: torch.zeros(flat.shape[1], *leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
+        name: leaf.new_zeros(flat.shape[1], *leaf.shape) if grad is None else grad
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +26,7 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 class Gaussian(Protocol):
-    """What a prediction needs of a posterior over the weights of a model."""
+    """A posterior over the weights of a model, with the likelihood of its outputs."""
 
     @property
     def model(self) -> nn.Module:
@@ -37,6 +37,10 @@ class Gaussian(Protocol):
         """μ by parameter name."""
 
     @property
+    def mode(self) -> Named:
+        """θ by parameter name."""
+
+    @property
     def curvature(self) -> Diagonal:
         """The coordinates in which Σ is diagonal."""
 
@@ -44,22 +48,13 @@ class Gaussian(Protocol):
     def coordinate_variance(self) -> Named:
         """The variances in those coordinates."""
 
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The model's parameters by name."""
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """A draw of the weights."""
-
-    def require_proper(self) -> None:
-        """Raise unless every weight has a finite variance."""
-
-
-class Tunable(Gaussian, Protocol):
-    """A posterior with the likelihood of its outputs, and settings that may be replaced."""
+    @property
+    def settings(self) -> Settings:
+        """N, δ, p and the rest."""
 
     @property
-    def mode(self) -> Named:
-        """θ by parameter name."""
+    def effective_dimension(self) -> float:
+        """γ."""
 
     @property
     def likelihood(self) -> str | None:
@@ -74,20 +69,17 @@ class Tunable(Gaussian, Protocol):
         """T of logits."""
 
     @property
-    def settings(self) -> Settings:
-        """N, δ, p and the rest."""
-
-    @property
-    def n_data(self) -> float:
-        """N."""
-
-    @property
-    def effective_dimension(self) -> float:
-        """γ."""
-
-    @property
     def moved_statistics(self) -> list[str]:
         """Running statistics of batch norms that have changed since."""
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The model's parameters by name."""
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """A draw of the weights."""
+
+    def require_proper(self) -> None:
+        """Raise unless every weight has a finite variance."""
 
     def require_whole(self, what: str) -> None:
         """Raise where it is sharded."""
@@ -116,18 +108,20 @@ def swapped(model: nn.Module, params: Named) -> Iterator[None]:
     They are taken in the types and on the devices of the parameters, and may have a copy for each example. Buffers of
     torch's own layers are only read in evaluation mode, and not copied. What was there before is back at the end.
     """
-    modules = list(named_modules(model))
     instead: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
     missing = dict(params)
+    modules = list(named_modules(model))
     for prefix, module in modules:
         for key, parameter in module._parameters.items():
             tensor = params.get(prefix + key)
-            if tensor is not None and parameter is not None and _may_replace(tensor.shape, parameter.shape):
-                instead[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
-                missing.pop(prefix + key)
+            if tensor is not None and parameter is not None:
+                shape, own = tensor.shape, parameter.shape
+                if shape == own or shape[1:] == own or (own[:1] == (1,) and shape[1:] == own[1:]):
+                    instead[id(parameter)] = tensor.to(parameter.device, parameter.dtype)
+                    missing.pop(prefix + key)
     for name, tensor in missing.items():
         raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(tensor.shape)}")
-    before: list[tuple[dict[str, Any], str, Any]] = []
     for _, module in modules:
         before += [(module._parameters, k, p) for k, p in module._parameters.items() if id(p) in instead]
         if module.training or not type(module).__module__.startswith("torch.nn."):
@@ -139,11 +133,6 @@ def swapped(model: nn.Module, params: Named) -> Iterator[None]:
     finally:
         for place, key, tensor in before:
             place[key] = tensor
-
-
-def _may_replace(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether a tensor may stand for a parameter: of its shape, or a copy of it for each example."""
-    return shape == other or shape[1:] == other or (other[:1] == (1,) and shape[1:] == other[1:])
 
 
 @dataclass(frozen=True)
@@ -200,47 +189,18 @@ def widened(tensor: Tensor) -> Tensor:
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 
-class _Shared:
-    """A setting of the whole process: made as the first thread enters, undone as the last one leaves."""
-
-    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.setting = setting
-        self.guard = RLock()
-        self.users = 0
-        self.undo = ExitStack()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self.guard:
-            if self.users == 0:
-                self.undo.enter_context(self.setting())
-            self.users += 1
-        try:
-            yield
-        finally:
-            with self.guard:
-                self.users -= 1
-                if self.users == 0:
-                    self.undo.close()
+# Held while settings of the whole process are changed.
+_process = RLock()
 
 
 @contextmanager
-def _changed(get: Callable[[], bool], change: Callable[[bool], Any], value: bool) -> Iterator[None]:
+def _off(get: Callable[[], bool], change: Callable[[bool], Any]) -> Iterator[None]:
     before = get()
     try:
-        change(value)
+        change(False)
         yield
     finally:
         change(before)
-
-
-_mha, _onednn = torch.backends.mha, torch.backends.mkldnn
-_by_layers = _Shared(lambda: _changed(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled, False))
-_without_onednn = _Shared(
-    lambda: _changed(lambda: bool(_onednn.enabled), lambda value: setattr(_onednn, "enabled", value), False)
-)
-_in_plain_mathematics = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
-_uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
@@ -248,13 +208,17 @@ def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[Non
     """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
 
     Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
-    would be compiled anew for every hook, and other threads that use the same model wait. Recurrent layers do without
-    oneDNN, whose LSTM in evaluation mode gives gradients that are memory never written to.
+    would be compiled anew for every hook, and other threads wait. Recurrent layers do without oneDNN, whose LSTM in
+    evaluation mode gives gradients that are memory never written to.
     """
-    with in_eval_mode(model) as modules:
-        compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
-        eager = _uncompiled() if compiled else nullcontext()
-        plainly = _in_plain_mathematics() if differentiable else nullcontext()
-        recurrent = _without_onednn() if any(isinstance(m, nn.RNNBase) for m in modules) else nullcontext()
-        with _by_layers(), plainly, eager, recurrent, torch.inference_mode(False):
+    mha, onednn = torch.backends.mha, torch.backends.mkldnn
+    with in_eval_mode(model) as modules, _process, ExitStack() as settings:
+        settings.enter_context(_off(mha.get_fastpath_enabled, mha.set_fastpath_enabled))
+        if differentiable:
+            settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules):
+            settings.enter_context(torch.compiler.set_stance("force_eager"))
+        if any(isinstance(m, nn.RNNBase) for m in modules):
+            settings.enter_context(_off(lambda: bool(onednn.enabled), lambda on: setattr(onednn, "enabled", on)))
+        with torch.inference_mode(False):
             yield

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict.batches import batch_size, examples, repeated
+from bayesadam.predict.batches import batch_size, chosen_examples, examples
 from bayesadam.predict.network import Call, widened
 from bayesadam.predict.recording import recorded
-from bayesadam.predict.uses import Addend, Layout, Use, together
+from bayesadam.predict.uses import Addend, Layout, Use, joined
 from bayesadam.weights.named import Named
 
 _PLANS_KEPT = 256
-_FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 # --- one pass -------------------------------------------------------------------------------------------------------
@@ -35,15 +34,15 @@ class Pass:
     Attributes:
         output, flat: (b, ...) and (b, c), with the graph.
         uses: every use of a parameter by a known layer, in order.
-        layouts: how the examples lie in the tensors of each use; None leaves it out.
+        explained: those that agree with autograd, and how the examples lie in their tensors.
         odd: parameters that the uses do not explain, whose gradients go through autograd, example by example.
-        ds: D at each use for the unit vectors of all outputs, (c, ...), where they were asked for.
+        ds: D at each explained use for the unit vectors of all outputs, (c, ...), where they were asked for.
     """
 
     output: Tensor
     flat: Tensor
     uses: Sequence[Use]
-    layouts: Sequence[Layout | None]
+    explained: Sequence[tuple[Use, Layout]] = ()
     odd: tuple[str, ...] = ()
     ds: Sequence[Tensor | None] | None = None
 
@@ -67,23 +66,29 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
         _check_output(output, size)
         flat, generator = output.reshape(size, -1), torch.Generator().manual_seed(0)
         if not bool(flat.isfinite().all()):
-            return Pass(output, flat, uses, [None] * len(uses))
+            return Pass(output, flat, uses)
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
-        grads = torch.autograd.grad(
-            (s[:, None] * r * flat).sum(), list(leaves.values()), retain_graph=True, allow_unused=True
-        )
-    edges = [use.edge for use in uses]
+        grads = vector_jacobian(flat, list(leaves.values()), s[:, None] * r)
+    edges, ds = [use.edge for use in uses], None
     if flat.shape[1] <= at_once:
-        ds: Sequence[Tensor | None] | None = pulled_back(flat, edges, 0, flat.shape[1])
-        along = [d if d is None else torch.tensordot(r.to(d), d, dims=1) for d in ds or ()]
+        ds = pulled_back(flat, edges, 0, flat.shape[1])
+        along = [d if d is None else torch.tensordot(r.to(d), d, dims=1) for d in ds]
     else:
-        ds, along = None, list(_grad(flat, edges, r.expand_as(flat)))
-    truths = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+        along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
+    reached = {i: d for i, d in enumerate(along) if d is not None}
+    layouts: dict[int, Layout] = {}
+    odd = []
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
-        layouts, odd = _explained(uses, along, truths, s)
-    return Pass(output, flat, uses, layouts, odd, ds)
+        for name, grad in zip(leaves, grads, strict=True):
+            numbers = [i for i in reached if uses[i].name == name]
+            if grad is not None:
+                matches = _agreeing([(uses[i], reached[i]) for i in numbers], widened(dense(grad)), s)
+                layouts |= zip(numbers, matches or (), strict=False)
+                odd += [name] if matches is None else []
+    explained = [(uses[i], layouts[i]) for i in sorted(layouts)]
+    return Pass(output, flat, uses, explained, tuple(odd), ds and [ds[i] for i in sorted(layouts)])
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:
@@ -95,76 +100,56 @@ def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: i
     return batched_grad(flat, edges, units[:, None].expand(-1, len(flat), -1))
 
 
-def batched_grad(
-    flat: Tensor, tensors: Sequence[Tensor] | Sequence[GradientEdge], rows: Tensor
-) -> Sequence[Tensor | None]:
-    """Vector-Jacobian products for every row, (rows, *shape) for each tensor; None without a path."""
+def batched_grad(flat: Tensor, tensors: Sequence[Any], rows: Tensor) -> Sequence[Tensor | None]:
+    """Vector-Jacobian products for every row, (rows, *shape) for each tensor or edge; None without a path."""
     try:
         if len(rows) > 1:
-            return _grad(flat, tensors, rows, is_grads_batched=True)
+            return vector_jacobian(flat, tensors, rows, is_grads_batched=True)
     except RuntimeError:
         # Some operation cannot be batched: one row after the other.
         pass
-    each = zip(*(_grad(flat, tensors, row) for row in rows), strict=True)
+    each = zip(*(vector_jacobian(flat, tensors, row) for row in rows), strict=True)
     return [None if grads[0] is None else torch.stack([dense(grad) for grad in grads]) for grads in each]
 
 
-def _grad(flat: Tensor, tensors: Any, rows: Tensor, **options: Any) -> Sequence[Tensor | None]:
+def vector_jacobian(flat: Tensor, tensors: Sequence[Any], row: Tensor, **options: bool) -> Sequence[Tensor | None]:
+    """rowᵀ ∂flat/∂tensor for each tensor or edge; None without a path."""
     if not tensors:
-        return []
+        return ()
     grads: Sequence[Tensor | None] = torch.autograd.grad(
-        flat, tensors, rows, retain_graph=True, allow_unused=True, **options
+        flat, tensors, row, retain_graph=True, allow_unused=True, **options
     )
     return grads
 
 
-def _explained(
-    uses: Sequence[Use], along: Sequence[Tensor | None], truths: Named, s: Tensor
-) -> tuple[list[Layout | None], tuple[str, ...]]:
-    """The layout of each use for which the uses of its parameter agree with the truth, and the other parameters."""
-    by_name: dict[str, list[int]] = {}
-    for i, use in enumerate(uses):
-        if along[i] is not None:
-            by_name.setdefault(use.name, []).append(i)
-    layouts: list[Layout | None] = [None] * len(uses)
-    odd = []
-    for name, truth in truths.items():
-        numbers = by_name.get(name, [])
-        chosen = _agreeing([uses[i] for i in numbers], [d for i in numbers if (d := along[i]) is not None], truth, s)
-        if chosen is None:
-            odd.append(name)
-        for i, layout in zip(numbers, chosen or [], strict=False):
-            layouts[i] = layout
-    return layouts, tuple(odd)
-
-
-def _agreeing(uses: Sequence[Use], ds: Sequence[Tensor], truth: Tensor, s: Tensor) -> list[Layout] | None:
-    truth = widened(dense(truth))
-    if uses and not together(uses):
+def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> list[Layout] | None:
+    """The layouts in which uses with D along r come to the truth; None where there are none."""
+    if uses and not joined([use for use, _ in uses]):
         return None
     # Under autocast D is of 16 bits where the weights are not.
-    eps = max(torch.finfo(tensor.dtype).eps for tensor in (s, *ds))
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (s, *(d for _, d in uses)))
     # A GPU may take products of ten bits of mantissa.
     tolerance = min(4e-3, (10 if truth.is_cuda else 3) * eps**0.5)
+    # Rounding alone may come to this much in half precision; a wrong layout is still farther off.
+    error, best = 0.2 if eps > torch.finfo(torch.float32).eps else tolerance, None
     # What cancels in theory, as gradients of the biases of attention's keys do, is nothing but rounding.
-    rounding = sum(8 * eps * float(d.abs().sum()) for use, d in zip(uses, ds, strict=True) if isinstance(use, Addend))
-    best: tuple[float, list[Layout] | None] = (0.2, None)
-    for attempt in range(max((len(use.layouts) for use in uses), default=1)):
-        layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
+    rounding = sum(8 * eps * float(d.abs().sum()) for use, d in uses if isinstance(use, Addend))
+    for attempt in range(max((len(use.layouts) for use, _ in uses), default=1)):
+        layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use, _ in uses]
         ours = torch.zeros_like(truth)
         try:
-            for use, d, layout in zip(uses, ds, layouts, strict=True):
+            for (use, d), layout in zip(uses, layouts, strict=True):
                 part = use.of(ours)
                 part += use.total(d.to(ours.dtype), s.to(ours.dtype), layout, part.shape)
         except (RuntimeError, IndexError):
             continue
-        error = disagreement(ours, truth)
-        if error <= tolerance or float((ours - truth).norm()) <= rounding:
+        if float((ours - truth).norm()) <= rounding:
             return layouts
-        if eps > torch.finfo(torch.float32).eps and error < best[0]:
-            # Rounding alone may come to this much; a wrong layout is still farther off.
-            best = (error, layouts)
-    return best[1]
+        if (found := disagreement(ours, truth)) <= error:
+            error, best = found, layouts
+        if error <= tolerance and best is not None:
+            break
+    return best
 
 
 def agree(ours: Tensor, truth: Tensor) -> bool:
@@ -213,25 +198,19 @@ def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
     plans = _plans.setdefault(call.model, {})
     # The code alone of a forward, which may hold the model: it would never be freed.
     code = getattr(getattr(call.forward, "__func__", call.forward), "__code__", type(call.forward))
-    key = code, _kind(inputs)
-    if key not in plans:
+    parts, spec = pytree.tree_flatten(inputs)
+    kind = (code, str(spec), *((x.shape[1:], x.dtype) if isinstance(x, Tensor) else repr(x) for x in parts))
+    if kind not in plans:
         if len(plans) >= _PLANS_KEPT:
             plans.pop(next(iter(plans)))
-        plans[key] = _planned(call, leaves, inputs)
-    return plans[key]
-
-
-def _kind(inputs: Any) -> tuple[Any, ...]:
-    """What a batch is made of, without its size."""
-    leaves, spec = pytree.tree_flatten(inputs)
-    return str(spec), *((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        plans[kind] = _planned(call, leaves, inputs)
+    return plans[kind]
 
 
 def _planned(call: Call, leaves: Named, inputs: Any) -> Plan:
     """Up to three examples are run; copies are tried for the parameters that no layer explains."""
-    size = batch_size(inputs)
-    probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
-    size = batch_size(probe)
+    size = min(max(2, batch_size(inputs)), 3)
+    probe = chosen_examples(inputs, torch.arange(size) % batch_size(inputs))
     run = examined(call, leaves, probe)
     check_alone(call, leaves, probe, run.output)
     seen = [shape.numel() for shape in {use.at: use.shape for use in run.uses}.values()]
@@ -248,7 +227,7 @@ def _can_be_shared(call: Call, leaves: Named, probe: Any, name: str, output: Ten
     try:
         with torch.enable_grad():
             _, again = recorded(call, leaves, probe, (name,))
-    except (*_FAILURES, BayesAdamError):
+    except (RuntimeError, TypeError, ValueError, IndexError):
         return False
     return again.shape == output.shape and agree(again.detach(), output)
 
@@ -271,26 +250,25 @@ def _check_output(output: Tensor, size: int) -> None:
 
 def check_alone(call: Call, leaves: Named, inputs: Any, output: Tensor) -> None:
     """Refuse a model that gives another output for the last example of a batch when that is run alone."""
-    failure: Exception | None = None
     size = batch_size(inputs)
+    last, among, failure = examples(inputs, size - 1, size), output[-1:].detach(), None
     try:
         with torch.no_grad():
-            alone = call(leaves, examples(inputs, size - 1, size))
-            among = output[-1:].detach()
-            # Outputs that are not finite are reported elsewhere.
-            finite = torch.isfinite(among)
-            if alone.shape == among.shape and agree(alone[finite], among[finite]):
-                return
-            again = call(leaves, examples(inputs, size - 1, size))
+            alone, again = call(leaves, last), call(leaves, last)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, BayesAdamError):
+            raise
+        failure = error
+    else:
+        # Outputs that are not finite are reported elsewhere.
+        finite = torch.isfinite(among)
+        if alone.shape == among.shape and agree(alone[finite], among[finite]):
+            return
         if again.shape == alone.shape and not torch.equal(again, alone):
             raise BayesAdamError(
                 "the model gives something else each time it is run on the same example, in evaluation mode: something "
                 "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, BayesAdamError):
-            raise
-        failure = error
     raise BayesAdamError(
         "each example's output must depend on that example alone, but the model gives something else when one is run "
         "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "

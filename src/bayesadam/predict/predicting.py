@@ -12,21 +12,21 @@ from torch import Tensor
 from bayesadam._checks import count
 from bayesadam._progress import progress
 from bayesadam._warnings import warn
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Component, Prediction, agreed
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
 from bayesadam.predict.draws import linearised_draws, sampled
 from bayesadam.predict.leverage import Ratios, from_structure
 from bayesadam.predict.moments import linearised
-from bayesadam.predict.network import Forward, Tunable
-from bayesadam.predict.tap import layers_of, observed
+from bayesadam.predict.network import Forward, Gaussian
+from bayesadam.predict.tap import Layer, layers_of, observed
 from bayesadam.weights.draws import fresh_seed, stream_seed
 
 Covariance = bool | Literal["joint"]
 
 
 def predict(
-    members: Sequence[Tunable],
+    members: Sequence[Gaussian],
     weights: Sequence[float],
     inputs: Any,
     *,
@@ -47,17 +47,15 @@ def predict(
             f"changed since (first {moved[0]!r}), and predictions are neither the old network's nor the new one's"
         )
 
-    def of_batch(batch: Any, seed: int | None) -> Prediction:
-        components = []
+    def of_batch(batch: Any) -> Prediction:
+        components: list[Component] = []
+        seed = None if draws is None else fresh_seed(generator)
         for number, (q, weight) in enumerate(zip(members, weights, strict=True)):
-            if draws is None:
+            if draws is None or seed is None:
                 f = linearised(q, batch, forward=forward, covariance=bool(covariance), joint=covariance == "joint")
             else:
-                assert seed is not None
-                source = torch.Generator().manual_seed(
-                    seed if len(members) == 1 else stream_seed(seed, "member", number)
-                )
-                f = sampled(q, batch, draws, forward=forward, generator=source)
+                of_member = seed if len(members) == 1 else stream_seed(seed, "member", number)
+                f = sampled(q, batch, draws, forward=forward, generator=torch.Generator().manual_seed(of_member))
             components.append(Component(f, q.noise_variance, q.temperature, weight))
         mean = components[0].f.mean
         if (mismatch := kind.mismatch(mean.detach())) is not None:
@@ -70,19 +68,16 @@ def predict(
             )
         return Prediction(kind, tuple(components))
 
-    def seed() -> int | None:
-        return None if draws is None else fresh_seed(generator)
-
     if is_loader(inputs):
-        return (of_batch(inputs_of(batch, model), seed()) for batch in progress(inputs, "predict"))
-    return of_batch(for_model(inputs, model, graph=True), seed())
+        return (of_batch(batch) for batch in inputs_of(progress(inputs, "predict"), model))
+    return of_batch(for_model(inputs, model, graph=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
     """One function from a posterior: f(x; μ) + J (θ − μ) at the weights θ that `seed` draws, whatever the batch."""
 
-    posterior: Tunable
+    posterior: Gaussian
     seed: int
     forward: Forward | None = None
 
@@ -96,7 +91,7 @@ class Function:
 
 
 def novelty(
-    posterior: Tunable, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
+    posterior: Gaussian, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
 ) -> Tensor:
     """How unlike familiar inputs each example is, (batch,), by one forward pass; without calibration.
 
@@ -111,22 +106,15 @@ def novelty(
     kind = agreed(likelihood, posterior.likelihood)
     leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.curvature)
 
-    def seen(batches: Any) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        each = (
-            [inputs_of(b, posterior.model) for b in batches]
-            if is_loader(batches)
-            else [for_model(batches, posterior.model)]
-        )
-        if not each:
-            raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
-        return [observed(posterior, leverage.layers, batch, forward) for batch in each]
+    def seen(batches: Any, layers: tuple[Layer, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        return [observed(posterior, layers, batch, forward) for batch in inputs_of(batches, posterior.model)]
 
-    familiar = seen(reference)
+    familiar = seen(reference, leverage.layers)
     leverage = leverage.among(set.intersection(*(set(pooled) for _, pooled in familiar)))
     if leverage.layers:
         leverage = leverage.against(torch.cat([leverage.log_h(pooled) for _, pooled in familiar]))
     scores = []
-    for outputs, pooled in seen(inputs):
+    for outputs, pooled in seen(inputs, leverage.layers):
         ratios = leverage.ratios(leverage.log_h(pooled)) if leverage.layers else Ratios.usual(outputs)
         scores.append(kind.novelty(outputs, ratios.steep))
     return torch.cat(scores)

@@ -137,29 +137,24 @@ def layers_of(model: nn.Module, names: Collection[str]) -> tuple[Layer, ...]:
 
 @contextmanager
 def tapped(
-    model: nn.Module, layers: Sequence[Layer], size: int, mask: Tensor | None = None, *, chosen: bool = False
+    model: nn.Module, layers: Sequence[Layer], size: int, mask: Tensor | None = None
 ) -> Iterator[dict[str, Tensor]]:
     """The pooled input of every layer that a forward pass inside runs, (size, width) by the layer's module.
 
     A layer that runs several times has the mean of its inputs; one that does not run, or whose input all examples
-    share, has none. Embeddings of positions have none, which is looked for unless the layers were `chosen` before.
+    share, has none; nor has an embedding of positions.
     """
     pooled: dict[str, Tensor] = {}
     runs: dict[str, int] = {}
-    by_module: dict[nn.Module, list[Layer]] = {}
-    for layer in layers:
-        by_module.setdefault(model.get_submodule(layer.module), []).append(layer)
+    by_module = {model.get_submodule(layer.module): layer for layer in layers}
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        a = first_input(args, kwargs)
-        for layer in by_module[module]:
-            if not isinstance(a, Tensor) or not layer.has_rows(a, size):
-                continue
-            if chosen or not layer.tokens or not _counts_up(a):
-                mean, run = layer.pooled(module, a, size, mask), runs.get(layer.module, 0) + 1
-                runs[layer.module] = run
-                before = pooled.get(layer.module)
-                pooled[layer.module] = mean if before is None else before + (mean - before) / run
+        a, layer = first_input(args, kwargs), by_module[module]
+        if isinstance(a, Tensor) and layer.has_rows(a, size) and not (layer.tokens and _counts_up(a)):
+            mean, name = layer.pooled(module, a, size, mask), layer.module
+            runs[name] = runs.get(name, 0) + 1
+            before = pooled.get(name, mean)
+            pooled[name] = before + (mean - before) / runs[name]
 
     with watched(by_module, see):
         yield pooled
@@ -172,11 +167,11 @@ def _counts_up(tokens: Tensor) -> bool:
 
 
 def observed(
-    posterior: Gaussian, layers: Sequence[Layer], inputs: Any, forward: Forward | None = None, *, chosen: bool = False
+    posterior: Gaussian, layers: Sequence[Layer], inputs: Any, forward: Forward | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """f(x; μ), (batch, ...), in float32 or wider, and the pooled input of each layer, (batch, width) by its module."""
     inputs, call = plain(inputs, graph=True), Call(posterior.model, forward)
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
-    taps = tapped(posterior.model, layers, batch_size(inputs), mask, chosen=chosen)
+    taps = tapped(posterior.model, layers, batch_size(inputs), mask)
     with evaluating(posterior.model, differentiable=False), torch.set_grad_enabled(has_graph(inputs)), taps as pooled:
         return widened(call(means(posterior), inputs)), pooled

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ Layout = Callable[[Tensor, int, int], Tensor]
 # another device they fill it with work.
 _PIECE = 1 << 21
 _DEVICE_PIECE = 1 << 25
-_LONG_ROW = 4096
 
 
 def batch_first(tensor: Tensor, size: int, lead: int) -> Tensor:
@@ -66,11 +64,6 @@ class Use(ABC):
         """The same for all uses of one output."""
         return self.edge.node, self.edge.output_nr
 
-    @property
-    def kind(self) -> Any:
-        """Uses of one kind are joined by summing over the positions of all."""
-        return type(self)
-
     def of(self, tensor: Tensor) -> Tensor:
         """The part in use of a tensor of the parameter's shape."""
         return tensor if self.rows is None else tensor[self.rows]
@@ -94,41 +87,40 @@ class Product(Use):
     convolution: nn.modules.conv._ConvNd | None = None
     inputs_first: bool = False
 
-    @property
-    def kind(self) -> Any:
-        """Uses of one kind are joined by summing over the positions of all."""
-        return type(self), self.inputs_first
-
     def of(self, tensor: Tensor) -> Tensor:
         """The part in use, (outputs, ...); coordinates of known inputs are so already."""
         turned = self.inputs_first and not isinstance(self.rotation, InputSide)
         return tensor.mT if turned else super().of(tensor)
 
-    def arranged(self, part: Tensor) -> Tensor:
-        """The part in use of the weight as (g, x, y)."""
-        groups = 1 if self.convolution is None else self.convolution.groups
-        return part.reshape(groups, part.shape[0] // groups, -1)
+    @property
+    def groups(self) -> int:
+        """Those of a convolution."""
+        return 1 if self.convolution is None else self.convolution.groups
 
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X (c, b, g, p, x) and Y (b, g, p, y), the weight's parts being (g, x, y); X Q_L and Y Q_R where rotated."""
-        x, y = self._slopes(d, layout, size), self.inputs(layout, size, constant=self._has_constant).to(d.dtype)
-        if self.rotation is None:
-            return x, y
+        if self.convolution is None:
+            x = layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1])
+        else:
+            # The n images of b examples are gathered as positions.
+            x = d.reshape(*d.shape[:2], self.groups, d.shape[2] // self.groups, -1).transpose(3, 4)
+            x = layout(x, size, 1).transpose(2, 3).flatten(3, 4)
+        left, right, constant = None, None, False
         if isinstance(self.rotation, InputSide):
-            return x, y @ self.rotation.basis.to(y)
-        left, right = self.rotation.left, self.rotation.right
-        if self.inputs_first:
-            left, right = right, left
+            # The bias of the layer may be a column of its matrix.
+            right, constant = self.rotation.basis, self.rotation.bias is not None
+        elif self.rotation is not None:
+            left, right = self.rotation.left, self.rotation.right
+            left, right = (right, left) if self.inputs_first else (left, right)
+        y = self.inputs(layout, size, constant=constant).to(d.dtype)
         return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
 
     def inputs(self, layout: Layout, size: int, *, constant: bool = False) -> Tensor:
         """Y, (b, g, p, y): the inputs at every position, with a 1 at the end where asked for."""
-        a = self.input.detach()
         if self.convolution is None:
-            a = layout(a, size, 0)
-            y = a.reshape(size, 1, -1, a.shape[-1])
+            y = layout(self.input.detach(), size, 0).reshape(size, 1, -1, self.input.shape[-1])
         else:
-            y = layout(self._patches(a, self.convolution), size, 0).transpose(1, 2).flatten(2, 3)
+            y = layout(self._patches(self.convolution), size, 0).transpose(1, 2).flatten(2, 3)
         return F.pad(y, (0, 1), value=1.0) if constant else y
 
     def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
@@ -136,21 +128,9 @@ class Product(Use):
         x, y = self.factors(d[None], layout, len(s))
         return torch.einsum("bgpx,bgpy->gxy", x[0] * s.view(-1, 1, 1, 1), y).reshape(shape)
 
-    @property
-    def _has_constant(self) -> bool:
-        """Whether the bias of the layer is a column of its matrix."""
-        return isinstance(self.rotation, InputSide) and self.rotation.bias is not None
-
-    def _slopes(self, d: Tensor, layout: Layout, size: int) -> Tensor:
-        """X: D at every position; the n images of b examples are gathered as positions."""
-        if self.convolution is None:
-            return layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1])
-        groups = self.convolution.groups
-        x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
-        return layout(x, size, 1).transpose(2, 3).flatten(3, 4)
-
-    def _patches(self, a: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+    def _patches(self, module: nn.modules.conv._ConvNd) -> Tensor:
         """What the convolution sees, (n, g, pixels, channels · kernel), in any number of dimensions."""
+        a = self.input.detach()
         if module.padding != "valid":
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
@@ -210,12 +190,6 @@ class Lookup(Use):
         return d.new_zeros(shape).index_add_(0, ids.flatten(), (grads[0] * s.view(-1, 1, 1)).flatten(0, 1))
 
 
-def together(uses: Sequence[Use]) -> bool:
-    """Whether `contracted` takes the uses of one parameter: of one kind, or a table that is a matrix too."""
-    kinds, parts = {use.kind for use in uses}, {use.rows is None for use in uses}
-    return len(parts) == 1 and (len(kinds) == 1 or kinds == {Lookup, (Product, False)})
-
-
 # --- contraction ----------------------------------------------------------------------------------------------------
 
 
@@ -223,45 +197,54 @@ def together(uses: Sequence[Use]) -> bool:
 Pulled = tuple[Use, Tensor, Layout]
 
 
+def joined(uses: Sequence[Use]) -> bool:
+    """Whether `contracted` takes the uses of one parameter: all alike, or a table that is a matrix too."""
+    kinds = {(type(use), getattr(use, "inputs_first", False)) for use in uses}
+    alike = len(kinds) == 1 or kinds == {(Lookup, False), (Product, False)}
+    return alike and len({use.rows is None for use in uses}) == 1
+
+
 def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
     """Σ_w J²_bcw S_w, (k, b, c), or Σ_w J_bcw J_bdw S_w, (k, b, c, c), for each S, of all uses of the same rows."""
     first = pulled[0][0]
     variances = [first.of(s) for s in variances]
     pulled = [(use, d.to(variances[0].dtype), layout) for use, d, layout in pulled]
-    if isinstance(first, Addend):
-        each = [
-            use.gradients(d, layout, size, variances[0].shape) for use, d, layout in pulled if isinstance(use, Addend)
-        ]
-        grads = reduce(torch.add, each)
+    lookups = [use.looked_up(d, layout, size) for use, d, layout in pulled if isinstance(use, Lookup)]
+    products = [use.factors(d, layout, size) for use, d, layout in pulled if isinstance(use, Product)]
+    if not lookups and not products:
+        shape = variances[0].shape
+        grads = sum(u.gradients(d, layout, size, shape) for u, d, layout in pulled if isinstance(u, Addend))
         return torch.stack([squared((grads * s.sqrt()).flatten(2), covariance) for s in variances])
-    if any(isinstance(use, Lookup) for use, *_ in pulled):
-        return _lookups(pulled, size, variances, covariance)
+    # Several uses of one weight are more positions of it.
+    factors = products[0] if products else None
+    if len(products) > 1:
+        factors = torch.cat([x for x, _ in products], dim=3), torch.cat([y for _, y in products], dim=2)
+    if lookups:
+        rows, ids = torch.cat([grads for grads, _ in lookups], dim=2), torch.cat([ids for _, ids in lookups], dim=1)
+        return _lookups(rows, ids, factors, variances, covariance)
     assert isinstance(first, Product)
-    return _products(*_joined_factors(pulled, size), [first.arranged(s) for s in variances], covariance)
+    assert factors is not None
+    parts = [s.reshape(first.groups, len(s) // first.groups, -1) for s in variances]
+    return _products(*factors, parts, covariance)
 
 
-def _joined_factors(pulled: Sequence[Pulled], size: int) -> tuple[Tensor, Tensor]:
-    """Several uses of one weight are more positions of it."""
-    pairs = [use.factors(d, layout, size) for use, d, layout in pulled if isinstance(use, Product)]
-    if len(pairs) == 1:
-        return pairs[0]
-    return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y for _, y in pairs], dim=2)
-
-
-def _lookups(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
-    """A table that embeddings look up, and that may be a matrix too, as of a head tied to its embedding."""
-    rows = [use.looked_up(d, layout, size) for use, d, layout in pulled if isinstance(use, Lookup)]
-    ids, grads = torch.cat([i for _, i in rows], dim=1), torch.cat([g for g, _ in rows], dim=2)
+def _lookups(
+    grads: Tensor,
+    ids: Tensor,
+    factors: tuple[Tensor, Tensor] | None,
+    variances: Sequence[Tensor],
+    covariance: bool,
+) -> Tensor:
+    """A table that is looked up, and that may be a matrix too, as of a head tied to its embedding."""
     # The gradients of a row that comes several times are summed at its first position.
     first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
     summed = torch.zeros_like(grads).scatter_add_(2, first[None, :, :, None].expand_as(grads), grads)
     roots = [s[ids].sqrt() for s in variances]
     lefts = [(summed * root).flatten(2) for root in roots]
     total = torch.stack([squared(left, covariance) for left in lefts])
-    products = [one for one in pulled if isinstance(one[0], Product)]
-    if not products:
+    if factors is None:
         return total
-    x, y = _joined_factors(products, size)
+    x, y = factors
     # The same rows of the product's gradients, Σ_p X Y, (c, b, t, e).
     index = ids[None, :, None, :].expand(x.shape[0], -1, x.shape[3], -1)
     same = torch.einsum("cbpt,bpe->cbte", x.squeeze(2).gather(3, index), y.squeeze(1))
@@ -282,48 +265,24 @@ def _products(x: Tensor, y: Tensor, variances: Sequence[Tensor], covariance: boo
         inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in variances]
         return torch.stack([squared((outputs * t.sqrt()).flatten(2), covariance) for t in inner])
     out = x.new_zeros(len(variances), b, c, *([c] if covariance else []))
-    depth, piece_size = y.shape[-1], _PIECE if x.device.type == "cpu" else _DEVICE_PIECE
-    step_c = c if covariance else max(1, min(c, piece_size // (g * width * depth)))
-    step_x = max(1, min(width, piece_size // (step_c * g * depth)))
-    step_b = max(1, min(b, piece_size // (step_c * g * step_x * depth)))
-    roots, flat = [s.sqrt() for s in variances], torch.stack(list(variances), dim=-1)
-    for b0 in range(0, b, step_b):
-        for c0 in range(0, c, step_c):
-            for x0 in range(0, width, step_x):
-                some = x[c0 : c0 + step_c, b0 : b0 + step_b, ..., x0 : x0 + step_x]
-                piece = _gradients(some, y[b0 : b0 + step_b])
-                if covariance:
-                    for total, root in zip(out, roots, strict=True):
-                        scaled = (piece * root[:, None, x0 : x0 + step_x]).permute(2, 0, 1, 3, 4).flatten(2)
-                        total[b0 : b0 + step_b] += squared(scaled, True)
-                else:
-                    rows = flat[:, x0 : x0 + step_x].flatten(1, 2)
-                    part = torch.einsum("bgcn,gnk->kbc", piece.square_().flatten(3), rows)
-                    out[:, b0 : b0 + step_b, c0 : c0 + step_c] += part
+    depth, entries = y.shape[-1], _PIECE if x.device.type == "cpu" else _DEVICE_PIECE
+    step_x = max(1, min(width, entries // (c * g * depth)))
+    step_b = max(1, min(b, entries // (c * g * step_x * depth)))
+    for x0 in range(0, width, step_x):
+        parts = [s[:, x0 : x0 + step_x] for s in variances]
+        for b0 in range(0, b, step_b):
+            some = x[:, b0 : b0 + step_b, ..., x0 : x0 + step_x]
+            left = some.permute(1, 2, 0, 4, 3).flatten(2, 3)
+            piece = (left @ y[b0 : b0 + step_b]).view(*left.shape[:2], c, -1, depth)
+            if covariance:
+                rows = piece.permute(2, 0, 1, 3, 4)
+                share = torch.stack([squared((rows * s.sqrt()).flatten(2), True) for s in parts])
+            else:
+                share = torch.einsum("bgcn,kgn->kbc", piece.square_().flatten(3), torch.stack(parts).flatten(2))
+            out[:, b0 : b0 + step_b] += share
     return out
-
-
-def _gradients(x: Tensor, y: Tensor) -> Tensor:
-    """Σ_p X Y as (b, g, c, x, y)."""
-    c, b, g, _, width = x.shape
-    left = x.permute(1, 2, 0, 4, 3).reshape(b, g, c * width, -1)
-    return (left @ y).view(b, g, c, width, -1)
 
 
 def squared(rows: Tensor, covariance: bool) -> Tensor:
     """Rows (c, b, n) with themselves: Σ_n rows², (b, c), or (b, c, c)."""
-    return gram(rows.transpose(0, 1)) if covariance else rows.square().sum(dim=2).T
-
-
-def gram(rows: Tensor) -> Tensor:
-    """Σ_n rows rowsᵀ, (b, c, n) → (b, c, c).
-
-    Long rows are cut and their parts summed: few numbers out of many are slow work for a matrix product.
-    """
-    b, c, n = rows.shape
-    parts = n // _LONG_ROW
-    if parts < 2:
-        return torch.bmm(rows, rows.mT)
-    even = rows[:, :, : parts * _LONG_ROW].reshape(b, c, parts, _LONG_ROW).transpose(1, 2).flatten(0, 1)
-    total = torch.bmm(even, even.mT).view(b, parts, c, c).sum(dim=1)
-    return total + gram(rows[:, :, parts * _LONG_ROW :]) if n % _LONG_ROW else total
+    return torch.einsum("cbn,dbn->bcd", rows, rows) if covariance else torch.linalg.vector_norm(rows, dim=2).square().T
