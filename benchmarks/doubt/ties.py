@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import bayesadam as ba
-from benchmarks.common.harness import Target, arguments, at_most, mean_and_error, parallel, setting, write_results
+from benchmarks.common.harness import arguments, at_most, mean_and_error, parallel, setting, write_results
 from benchmarks.common.networks import mlp
 
 LEVEL, FLAGS, RISK, ALARM = 0.9, (0.01, 0.05), 0.1, 0.01
@@ -130,10 +130,7 @@ def one(kind: str, posteriors: tuple[ba.Posterior, ba.Posterior], seed: int) -> 
         for name, answer in (("classes", p), ("numbers", numeric)):
             for a in FLAGS:
                 row[f"flags {a}, {name}"] = float((answer.p_value <= a).double().mean())
-            monitor = ba.Monitor(reference=net.novelties, alarm=ALARM) if name == "classes" else None
-            if monitor is None:
-                continue
-            row["alarms"] = float(monitor.update(answer.novelty))
+        row["alarms"] = float(ba.Monitor(reference=net.novelties, alarm=ALARM).update(p.novelty))
     return row
 
 
@@ -141,9 +138,7 @@ def some(kind: str, seeds: range) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     source = torch.Generator().manual_seed(0)
     x, classes, numbers = drawn(kind, TRAIN, source)
-    scale = numbers.std()
     posteriors = fitted(x, classes, "classification"), fitted(x, numbers, "regression")
-    del scale
     return [one(kind, posteriors, seed) for seed in seeds]
 
 
@@ -175,8 +170,7 @@ def main() -> None:
             results[kind][name] = {"mean": mean, "error": error, "safe": held}
             print(f"{kind:10s} {name:24s}{mean:8.4f} ± {error:.4f}{'' if held else '   not safe'}", flush=True)
     write_results(options.out, "ties", {**setting(), "calibrations": n, "results": results})
-    for target in at_most("cells that are not on the safe side", 0, unsafe):
-        print(target if isinstance(target, Target) else target)
+    print(*at_most("cells that are not on the safe side", 0, unsafe), sep="\n")
 
 
 if __name__ == "__main__":
