@@ -58,9 +58,10 @@ def calibrate(
     - Numbers: Var[f] = v r(x), with v, and σ² of a regression, by the likelihood of y.
 
     `.p_value`, `.set(level)` and `.interval(level)` rest on the scores of the others, whose r(x) is found as for new
-    inputs, so that they hold where values tie, too. With `risk`, on the same, `net(x).answered` says which inputs to answer, and which to leave to a person: as many as can be shown to have at
-    most `risk` of their answers wrong, on data like the held-out. Of all calibrations at most 1 − `confidence` allow
-    more errors. Where nothing can be shown it warns, and no input is answered.
+    inputs, so that they hold where values tie, too. With `risk`, on the same, `net(x).answered` says which inputs to
+    answer, and which to leave to a person: as many as can be shown to have at most `risk` of their answers wrong, on
+    data like the held-out. Of all calibrations at most 1 − `confidence` allow more errors. Where nothing can be shown
+    it warns, and no input is answered.
 
     None of this needs the optimiser's state: a plain model will do, with its likelihood.
 
