@@ -258,11 +258,11 @@ def _against(name: str, f: Tensor, data: Moments, y: Tensor) -> tuple[Tensor, Te
 def _of_numbers(name: str, f: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """E[y] and Var[y], but for a regression's noise."""
     if name == "poisson":
-        rate = (f + variance / 2).exp()
-        return rate, rate + rate.square() * variance.expm1()
+        rate = f.exp()
+        return rate, rate + rate.square() * variance
     if name == "heteroscedastic":
-        (mean, log_noise), (of_mean, of_noise) = f.chunk(2, dim=1), variance.chunk(2, dim=1)
-        return mean, of_mean + (log_noise + of_noise / 2).exp()
+        mean, log_noise = f.chunk(2, dim=1)
+        return mean, variance.chunk(2, dim=1)[0] + log_noise.exp()
     return f, variance
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import ClassLikelihood, Component, Moments
+from bayesadam.likelihoods import ClassLikelihood, Component, Moments, NumericLikelihood
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.conformal import threshold
 
@@ -58,15 +58,19 @@ class Answer(NamedTuple):
         return 1 - kind.of_classes(self.probs) <= reach.to(self.probs).unsqueeze(-1)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out."""
+        """E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out.
+
+        Ends of counts are whole numbers of at least 0.
+        """
         return self.interval_within(threshold(self._scores, level))
 
     def interval_within(self, reach: Tensor) -> tuple[Tensor, Tensor]:
         """E[y] ± `reach` sd[y]."""
         if self.mean is None or self.stddev is None:
             raise SettingError("an interval is of numbers; of classes see set(level)")
-        half = reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
-        return self.mean - half, self.mean + half
+        kind, half = likelihood_of(self.likelihood), reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
+        assert isinstance(kind, NumericLikelihood)
+        return kind.ends(self.mean - half, self.mean + half)
 
     @property
     def _scores(self) -> Tensor:
