@@ -181,8 +181,7 @@ def test_tokens():
     entropy = torch.distributions.Categorical(logits=p.f_mean).entropy()
     assert_close(p.novelty, entropy.mean(dim=1) + 0.3 * p.leverage.log())
     assert net.layers == ["inner", "head"]
-    with pytest.raises(CalibrationError, match="one class for each"):
-        p.set(0.9)
+    assert p.set(0.9).shape == (60, 5, 4)
     with pytest.raises(MatchError, match="attention_mask"):
         net({"input_ids": inputs["input_ids"]})
     with pytest.raises(MatchError, match="many positions"):
@@ -201,6 +200,8 @@ def test_classes_left_out_do_not_count():
     net = ba.calibrate(q, (x, some))
     kept = likelihood("classification").log_prob([Component(Moments(q.model(x[40:]).detach()))], y[40:])
     assert net.report.nll["network alone"][0] == approx(-float(kept.mean()), rel=1e-5)
+    with pytest.raises(CalibrationError, match="none left out"):
+        net(x).set(0.9)
     with pytest.raises(MatchError, match="leave out those of -100"):
         ba.calibrate(q, (x, some), risk=0.1)
 
