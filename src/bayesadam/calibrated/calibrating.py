@@ -120,7 +120,7 @@ def calibrate(
     if risk is not None and by_label:
         doubt, wrong = (rows(x) for x in (answer.label_doubt, _wrong_labels(kind, seen, answer)))
         rule = label_abstention(doubt, wrong, risk=risk, confidence=confidence)
-        if unanswered := [number for number, threshold in enumerate(rule.threshold or ()) if threshold is None]:
+        if unanswered := (~rule.answers(doubt).any(dim=0)).nonzero().flatten().tolist():
             first, level = unanswered[0], 1 - (1 - confidence) / doubt.shape[1]
             why = remedy(doubt[:, first], wrong[:, first], risk=risk, confidence=level)
             warn(f"{len(unanswered)} of {doubt.shape[1]} labels are never answered, the first is label {first}: {why}")
