@@ -148,7 +148,7 @@ def test_standard_deviations_and_intervals_of_counts_can_be_believed():
         assert float(p.stddev.max()) < most
         assert float(tuned.predict(inputs).stddev.max()) < most
         low, high = p.interval(0.9)
-        assert bool(((low == low.round()) & (high == high.round()) & (0 <= low) & (low <= high)).all())
+        assert bool(((low == low.round()) & (high == high.round()) & (low >= 0) & (low <= high)).all())
         assert float(high.max()) < 3 * most
 
 

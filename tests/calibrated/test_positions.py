@@ -156,3 +156,13 @@ def test_labels_are_of_binary_outputs_and_a_risk(name, risk):
     tolerance = 1.0 if name == "regression" else None
     with pytest.raises(SettingError, match="by_label="):
         ba.calibrate(trained(name), scenes(30, 0), risk=risk, tolerance=tolerance, by_label=True)
+
+
+def test_where_classes_are_is_not_guessed():
+    x, y = torch.randn(30, 3, 5, 5), torch.randint(5, (30, 5, 5))
+    with pytest.raises(MatchError, match="say which"):
+        ba.calibrate(nn.Conv2d(3, 5, 1), (x, y), likelihood="classification")
+    net = ba.calibrate(nn.Conv2d(3, 5, 1), (x, y), likelihood="classification", forward=lambda m, x: m(x))
+    assert_close(net(x).probs.sum(dim=-1), torch.ones(30, 5, 5))
+    with pytest.raises(SettingError, match="ignore_index=255"):
+        ba.calibrate(trained("binary"), (x, y), ignore_index=255)

@@ -94,6 +94,8 @@ def calibrate(
     check_abstention(risk, confidence, tolerance, is_classes=kind.is_classes)
     if by_label and (risk is None or kind.coupled or not kind.is_classes):
         raise SettingError(f"by_label= is for risk= of binary outputs, and the likelihood is {kind.name!r}, {risk=}")
+    if ignore_index != IGNORED and not kind.coupled:
+        raise SettingError(f"ignore_index={ignore_index!r} is a class, of likelihood='classification' alone")
     model = copy.deepcopy(unwrap(posterior)) if isinstance(posterior, nn.Module) else _at_mean(posterior)
     layers = layers_of(model, dict(model.named_parameters()) if q is None else q.mode)
     tapped = Tapped(model, layers, forward)
@@ -203,7 +205,7 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
             if kind.coupled:
                 # Unsigned types hold no −100.
                 y = y if ignored == IGNORED or y.is_floating_point() else y.long().where(y != ignored, IGNORED)
-                if not n and classes_are_second(y, f):
+                if not n and classes_are_second(y, f, tapped.call is not None):
                     tapped.class_dim, f = 1, f.movedim(1, -1)
             dims = dims_of(f)
             y = kind.matched(y, f)

@@ -222,10 +222,21 @@ def check_classes(scores: Tensor, y: Tensor) -> None:
         raise MatchError(f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}")
 
 
-def classes_are_second(targets: Tensor, outputs: Tensor) -> bool:
-    """Whether class indices go with outputs (batch, classes, ...), as torch's cross-entropy takes them, alone."""
-    at_second = outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
-    return at_second and targets.shape != outputs.shape[:-1]
+def classes_are_second(targets: Tensor, outputs: Tensor, with_forward: bool = True) -> bool:
+    """Whether class indices go with outputs (batch, classes, ...), as torch's cross-entropy takes them, alone.
+
+    Images with as many classes as rows and columns are refused without a `forward`; sequences have theirs last.
+    """
+    if outputs.dim() < 3 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        return False
+    if targets.shape != outputs.shape[:-1]:
+        return True
+    if outputs.dim() > 3 and not with_forward:
+        raise MatchError(
+            f"of outputs {tuple(outputs.shape)} the classes may be in the second dimension or in the last: say which, "
+            "forward=lambda model, x: model(x).movedim(1, -1), or forward=lambda model, x: model(x)"
+        )
+    return False
 
 
 def _check_shape(y: Tensor, outputs: Tensor) -> None:

@@ -293,7 +293,7 @@ class Counts(NumericLikelihood):
 
     def ends(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Whole numbers of at least 0; one at the least, and what rounding took from an end is put back."""
-        low = (low - _ROUNDED * (1 + low.abs())).ceil().clamp(min=0)
+        low = (low - _ROUNDED * (1 + low.abs())).clamp(min=0).ceil()
         return low, (high + _ROUNDED * (1 + high.abs())).floor().maximum(low)
 
 
