@@ -136,8 +136,21 @@ def test_each_label_is_answered_or_not(tmp_path):
     net.save(tmp_path / "net.safetensors")
     again = ba.load(tmp_path / "net.safetensors", model)
     assert torch.equal(again(x).answered, p.answered)
-    net.save(tmp_path / "net.pt2", x[:2])
-    assert torch.equal(ba.load(tmp_path / "net.pt2")(x).answered, p.answered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_programs_of_images_and_of_labels(tmp_path, suffix):
+    with pytest.warns(BayesAdamWarning, match="never answered"):
+        several = ba.calibrate(labeller(), labels(1000, 0), likelihood="binary", risk=0.05, by_label=True)
+    images = ba.calibrate(segmenter(), scenes(40, 0), likelihood="classification")
+    for net, (x, _) in ((several, labels(50, 7)), (images, scenes(50, 1))):
+        # What is written for onnxruntime is run and compared where it is written.
+        net.save(tmp_path / f"net.{suffix}", x[:2])
+        if suffix == "pt2":
+            again, p = ba.load(tmp_path / "net.pt2")(x), net(x)
+            assert_close(again.probs, p.probs, rtol=1e-5, atol=1e-6)
+            assert p.answered is None or torch.equal(again.answered, p.answered)
 
 
 def test_confidence_is_of_all_labels_together():

@@ -216,13 +216,13 @@ def test_a_variance_of_a_logarithm_is_not_exponentiated(name, dtype):
 
 
 @pytest.mark.parametrize("variance", [1e-9, 1e-3, 0.5, 4.0])
-@pytest.mark.parametrize("rate", [0.1, 3.0, 3e4])
+@pytest.mark.parametrize("rate", [0.1, 3.0, 3e3])
 def test_probabilities_of_counts_sum_to_one_without_gaps(rate, variance):
     f = Moments(torch.tensor([[rate]], dtype=torch.float64).log(), torch.tensor([[variance]], dtype=torch.float64))
     p = likelihood("poisson").distribution([Component(f)])
-    y = torch.arange(400_000, dtype=torch.float64)[:, None]
+    y = torch.arange(int(20 * rate) + 1000, dtype=torch.float64)[:, None]
     log_probs = p.log_prob(y)[:, 0]
-    assert float(log_probs.exp().sum()) == approx(1, abs=1e-2 if variance > 1 else 1e-5)
+    assert float(log_probs.exp().sum()) == approx(1, abs=1e-2 if variance > 1 else 1e-4)
     assert float((y[:, 0] * log_probs.exp()).sum()) == approx(rate, rel=0.2 if variance > 1 else 1e-3)
     # As y grows the probabilities rise to one mode, and fall.
     rising = (log_probs[log_probs > -30].diff() > 1e-9).long()
