@@ -204,7 +204,8 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
             y = y.to(f.device)
             if kind.coupled:
                 # Unsigned types hold no −100.
-                y = y if ignored == IGNORED or y.is_floating_point() else y.long().where(y != ignored, IGNORED)
+                y = y if y.is_floating_point() else y.long()
+                y = y.where(y != ignored, IGNORED)
                 if not n and classes_are_second(y, f, tapped.call is not None):
                     tapped.class_dim, f = 1, f.movedim(1, -1)
             dims = dims_of(f)
