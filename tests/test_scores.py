@@ -115,3 +115,14 @@ def test_sequences_and_labels_that_are_padding():
     y[1, 2] = -100
     with pytest.raises(MatchError, match="must be 0 to 2, got -100 to 2"):
         found.log_prob(y)
+
+
+def test_labels_are_examples_of_two_classes():
+    generator = torch.Generator().manual_seed(0)
+    probs, y = torch.rand(50, 4, generator=generator), torch.randint(2, (50, 4), generator=generator)
+    pairs = torch.stack([1 - probs, probs], dim=-1)
+    for score in (scores.accuracy, scores.brier, scores.ece):
+        assert score(probs, y.float()) == score(pairs, y)
+    assert scores.brier(probs, y) == approx(2 * float((probs.double() - y).square().mean()))
+    with pytest.raises(MatchError, match="must be 0 or 1"):
+        scores.ece(probs, probs)

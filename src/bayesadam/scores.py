@@ -7,12 +7,19 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods.classes import check_classes
+from bayesadam.likelihoods.classes import check_classes, zeros_and_ones
 
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
-    """Share of examples whose likeliest class is the right one."""
-    check_classes(probs, y)
+    """Share of examples whose likeliest class is the right one.
+
+    Here, in `brier` and in `ece` probabilities of labels, each of y = 1, go with zeros and ones of the same shape:
+    every label is then an example of two classes.
+
+    >>> accuracy(torch.tensor([[0.9, 0.2], [0.6, 0.7]]), torch.tensor([[1, 0], [0, 1]]))
+    0.75
+    """
+    probs, y = _of_classes(probs, y)
     return float((probs.argmax(dim=-1) == y).double().mean())
 
 
@@ -22,7 +29,7 @@ def brier(probs: Tensor, y: Tensor) -> float:
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
     """
-    check_classes(probs, y)
+    probs, y = _of_classes(probs, y)
     target = torch.nn.functional.one_hot(y.long(), probs.shape[-1])
     return float((probs.double() - target).square().sum(dim=-1).mean())
 
@@ -32,7 +39,7 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
 
     Probabilities may have further leading dimensions, such as a sequence's, which the labels then have too.
     """
-    check_classes(probs, y)
+    probs, y = _of_classes(probs, y)
     probs, y = probs.flatten(0, -2), y.flatten()
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
@@ -108,6 +115,14 @@ def coverage_at(doubt: Tensor, wrong: Tensor, *, risk: float) -> float:
     """The greatest share that could be answered with a share of wrong answers of at most `risk`, on these very data."""
     coverage, risks = risk_coverage(doubt, wrong)
     return float(coverage[risks <= risk].amax()) if bool((risks <= risk).any()) else 0.0
+
+
+def _of_classes(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities of classes in the last dimension, and class indices, checked."""
+    if probs.dim() and probs.shape == y.shape:
+        probs, y = torch.stack([1 - probs, probs], dim=-1), zeros_and_ones(y)
+    check_classes(probs, y)
+    return probs, y
 
 
 def _answered_up_to(doubt: Tensor, wrong: Tensor) -> Tensor:

@@ -124,6 +124,34 @@ def test_batches_of_a_loader_are_one_data_set():
     assert_close(named({"input": x[:20]}).novelty, whole(x[:20]).novelty)
 
 
+def few_counts(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Poisson counts of rates about 1.4."""
+    x = torch.randn(n, 5, generator=seeded(seed))
+    return x, torch.poisson((0.3 + 0.3 * x[:, :1]).exp(), generator=seeded(seed + 1))
+
+
+def test_standard_deviations_and_intervals_of_counts_can_be_believed():
+    """Of honest counts and a network that was trained for too long, on inputs like the held-out and far from them."""
+    torch.manual_seed(0)
+    (x, y), model = few_counts(300, 0), nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        F.poisson_nll_loss(model(x), y).backward()
+        optimizer.step()
+    q = ba.Posterior.from_optimizer(model, optimizer, 300, batch_size=300, likelihood="poisson")
+    net, tuned = ba.calibrate(q, few_counts(300, 2)), q.with_inputs(x).tune(few_counts(300, 2))
+    near, _ = few_counts(1000, 4)
+    for inputs, most in ((near, 10.0), (4 * near, 60.0)):
+        p = net(inputs)
+        assert_close(p.mean, model(inputs).exp().detach())
+        assert float(p.stddev.max()) < most
+        assert float(tuned.predict(inputs).stddev.max()) < most
+        low, high = p.interval(0.9)
+        assert bool(((low == low.round()) & (high == high.round()) & (low >= 0) & (low <= high)).all())
+        assert float(high.max()) < 3 * most
+
+
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
@@ -181,8 +209,7 @@ def test_tokens():
     entropy = torch.distributions.Categorical(logits=p.f_mean).entropy()
     assert_close(p.novelty, entropy.mean(dim=1) + 0.3 * p.leverage.log())
     assert net.layers == ["inner", "head"]
-    with pytest.raises(CalibrationError, match="one class for each"):
-        p.set(0.9)
+    assert p.set(0.9).shape == (60, 5, 4)
     with pytest.raises(MatchError, match="attention_mask"):
         net({"input_ids": inputs["input_ids"]})
     with pytest.raises(MatchError, match="many positions"):
@@ -201,6 +228,8 @@ def test_classes_left_out_do_not_count():
     net = ba.calibrate(q, (x, some))
     kept = likelihood("classification").log_prob([Component(Moments(q.model(x[40:]).detach()))], y[40:])
     assert net.report.nll["network alone"][0] == approx(-float(kept.mean()), rel=1e-5)
+    with pytest.raises(CalibrationError, match="none left out"):
+        net(x).set(0.9)
     with pytest.raises(MatchError, match="leave out those of -100"):
         ba.calibrate(q, (x, some), risk=0.1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,7 +115,12 @@ def test_the_moments_and_the_density_are_averages_over_f(kind):
     """Gaussian f against 400,000 draws of it; numbers within five standard errors, probits within three hundredths."""
     make, width = EXAMPLES[kind.name]
     mean, variance = 0.5 * random(3, width), 0.3 * random(3, width, seed=1).square()
-    f = mean + variance.sqrt() * random(400_000, 3, width, seed=2)
+    logarithms = {"poisson": slice(None), "heteroscedastic": slice(TARGETS, None)}.get(kind.name, slice(0))
+    # Of a logarithm exp f is the mean, and its variance that relative to it.
+    drawn, centre = variance.clone(), mean.clone()
+    drawn[:, logarithms] = variance[:, logarithms].log1p()
+    centre[:, logarithms] -= drawn[:, logarithms] / 2
+    f = centre + drawn.sqrt() * random(400_000, 3, width, seed=2)
     y = targets_of(kind.name, mean)
     p, at_draws = Prediction(kind, (component(kind, mean, variance),)), make(f)
     likelihoods = at_draws.log_prob(y).exp()
@@ -184,6 +191,58 @@ def test_temperatures_divide_logits():
         kind, f = likelihood(name), random(5, 3)
         cold = Prediction(kind, (component(kind, f, temperature=2.0),))
         assert_close(cold.probs, EXAMPLES[name][0](f / 2).probs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["poisson", "heteroscedastic"])
+def test_a_variance_of_a_logarithm_is_not_exponentiated(name, dtype):
+    """Standard deviations grow as its root, and outputs that are far off leave finite numbers."""
+    kind, log, variance = likelihood(name), torch.tensor([[0.0], [1.0], [500.0]]), torch.tensor([[1e6], [0.01], [1e6]])
+    if name == "heteroscedastic":
+        log, variance = (torch.cat([torch.zeros(3, 1), x], dim=1) for x in (log, variance * torch.ones(3, 1)))
+        variance[:, 0] = 0.0
+    p = Prediction(kind, (Component(Moments(log.to(dtype), variance.to(dtype))),))
+    assert p.mean.isfinite().all()
+    assert p.variance.isfinite().all()
+    assert kind.hessian_diagonal(log.to(dtype)).isfinite().all()
+    assert kind.hessian_diagonal(-log.to(dtype)).isfinite().all()
+    y = torch.tensor([[0.0], [3.0], [40.0]]).to(dtype)
+    assert p.log_prob(y).isfinite().all()
+    if name == "poisson":
+        assert_close(p.mean[:2, 0], torch.tensor([1.0, math.e], dtype=dtype))
+        assert_close(p.variance[:2, 0], torch.tensor([1 + 1e6, math.e + 0.01 * math.e**2], dtype=dtype))
+    else:
+        assert_close(p.variance[:2, 0], torch.tensor([1.0, math.e], dtype=dtype), rtol=1e-5)
+
+
+@pytest.mark.parametrize("variance", [1e-9, 1e-3, 0.5, 4.0])
+@pytest.mark.parametrize("rate", [0.1, 3.0, 3e3])
+def test_probabilities_of_counts_sum_to_one_without_gaps(rate, variance):
+    f = Moments(torch.tensor([[rate]], dtype=torch.float64).log(), torch.tensor([[variance]], dtype=torch.float64))
+    p = likelihood("poisson").distribution([Component(f)])
+    y = torch.arange(int(20 * rate) + 1000, dtype=torch.float64)[:, None]
+    log_probs = p.log_prob(y)[:, 0]
+    assert float(log_probs.exp().sum()) == approx(1, abs=1e-2 if variance > 1 else 1e-4)
+    assert float((y[:, 0] * log_probs.exp()).sum()) == approx(rate, rel=0.2 if variance > 1 else 1e-3)
+    # As y grows the probabilities rise to one mode, and fall.
+    rising = (log_probs[log_probs > -30].diff() > 1e-9).long()
+    assert int((rising.diff() > 0).sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counts_of_a_rate_that_is_known_are_poisson(dtype):
+    kind, f = likelihood("poisson"), random(50, 2).to(dtype)
+    y = targets_of("poisson", f)
+    p = kind.distribution([Component(Moments(f, torch.full_like(f, 1e-10)))])
+    assert_close(p.log_prob(y), Poisson(f.exp()).log_prob(y), rtol=1e-5, atol=1e-5)
+    assert p.sample((20,)).shape == (20, 50, 2)
+
+
+def test_ends_of_intervals_of_counts():
+    low, high = torch.tensor([-2.0, 1.2, 0.2, 4.0000005, 0.0]), torch.tensor([-1.0, 4.9, 0.8, 5.9999995, math.inf])
+    low, high = likelihood("poisson").ends(low, high)
+    assert low.tolist() == [0, 2, 1, 4, 0]
+    assert high.tolist() == [0, 4, 1, 6, math.inf]
 
 
 def test_heteroscedastic_noise_has_a_ceiling():

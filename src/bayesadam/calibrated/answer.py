@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import ClassLikelihood, Component, Moments
+from bayesadam.likelihoods import ClassLikelihood, Component, Moments, NumericLikelihood
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.conformal import threshold
 
@@ -25,8 +25,8 @@ class Answer(NamedTuple):
         f_mean: f, (batch, ...).
         f_variance: Var[f] of numbers.
         leverage: r of each example, its leverage over that of familiar inputs, (batch,).
-        answered: whether to answer it, where `calibrate` was given a `risk`; the others, and what is not in range, are
-            for a person.
+        answered: whether to answer it, where `calibrate` was given a `risk`, and by label each of its labels; the
+            others, and what is not in range, are for a person.
         in_range: whether its inputs are in the range of the held-out ones.
         noise_variance, scores: σ², and the held-out scores behind `set` and `interval`.
         likelihood: p(y | f), by name.
@@ -47,7 +47,10 @@ class Answer(NamedTuple):
     likelihood: str = ""
 
     def set(self, level: float = 0.95) -> Tensor:
-        """Which classes the set holds, booleans: the true one with probability `level` on data like the held-out."""
+        """Which classes the set holds, booleans: the true one with probability `level` on data like the held-out.
+
+        Of several positions, such as pixels, that is the true one of a position of the example drawn at random.
+        """
         return self.set_within(threshold(self._scores, level))
 
     def set_within(self, reach: Tensor) -> Tensor:
@@ -58,21 +61,25 @@ class Answer(NamedTuple):
         return 1 - kind.of_classes(self.probs) <= reach.to(self.probs).unsqueeze(-1)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out."""
+        """E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out.
+
+        Ends of counts are whole numbers of at least 0.
+        """
         return self.interval_within(threshold(self._scores, level))
 
     def interval_within(self, reach: Tensor) -> tuple[Tensor, Tensor]:
         """E[y] ± `reach` sd[y]."""
         if self.mean is None or self.stddev is None:
             raise SettingError("an interval is of numbers; of classes see set(level)")
-        half = reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
-        return self.mean - half, self.mean + half
+        kind, half = likelihood_of(self.likelihood), reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
+        assert isinstance(kind, NumericLikelihood)
+        return kind.ends(self.mean - half, self.mean + half)
 
     @property
     def _scores(self) -> Tensor:
         if self.scores is None:
             raise CalibrationError(
-                "this needs held-out scores: calibrate on at least 20 examples, of classes with one class for each"
+                "this needs held-out scores: calibrate on at least 20 examples, of classes with none left out"
             )
         return self.scores
 
@@ -96,8 +103,13 @@ class Answer(NamedTuple):
         """
         if self.stddev is not None:
             return self.stddev.reshape(self.stddev.shape[0], -1).amax(dim=1)
-        kind = likelihood_of(self.likelihood)
-        assert isinstance(kind, ClassLikelihood)
-        assert self.probs is not None
-        surest = kind.of_classes(self.probs).amax(dim=-1)
+        surest = 1 - self.label_doubt
         return 1 - surest.reshape(surest.shape[0], -1).prod(dim=1)
+
+    @property
+    def label_doubt(self) -> Tensor:
+        """The probability that the answer to each label, or position, is wrong: 1 − max p, (batch, ...)."""
+        kind = likelihood_of(self.likelihood)
+        if not isinstance(kind, ClassLikelihood) or self.probs is None:
+            raise SettingError("labels are of classes; of numbers see stddev")
+        return 1 - kind.of_classes(self.probs).amax(dim=-1)

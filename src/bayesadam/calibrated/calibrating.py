@@ -21,8 +21,8 @@ from bayesadam.calibrated.module import Calibrated, Tapped
 from bayesadam.calibrated.ranges import InputRange, fingerprints, ranges_of
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, agreed
-from bayesadam.likelihoods.abstention import abstention, check_abstention, remedy
-from bayesadam.likelihoods.classes import SHARE_OF_TEXTS, of_examples
+from bayesadam.likelihoods.abstention import abstention, check_abstention, label_abstention, remedy
+from bayesadam.likelihoods.classes import IGNORED, SHARE_OF_TEXTS, classes_are_second, of_examples
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import batches_of, to_device
@@ -31,8 +31,8 @@ from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
 from bayesadam.weights.posterior import Posterior
 
-# Positions of each text that count where there are more possible tokens than these.
-_POSITIONS, _MANY_CLASSES = 4, 100
+# Positions of each text that count where there are more possible tokens than these, and of any example, such as pixels.
+_POSITIONS, _MANY_CLASSES, _MOST_POSITIONS = 4, 100, 1024
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
 
 
@@ -45,6 +45,8 @@ def calibrate(
     risk: float | None = None,
     tolerance: float | None = None,
     confidence: float = 0.95,
+    by_label: bool = False,
+    ignore_index: int = IGNORED,
 ) -> Calibrated:
     """A network whose numbers can be trusted, from held-out data; what is given is not changed.
 
@@ -68,13 +70,18 @@ def calibrate(
     Args:
         posterior: the posterior, or a model.
         held_out: data that training never saw: a loader of (inputs, targets), of mappings with their labels, or one
-            such pair. Targets belong to the outputs at their positions. Classes of −100 are left out.
+            such pair. Targets belong to the outputs at their positions: class indices (batch, ...) go with outputs
+            (batch, ..., classes) or, as torch's cross-entropy takes them, (batch, classes, ...). In answers the classes
+            are always last, and a set holds the class of a position of the example drawn at random.
         likelihood: of the targets; None for the posterior's own.
         forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs; the result
             keeps it.
         risk: the share of wrong answers, where inputs may be left unanswered: 0.02 for 2 %.
         tolerance: of numbers, in units of y: an answer farther than that from y is wrong.
         confidence: that the share of wrong answers is not larger.
+        by_label: of binary outputs: each label of an input is answered or not, and of the answers to each at most
+            `risk` are wrong, with that confidence of all labels together. Else an input is answered as a whole.
+        ignore_index: the class that is left out, as of torch's cross-entropy: 255 in many segmentation masks.
 
     Raises:
         CalibrationError: the network's outputs are not finite, or nothing tried gave a finite score.
@@ -86,10 +93,14 @@ def calibrate(
     q = posterior if isinstance(posterior, Posterior) else None
     kind = agreed(likelihood, None if q is None else q.likelihood)
     check_abstention(risk, confidence, tolerance, is_classes=kind.is_classes)
+    if by_label and (risk is None or kind.coupled or not kind.is_classes):
+        raise SettingError(f"by_label= is for risk= of binary outputs, and the likelihood is {kind.name!r}, {risk=}")
+    if ignore_index != IGNORED and not kind.coupled:
+        raise SettingError(f"ignore_index={ignore_index!r} is a class, of likelihood='classification' alone")
     model = copy.deepcopy(unwrap(posterior)) if isinstance(posterior, nn.Module) else _at_mean(posterior)
     layers = layers_of(model, dict(model.named_parameters()) if q is None else q.mode)
     tapped = Tapped(model, layers, forward)
-    seen = _observed(tapped, kind, held_out)
+    seen = _observed(tapped, kind, held_out, ignore_index)
     f, y = seen.outputs, seen.targets
 
     state = None if q is None else from_structure(layers, q.curvature)
@@ -99,7 +110,7 @@ def calibrate(
     of_fresh = fresh.to(f.device)[seen.owners]
     # r of the example that each row belongs to.
     owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep)))
-    fit, alone = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges), 1.0
+    fit, alone = Fit(kind, leverage, dims=seen.dims, class_dim=tapped.class_dim, ranges=seen.ranges), 1.0
     if isinstance(kind, ClassLikelihood):
         alone, score = best_temperature(kind, f, y)
         exponent, temperature = grown_temperature(kind, f, y, owned, score)
@@ -111,7 +122,14 @@ def calibrate(
     nll = _nll(fit, seen, owned, answer, alone)
 
     rule = None
-    if risk is not None:
+    if risk is not None and by_label:
+        doubt, wrong = (rows(x)[of_fresh] for x in (answer.label_doubt, _wrong_labels(kind, seen, answer)))
+        rule = label_abstention(doubt, wrong, risk=risk, confidence=confidence)
+        if unanswered := (~rule.answers(doubt).any(dim=0)).nonzero().flatten().tolist():
+            first, level = unanswered[0], 1 - (1 - confidence) / doubt.shape[1]
+            why = remedy(doubt[:, first], wrong[:, first], risk=risk, confidence=level)
+            warn(f"{len(unanswered)} of {doubt.shape[1]} labels are never answered, the first is label {first}: {why}")
+    elif risk is not None:
         doubt, wrong = answer.doubt[of_fresh], _wrong(kind, seen, answer, tolerance)[of_fresh]
         rule = abstention(doubt, wrong, risk=risk, confidence=confidence, tolerance=tolerance)
         if rule.threshold is None:
@@ -129,10 +147,9 @@ def calibrate(
 
     fit = replace(fit, report=Report(kind.name, seen.n, nll, _outcome(fit), rule))
     if seen.n >= FEWEST:
-        novelty, scores = answer.novelty[of_fresh], _scores(kind, seen, answer)
+        novelty, scores = answer.novelty[of_fresh], _scores(kind, seen, answer, of_fresh)
         if seen.entropy is not None:
             novelty = (seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy))[fresh.to(f.device)]
-        scores = None if scores is None else scores[of_fresh]
         fit = replace(fit, novelties=novelty.sort().values, scores=scores)
     return Calibrated(tapped, fit, q)
 
@@ -170,31 +187,40 @@ class _Observed:
     # Novelty at r = 1 of outputs at many positions, (n,); None of others.
     entropy: Tensor | None
     dims: tuple[int, int]
-    # Whether each example has one row, and none is left out.
-    every: bool
+    # Which rows make scores, (m,): all; one of each example with positions; None where examples are left out.
+    scored: Tensor | None
     ranges: tuple[InputRange, ...]
     # How many examples are there before.
     repeated: int
 
 
-def _observed(tapped: Tapped, kind: Likelihood, held_out: object) -> _Observed:
+def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) -> _Observed:
     device = next(tapped.parameters()).device
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     pooled: list[Mapping[str, Tensor]] = []
-    entropies, inputs_seen, prints = [], [], []
+    entropies, inputs_seen, prints, scored = [], [], [], []
     dims, n, every = (0, 0), 0, True
     with Bar("calibrate") as bar, torch.no_grad():
         for number, (inputs, y) in enumerate(batches_of(held_out, tapped.model)):
             _check_targets(kind, inputs, y, tapped.call)
             f, seen = tapped(to_device(inputs, device))
+            y = y.to(f.device)
+            if kind.coupled:
+                # Unsigned types hold no −100.
+                y = y if y.is_floating_point() else y.long()
+                y = y.where(y != ignored, IGNORED)
+                if not n and classes_are_second(y, f, tapped.call is not None):
+                    tapped.class_dim, f = 1, f.movedim(1, -1)
             dims = dims_of(f)
-            y = kind.matched(y.to(f.device), f)
+            y = kind.matched(y, f)
             keep = kind.counted(f, y)
             owners = torch.arange(n, n + len(y), device=f.device).view(-1, *[1] * (y.dim() - 1)).expand(y.shape)
             if isinstance(keep, Tensor):
-                every = every and keep.dim() == 1 and bool(keep.all())
-                if keep.dim() > 1 and f.shape[-1] > _MANY_CLASSES:
-                    keep = keep & _some(keep, number)
+                every = every and (keep.dim() > 1 or bool(keep.all()))
+                most = _POSITIONS if f.shape[-1] > _MANY_CLASSES else _MOST_POSITIONS
+                if keep.dim() > 1 and keep[0].numel() > most:
+                    keep = keep & _some(keep, number, most)
+                scored.append((_some(keep, number, 1) if keep.dim() > 1 else keep)[keep])
             positions = kind.coupled and f.dim() > 2
             entropies += [kind.novelty(f, torch.ones(len(f), device=f.device))] if positions else []
             parts.append((f[keep], y[keep], owners[keep] if positions else owners.reshape(len(y), -1)[keep, 0]))
@@ -217,7 +243,8 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object) -> _Observed:
         )
     entropy = torch.cat(entropies) if entropies else None
     repeated = len(prints) - len(set(prints))
-    return _Observed(n, outputs, targets, owners, inputs, entropy, dims, every, ranges_of(inputs_seen), repeated)
+    rows_scored = None if not every else torch.cat(scored) if scored else torch.ones_like(owners, dtype=torch.bool)
+    return _Observed(n, outputs, targets, owners, inputs, entropy, dims, rows_scored, ranges_of(inputs_seen), repeated)
 
 
 def _check_targets(kind: Likelihood, inputs: object, y: Tensor, forward: Forward | None) -> None:
@@ -240,11 +267,11 @@ def _check_targets(kind: Likelihood, inputs: object, y: Tensor, forward: Forward
         )
 
 
-def _some(counted: Tensor, seed: int) -> Tensor:
-    """Up to four of the positions that count of each example, drawn at random, always the same."""
+def _some(counted: Tensor, seed: int, most: int) -> Tensor:
+    """Up to so many of the positions that count of each example, drawn at random, always the same."""
     flat = counted.flatten(1)
     order = torch.rand(flat.shape, generator=torch.Generator().manual_seed(seed)).to(flat.device) * flat
-    chosen = order.topk(min(_POSITIONS, flat.shape[1]), dim=1).indices
+    chosen = order.topk(min(most, flat.shape[1]), dim=1).indices
     return torch.zeros_like(flat).scatter_(1, chosen, value=True).view_as(counted)
 
 
@@ -275,18 +302,24 @@ def _outcome(fit: Fit) -> str:
     return f"probabilities are softmax(f/T(x)), T(x) = {fit.temperature:.3g} × √((1 + r(x))/2){power}"
 
 
-def _scores(kind: Likelihood, seen: _Observed, answer: Answer) -> Tensor | None:
-    """1 − p of the true classes, or |y − E[y]|/sd; none where classes are left out, or belong to positions."""
+def _scores(kind: Likelihood, seen: _Observed, answer: Answer, fresh: Tensor) -> Tensor | None:
+    """1 − p of the true classes, of one position of each example, or |y − E[y]|/sd; none where examples are left out.
+
+    Of the `fresh` rows alone, (m,) booleans.
+
+    A position drawn at random from each of n examples and from one more are exchangeable, those of one example are not.
+    """
     if isinstance(kind, ClassLikelihood):
         assert answer.probs is not None
-        if not seen.every:
+        scored = None if seen.scored is None else seen.scored & fresh
+        if scored is None or int(scored.sum()) < FEWEST:
             return None
-        probs = kind.of_classes(answer.probs)
-        labels = seen.targets.reshape(probs.shape[:-1]).long().unsqueeze(-1)
+        probs = kind.of_classes(answer.probs)[scored]
+        labels = seen.targets[scored].reshape(probs.shape[:-1]).long().unsqueeze(-1)
         return 1 - probs.gather(-1, labels).squeeze(-1)
     assert answer.mean is not None
     assert answer.stddev is not None
-    return rows((seen.targets - answer.mean).abs() / answer.stddev)
+    return rows((seen.targets - answer.mean).abs() / answer.stddev)[fresh]
 
 
 def _wrong(kind: Likelihood, seen: _Observed, answer: Answer, tolerance: float | None) -> Tensor:
@@ -300,8 +333,14 @@ def _wrong(kind: Likelihood, seen: _Observed, answer: Answer, tolerance: float |
         assert answer.mean is not None
         assert tolerance is not None
         return rows((seen.targets - answer.mean).abs() > tolerance).any(dim=1)
-    if not seen.every:
+    return rows(_wrong_labels(kind, seen, answer)).any(dim=1)
+
+
+def _wrong_labels(kind: Likelihood, seen: _Observed, answer: Answer) -> Tensor:
+    """Whether the answer to each label is wrong, booleans."""
+    if seen.scored is None:
         raise MatchError(f"risk= needs the class of every held-out example: leave out those of {kind.ignored}")
+    assert isinstance(kind, ClassLikelihood)
     assert answer.probs is not None
     classes = kind.of_classes(answer.probs).argmax(dim=-1)
-    return rows(classes != seen.targets.reshape(classes.shape).to(classes)).any(dim=1)
+    return classes != seen.targets.reshape(classes.shape).to(classes)

@@ -46,6 +46,7 @@ def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool) -> None
     tensors |= {name: tensor for name in _TABLES if (tensor := getattr(fit, name)) is not None}
     header: dict[str, Any] = {name: getattr(fit, name) for name in ("exponent", "temperature")}
     header |= {"likelihood": fit.likelihood.name, "dims": list(fit.dims), "forward": with_forward}
+    header["class_dim"] = fit.class_dim
     header["ranges"] = [vars(one) for one in fit.ranges]
     rule = fit.report.abstention
     about = {**vars(fit.report), "nll": dict(fit.report.nll), "abstention": None if rule is None else vars(rule)}
@@ -91,6 +92,7 @@ def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], mode
         float(header["temperature"]),
         **{name: tensors.get(name) for name in _TABLES},
         dims=tuple(header["dims"]),
+        class_dim=int(header.get("class_dim", -1)),
         ranges=tuple(
             InputRange(**{**one, "shape": None if one["shape"] is None else tuple(one["shape"])})
             for one in header["ranges"]

@@ -63,8 +63,9 @@ class Fit:
     # Of the held-out inputs, ascending; and of their targets, 1 − p of classes, |y − E[y]|/sd of numbers.
     novelties: Tensor | None = None
     scores: Tensor | None = None
-    # Of the outputs, see `dims_of`; and of the inputs.
+    # Of the outputs, see `dims_of`, and where the network has the classes of several positions; and of the inputs.
     dims: tuple[int, int] = (0, 0)
+    class_dim: int = -1
     ranges: tuple[InputRange, ...] = ()
     report: Report = field(default_factory=lambda: Report("", 0, {}, ""))
 

@@ -41,6 +41,8 @@ class Tapped(nn.Module):
     def __init__(self, model: nn.Module, layers: tuple[Layer, ...], forward: Forward | None) -> None:
         super().__init__()
         self.model, self.call = model.requires_grad_(False).eval(), forward
+        # Where the outputs have their classes; the answers have them last.
+        self.class_dim = -1
         self._seen: dict[str, list[Tensor]] | None = None
         self._size, self._mask = 0, None
         self._handles: list[RemovableHandle] = []
@@ -71,6 +73,7 @@ class Tapped(nn.Module):
             finally:
                 self._seen = self._mask = None
         outputs = output_tensor(raw)
+        outputs = outputs if self.class_dim == -1 else outputs.movedim(self.class_dim, -1)
         return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen
 
     def _run(self, inputs: object) -> Any:
@@ -120,6 +123,7 @@ class Calibrated(nn.Module):
         super().__init__()
         self.tapped, self.fit, self.posterior = tapped, fit, posterior
         leverage, device = fit.leverage, next(tapped.parameters()).device
+        tapped.class_dim = fit.class_dim
         tapped.watch(() if leverage is None else leverage.layers)
         tables = {name: getattr(fit, name) for name in ("spread", "noise_variance", "novelties", "scores")}
         tables["medians"] = None if leverage is None else leverage.medians
@@ -179,7 +183,7 @@ class Calibrated(nn.Module):
             self._warn(inputs, in_range)
         answer = self.answer(f, seen)
         if answer.answered is not None and in_range is not None:
-            answer = answer._replace(answered=answer.answered & in_range)
+            answer = answer._replace(answered=answer.answered & (in_range.view(-1, *[1] * (answer.answered.dim() - 1))))
         return answer._replace(in_range=in_range)
 
     def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
@@ -191,7 +195,8 @@ class Calibrated(nn.Module):
         answer = fit.answer(f, ratios, self.spread, self.noise_variance)
         p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
         rule = fit.report.abstention
-        answered = None if rule is None else rule.answers(answer.doubt)
+        doubt = None if rule is None else answer.label_doubt if rule.by_label else answer.doubt
+        answered = None if rule is None or doubt is None else rule.answers(doubt)
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
     def _warn(self, inputs: object, in_range: Tensor | None) -> None:

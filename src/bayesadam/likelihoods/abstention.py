@@ -16,6 +16,7 @@ errors that would help, and the bound is exact; where it falls, simulations keep
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,33 +38,43 @@ class Abstention:
         risk: of what is answered at most this share is wrong, on data like the held-out,
         confidence: in this share of all calibrations.
         tolerance: numbers farther from E[y] are wrong.
-        threshold: the greatest doubt that is answered; None where no threshold was certain enough.
-        answered, errors: of the n held-out examples how many are answered, and how many of these are wrong.
+        threshold: the greatest doubt that is answered; None where no threshold was certain enough. By label a list.
+        answered, errors: of the n held-out examples, or their labels, how many are answered, and how many of these are
+            wrong.
     """
 
     risk: float
     confidence: float
     tolerance: float | None
     n: int
-    threshold: float | None = None
+    threshold: float | Sequence[float | None] | None = None
     answered: int = 0
     errors: int = 0
 
     @property
+    def by_label(self) -> bool:
+        """Whether each label of an example is answered or not."""
+        return isinstance(self.threshold, Sequence)
+
+    @property
     def coverage(self) -> float:
-        """The share of the held-out examples that is answered."""
-        return self.answered / self.n
+        """The share of the held-out examples, or of their labels, that is answered."""
+        return self.answered / (self.n * (len(self.threshold) if isinstance(self.threshold, Sequence) else 1))
 
     def answers(self, doubt: Tensor) -> Tensor:
-        """Which inputs are answered, booleans."""
+        """Which inputs are answered, booleans, given the doubt of each; or labels, (batch, labels)."""
+        if isinstance(self.threshold, Sequence):
+            most = [-math.inf if t is None else t for t in self.threshold]
+            return doubt <= torch.tensor(most, dtype=doubt.dtype, device=doubt.device)
         return torch.zeros_like(doubt, dtype=torch.bool) if self.threshold is None else doubt <= self.threshold
 
     def __str__(self) -> str:
-        asked = f"at most {self.risk:.3g} wrong with {self.confidence:.3g} confidence"
-        if self.threshold is None:
+        whose = " of each label" if self.by_label else ""
+        asked = f"at most {self.risk:.3g}{whose} wrong with {self.confidence:.3g} confidence"
+        if not self.answered:
             return f"none: {self.n} held-out examples do not show {asked}"
         seen = f"{self.errors} of {self.answered} wrong"
-        return f"{self.coverage:.1%} of the held-out examples, {seen}: {asked}"
+        return f"{self.coverage:.1%} of the held-out {'labels' if whose else 'examples'}, {seen}: {asked}"
 
 
 def check_abstention(risk: float | None, confidence: float, tolerance: float | None, *, is_classes: bool) -> None:
@@ -144,6 +155,20 @@ def abstention(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float, 
     """The rule that held-out doubts and errors allow."""
     rule = certified(doubt, wrong, risk=risk, confidence=confidence)
     return Abstention(risk, confidence, tolerance, len(doubt), *(rule or ()))
+
+
+def label_abstention(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -> Abstention:
+    """A rule for each label, of held-out doubts and errors, (n, labels), with that confidence of all together.
+
+    Labels of one example depend on each other, examples do not: each label has its own trials, and 1 − `confidence` is
+    divided among them.
+    """
+    level = (1 - confidence) / doubt.shape[1]
+    columns = zip(doubt.unbind(dim=1), wrong.unbind(dim=1), strict=True)
+    rules = [certified(of_label, errors, risk=risk, confidence=1 - level) for of_label, errors in columns]
+    thresholds = [None if rule is None else rule[0] for rule in rules]
+    answered, errors = (sum(rule[i] for rule in rules if rule is not None) for i in (1, 2))
+    return Abstention(risk, confidence, None, len(doubt), thresholds, int(answered), int(errors))
 
 
 def remedy(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: float) -> str:

@@ -104,7 +104,9 @@ class Classification(ClassLikelihood):
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Class indices, (batch, ...)."""
         _check_shape(targets, self.locations(outputs))
-        return targets
+        if targets.is_floating_point() and not bool((targets == targets.round()).all()):
+            raise MatchError("the targets of a classification are class indices, and some are no whole numbers")
+        return targets.long()
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Every position but those whose class index is −100."""
@@ -162,7 +164,7 @@ class Binary(ClassLikelihood):
 
     def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
         """Zeros and ones, (n, k)."""
-        return _zeros_and_ones(super().shaped(targets, like))
+        return zeros_and_ones(super().shaped(targets, like))
 
     def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
         """Outputs that are all between 0 and 1: probabilities, not logits."""
@@ -185,7 +187,7 @@ class Binary(ClassLikelihood):
     def log_prob(self, components: Sequence[Component], y: Tensor) -> Tensor:
         """log p(y) of zeros and ones, summed over the outputs of an example."""
         probs = self.probs(components)
-        y = _zeros_and_ones(matched(y, probs))
+        y = zeros_and_ones(matched(y, probs))
         return rows(_log(torch.where(y > 0.5, probs, 1 - probs))).sum(dim=1)
 
     def link(self, logits: Tensor) -> Tensor:
@@ -220,13 +222,44 @@ def check_classes(scores: Tensor, y: Tensor) -> None:
         raise MatchError(f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}")
 
 
+def classes_are_second(targets: Tensor, outputs: Tensor, with_forward: bool = True) -> bool:
+    """Whether class indices go with outputs (batch, classes, ...), as torch's cross-entropy takes them, alone.
+
+    Images with as many classes as rows and columns are refused without a `forward`; sequences have theirs last.
+    """
+    if outputs.dim() < 3 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        return False
+    if targets.shape != outputs.shape[:-1]:
+        return True
+    if outputs.dim() > 3 and not with_forward:
+        raise MatchError(
+            f"of outputs {tuple(outputs.shape)} the classes may be in the second dimension or in the last: say which, "
+            "forward=lambda model, x: model(x).movedim(1, -1), or forward=lambda model, x: model(x)"
+        )
+    return False
+
+
 def _check_shape(y: Tensor, outputs: Tensor) -> None:
     expected = outputs.shape[:-1]
-    if y.shape != expected:
-        raise MatchError(f"expected class indices of shape {tuple(expected)}, got {tuple(y.shape)}")
+    if y.shape == expected:
+        return
+    remedy = ""
+    if classes_are_second(y, outputs):
+        remedy = ". The classes are in the second dimension: pass forward=lambda model, x: model(x).movedim(1, -1)"
+    elif y.shape == outputs.shape:
+        remedy = ". One-hot targets, or probabilities, are not taken: pass their argmax over the classes"
+    elif outputs.dim() > 2 and y.dim() == outputs.dim() and y.shape[1] == 1:
+        remedy = ". Leave out the dimension of one channel: pass targets[:, 0]"
+    elif outputs.dim() > 3 and y.dim() == outputs.dim() - 1 and y.shape[0] == outputs.shape[0]:
+        remedy = (
+            f", or {(y.shape[0], *outputs.shape[2:])} of outputs with the classes in the second dimension: resize the "
+            "outputs, or the targets, so that there is one of each for every pixel"
+        )
+    raise MatchError(f"expected class indices of shape {tuple(expected)}, got {tuple(y.shape)}{remedy}")
 
 
-def _zeros_and_ones(y: Tensor) -> Tensor:
+def zeros_and_ones(y: Tensor) -> Tensor:
+    """The targets, if all are 0 or 1."""
     if not bool(((y == 0) | (y == 1)).all()):
         raise MatchError(f"binary targets must be 0 or 1, got {float(y.min()):g} to {float(y.max()):g}")
     return y

@@ -1,6 +1,9 @@
-"""Numbers: y = f + N(0, σ²); y = m + N(0, exp g), outputs m, then g; and counts, y ~ Poisson(exp f).
+"""Numbers: y = f + N(0, σ²); y = m + N(0, exp g), outputs m, then g; and counts, y ~ Poisson(λ), λ = exp f.
 
 Each is a mixture over a few values of f, its draws or the nodes of a quadrature, of a distribution of torch's.
+
+A variance v of a logarithm is that of what the logarithm is of, relative to its mean: λ is log-normal with E[λ] = exp f
+and Var[λ] = v E[λ]², not E[λ] = exp(f + v/2), which far from the data is any number at all.
 """
 
 from __future__ import annotations
@@ -10,17 +13,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, MixtureSameFamily, MultivariateNormal, Normal, Poisson
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    MixtureSameFamily,
+    MultivariateNormal,
+    NegativeBinomial,
+    Normal,
+    Poisson,
+)
 
 from bayesadam.errors import CalibrationError, MatchError
 from bayesadam.likelihoods.base import FEWEST_TO_JUDGE, Component, Likelihood
 from bayesadam.likelihoods.moments import Moments, rows
 
-# Nodes to the unit of standard deviation: of log-variances, and of log-rates, whose Poisson is narrow.
-_NODES, _COUNT_NODES = 2, 16
-# Log-rates are cut off above this: a posterior so wide says nothing, but its rate must stay a number.
-_LARGEST = 40.0
+# Nodes to the unit of standard deviation: of log-variances, and of log-rates.
+_NODES, _COUNT_NODES = 2, 1
+# The share of a log-rate's variance that is the Gamma's at each node: nodes are then 1.7 of its widths apart.
+_BETWEEN = 0.25
+# Logarithms are cut off here: an output so far off says nothing, but its rate and its square must stay numbers.
+_LARGEST = 30.0
+# What rounding may have taken from the end of an interval of counts, relative to it.
+_ROUNDED = 1e-5
+# From this r on log Γ(r + y) − log Γ(r) is Stirling's series, to 1e-8.
+_SERIES = 64.0
 # Counts whose variance about their rates is this many times a Poisson variable's are overdispersed.
 _DISPERSED = 2.0
 
@@ -44,6 +62,10 @@ class NumericLikelihood(Likelihood):
         """y's distribution at given parameters; N(loc, scale²) unless told otherwise."""
         loc, scale = parameters
         return Normal(loc, scale, validate_args=False)
+
+    def ends(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends of an interval, of numbers that y can be."""
+        return low, high
 
     def distribution(self, components: Sequence[Component]) -> Distribution:
         """y's, target by target: the mixture of all components' parts."""
@@ -119,8 +141,8 @@ class Regression(NumericLikelihood):
 class Heteroscedastic(NumericLikelihood):
     """y = m + N(0, exp g), a variance of its own for every input: 2 k outputs for k targets, means first.
 
-    p(y) = E_g[N(y; E[m], Var[m] + exp g)] for each target, (m, g) being Gaussian and independent: m is integrated in
-    closed form, g by quadrature, or over its draws.
+    p(y) = E_g[N(y; E[m], Var[m] + exp g)] for each target, m and g being independent: m is Gaussian and integrated in
+    closed form, exp g log-normal and integrated by quadrature, or over draws of g.
 
     Where `noise_variance` is known it is the most that exp g counts for: far from the data g may be anything.
 
@@ -159,7 +181,7 @@ class Heteroscedastic(NumericLikelihood):
 
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp(−g) for the means, ½ for the log-variances."""
-        precision = (-outputs.chunk(2, dim=-1)[1]).exp()
+        precision = _exp(-outputs.chunk(2, dim=-1)[1])
         return torch.cat([precision, torch.full_like(precision, 0.5)], dim=-1)
 
     def ceiling(self, targets: Tensor) -> Tensor:
@@ -187,16 +209,22 @@ class Heteroscedastic(NumericLikelihood):
             None if part is None else part.chunk(2, dim=-1)[1] for part in (c.f.mean, c.f.variance, c.f.draws)
         )
         assert mean is not None
-        return nodes(Moments(mean, variance, draws=draws), _NODES)
+        if draws is not None or variance is None:
+            return nodes(Moments(mean, draws=draws), _NODES)
+        return nodes(_log_normal(mean, variance.log1p()), _NODES)
 
     def _noise(self, c: Component, g: Tensor) -> Tensor:
         """exp g, at most the ceiling."""
-        noise = g.exp()
+        noise = _exp(g)
         return noise if c.noise_variance is None else noise.minimum(c.noise_variance.to(noise))
 
 
 class Counts(NumericLikelihood):
-    """y ~ Poisson(exp f), f Gaussian for each target or drawn; the Hessian exp f does not depend on y."""
+    """y ~ Poisson(λ), λ log-normal for each target, or exp f of draws; the Hessian exp f does not depend on y.
+
+    Its quadrature has one node to a standard deviation. Instead of a Poisson each has a negative binomial, which makes
+    up for a quarter of the variance of log λ: of large counts Poissons would leave gaps between nodes, however many.
+    """
 
     name = "poisson"
     standardised = False
@@ -221,46 +249,81 @@ class Counts(NumericLikelihood):
         """Overdispersion, Σ (y − exp f)²/Σ exp f, far above 1."""
         if targets is None or len(targets) < FEWEST_TO_JUDGE:
             return None
-        rates = outputs.double().clamp(max=_LARGEST).exp()
+        rates = _exp(outputs.double())
         dispersion = float((targets - rates).square().sum() / rates.sum())
         if not dispersion > _DISPERSED:
             return None
         return (
             f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts "
-            "would, and the posterior is widened to make up for that: means and standard deviations are then too "
-            "large. Take p.f_mean.exp() for the rate, and net(x).interval(level) of a calibrated network, which holds "
-            "its level. Outputs are the logarithms of rates: of rates pass forward=lambda model, x: model(x).log()"
+            "would: p.mean stays the network's rate, and what is said of its uncertainty is widened to make up for "
+            "that. Outputs are the logarithms of rates: of rates pass forward=lambda model, x: model(x).log()"
         )
 
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp f."""
-        return outputs.exp()
+        return _exp(outputs)
 
     def expected(self, c: Component) -> Tensor:
-        """E[y] = E[exp f]."""
-        weights, (rates,) = self.parts(c)
-        return (weights * rates).sum(dim=0)
+        """E[y] = exp E[f], or the mean of exp f over draws."""
+        return _exp(c.f.mean) if c.f.draws is None else _exp(c.f.draws).mean(dim=0)
 
     def variance(self, c: Component) -> Tensor:
-        """Var[y] = E[exp f] + Var[exp f]."""
-        weights, (rates,) = self.parts(c)
-        mean = (weights * rates).sum(dim=0)
-        return mean + (weights * (rates - mean).square()).sum(dim=0)
+        """Var[y] = E[y] + v E[y]², v = Var[f], or the relative variance of exp f over draws."""
+        mean = self.expected(c)
+        if c.f.draws is not None:
+            return mean + (_exp(c.f.draws) - mean).square().mean(dim=0)
+        return mean + _variance_of(c.f) * mean.square()
 
     def parts(self, c: Component) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The rate at each node, or draw, of f."""
-        weights, f = nodes(c.f, _COUNT_NODES)
-        return weights, (f.clamp(max=_LARGEST).exp(),)
+        """The rate at each draw of f; or at each node of ¾ of its variance, with that of a Gamma for the rest."""
+        if c.f.draws is not None or c.f.variance is None:
+            weights, f = nodes(c.f, _COUNT_NODES)
+            return weights, (_exp(f),)
+        weights, f = nodes(_log_normal(c.f.mean, (1 - _BETWEEN) * c.f.variance.log1p()), _COUNT_NODES)
+        return weights, (_exp(f), (_BETWEEN * c.f.variance.log1p()).expm1().expand(f.shape))
 
     def family(self, *parameters: Tensor) -> Distribution:
-        """Poisson."""
-        (rate,) = parameters
-        return Poisson(rate, validate_args=False)
+        """Poisson; or negative binomial, that of a Poisson whose rate is a Gamma's, given its relative variance."""
+        rate, *relative = parameters
+        if not relative:
+            return Poisson(rate, validate_args=False)
+        r = 1 / relative[0].clamp(min=1e-12)
+        logits = rate.clamp(min=torch.finfo(rate.dtype).tiny).log() - r.log()
+        return _NegativeBinomial(r, logits=logits, validate_args=False)
+
+    def ends(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole numbers of at least 0; one at the least, and what rounding took from an end is put back."""
+        low = (low - _ROUNDED * (1 + low.abs())).clamp(min=0).ceil()
+        return low, (high + _ROUNDED * (1 + high.abs())).floor().maximum(low)
+
+
+class _NegativeBinomial(NegativeBinomial):
+    """The same where r is so large that differences of log Γ have no digits left: y ~ Poisson(λ) for r → ∞."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log of Γ(r + y)/(Γ(r) y!) pʸ (1 − p)ʳ."""
+        r, y, logits = self.total_count, value, self.logits
+        large = r.clamp(min=_SERIES)
+        series = (large + y - 0.5) * (y / large).log1p() - y + (1 / (large + y) - 1 / large) / 12
+        exact = torch.lgamma(r + y) - torch.lgamma(r) - y * r.log()
+        rising = torch.where(r < _SERIES, exact, series)
+        scores: Tensor = rising + y * (r.log() + logits) - (r + y) * F.softplus(logits) - torch.lgamma(y + 1)
+        return scores
 
 
 def _variance_of(f: Moments) -> Tensor:
     """Var[f], zeros of the mean network alone."""
     return torch.zeros_like(f.mean) if f.variance is None else f.variance
+
+
+def _exp(log: Tensor) -> Tensor:
+    """exp, of numbers up to 30."""
+    return log.clamp(max=_LARGEST).exp()
+
+
+def _log_normal(log_mean: Tensor, variance: Tensor) -> Moments:
+    """log λ of a log-normal λ with this mean and, of its logarithm, this variance."""
+    return Moments(log_mean.clamp(max=_LARGEST) - variance / 2, variance)
 
 
 def _weights(n: int, like: Tensor) -> Tensor:

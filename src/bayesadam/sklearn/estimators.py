@@ -193,7 +193,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             with torch.no_grad():
                 reason = kind.mismatch(self.networks_[0](x[held_out]), targets[held_out])
             if reason is not None:
-                warn(f"trust the means and the intervals, not the standard deviations: {reason.partition('. ')[0]}")
+                warn(f"trust the means and the intervals more than the likelihood: {reason.partition(': ')[0]}")
         self.residuals_ = self._residuals(x, targets, parts)
         if kind.noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
@@ -220,8 +220,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         if return_interval is not None:
             reach = threshold(torch.from_numpy(self.residuals_), return_interval) * std
             low, high = mean - reach, mean + reach
-            if not kind.standardised:
-                low, high = low.clamp(min=0).ceil(), high.floor()
+            assert isinstance(kind, NumericLikelihood)
+            low, high = kind.ends(low, high)
             answer += [self._in_units(low), self._in_units(high)]
         return tuple(answer) if len(answer) > 1 else answer[0]
 
