@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -24,7 +23,7 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
-from bayesadam.predict.tap import Layer, first_input
+from bayesadam.predict.tap import Layer, Layouts, Observed, by_example, first_input, require_layers
 
 if TYPE_CHECKING:
     from bayesadam.weights.posterior import Posterior
@@ -43,6 +42,8 @@ class Tapped(nn.Module):
         self.model, self.call = model.requires_grad_(False).eval(), forward
         self._seen: dict[str, list[Tensor]] | None = None
         self._size, self._mask = 0, None
+        self._layout: list[tuple[Hashable, ...]] = []
+        self._layouts: Layouts = {}
         self._handles: list[RemovableHandle] = []
         self.watch(layers)
 
@@ -58,20 +59,24 @@ class Tapped(nn.Module):
 
     def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
         """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
+        if torch.compiler.is_compiling():
+            return self._once(inputs)[:2]
+        with alone_with(self.model):
+            return by_example(self._once, inputs, self._layouts, next(self.model.parameters()).dtype)
+
+    def _once(self, inputs: object) -> Observed:
         first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is None:
             raise MatchError("pass the model's inputs as torch tensors: the batch holds none")
-        compiling = torch.compiler.is_compiling()
-        with nullcontext() if compiling else alone_with(self.model):
-            self._seen, self._size = {}, first.shape[0]
-            self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
-            try:
-                raw = self._run(pytree.tree_map(self._typed, inputs))
-                seen = {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self._seen.items()}
-            finally:
-                self._seen = self._mask = None
+        self._seen, self._size, self._layout = {}, first.shape[0], []
+        self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
+        try:
+            raw = self._run(pytree.tree_map(self._typed, inputs))
+            seen = {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self._seen.items()}
+        finally:
+            self._seen = self._mask = None
         outputs = output_tensor(raw)
-        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen
+        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen, tuple(self._layout)
 
     def _run(self, inputs: object) -> Any:
         if self.call is not None:
@@ -84,7 +89,10 @@ class Tapped(nn.Module):
         """Before a layer runs: keep its input."""
         if self._seen is not None:
             a = first_input(args, kwargs)
-            if torch.compiler.is_compiling() or layer.has_rows(a, self._size):
+            compiling = torch.compiler.is_compiling()
+            if compiling or layer.has_rows(a, self._size):
+                if not compiling:
+                    self._layout.append(layer.layout(a, self._size))
                 self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
     def _typed(self, leaf: object) -> object:
@@ -176,6 +184,7 @@ class Calibrated(nn.Module):
             )
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
+            require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
             self._warn(inputs, in_range)
         answer = self.answer(f, seen)
         if answer.answered is not None and in_range is not None:
