@@ -17,6 +17,7 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
+from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, inside
 from bayesadam.errors import FileError, MatchError, SettingError
@@ -185,8 +186,9 @@ class Calibrated(nn.Module):
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
             require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
-            self._warn(inputs, in_range)
         answer = self.answer(f, seen)
+        if not torch.compiler.is_compiling():
+            self._tell(inputs, in_range, answer)
         if answer.answered is not None and in_range is not None:
             answer = answer._replace(answered=answer.answered & in_range)
         return answer._replace(in_range=in_range)
@@ -203,13 +205,19 @@ class Calibrated(nn.Module):
         answered = None if rule is None else rule.answers(answer.doubt)
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
-    def _warn(self, inputs: object, in_range: Tensor | None) -> None:
-        """Warn, once, of a batch that has left the range of the held-out inputs."""
-        if self._warned or in_range is None or bool(in_range.all()):
+    def _tell(self, inputs: object, in_range: Tensor | None, answer: Answer) -> None:
+        """Warn, once, of a batch that has left the range of the held-out inputs, or of numbers, much of it novel."""
+        if self._warned:
             return
-        if (difference := departure(self.fit.ranges, inputs)) is not None:
+        words = None
+        if in_range is not None and not bool(in_range.all()):
+            words = departure(self.fit.ranges, inputs)
+        # Of classes, probabilities grow humble and the p-values say so; of numbers, error bars may stay as they were.
+        if words is None and answer.stddev is not None and answer.p_value is not None and self.novelties is not None:
+            words = many_novel(answer.p_value, len(self.novelties))
+        if words is not None:
             self._warned = True
-            warn(difference)
+            warn(words)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         """Moves all of it, and changes the type of the model alone."""

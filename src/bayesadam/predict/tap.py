@@ -204,10 +204,10 @@ def by_example(
     if size > 1 and layouts.get(layout, 0) < _PROOF:
         ends, rows = (examples(inputs, 0, 1), examples(inputs, size - 1, size)), f.reshape(size, -1)
         alone = [_attempt(run, end) for end in ends]
-        known = [one for one in alone if one is not None and one[0].dim() == f.dim()]
+        singles = [one for one in alone if one is not None and one[0].dim() == f.dim()]
         # Some models know of no batch of one: it loses a dimension, or has no variance.
-        others = None if len(known) == 2 else _attempt(run, examples(inputs, 1, size))
-        pairs = [(one[0], rows[i : i + 1]) for one, i in zip(known, (0, size - 1), strict=False) if len(known) == 2]
+        others = None if len(singles) == 2 else _attempt(run, examples(inputs, 1, size))
+        pairs = [(one[0], rows[i : i + 1]) for one, i in zip(singles, (0, size - 1), strict=False) if len(singles) == 2]
         pairs += [] if others is None else [(others[0], rows[1:])]
         if any(len(part) != len(row) or not _same(part, row, rows, 0.3 if rough else 0.05) for part, row in pairs):
             raise MatchError(
@@ -216,12 +216,12 @@ def by_example(
                 "random, or has an input as many rows as the batch without being one row per example? Pass that one "
                 "through forward=lambda model, batch: ..."
             )
-        if len(known) < 2:
+        if len(singles) < 2:
             return f, pooled
         odd = [
             name
             for name, a in pooled.items()
-            for (_, seen, _), i in zip(known, (0, -1), strict=True)
+            for (_, seen, _), i in zip(singles, (0, -1), strict=True)
             if name not in seen or not _same(seen[name], a[i][None], a, 0.1 if rough else 1e-3)
         ]
         # Examples that are alike tell nothing.
@@ -263,7 +263,7 @@ def _same(some: Tensor, rows: Tensor, all_rows: Tensor, tolerance: float) -> boo
     if some.shape[1] != rows.shape[1]:
         return True
     distance = (some - rows).norm(dim=1).max()
-    return float(distance) <= tolerance * float(all_rows.norm()) / len(all_rows) ** 0.5
+    return float(distance) <= tolerance * float(all_rows.norm()) / math.sqrt(len(all_rows))
 
 
 def _counts_up(tokens: Tensor) -> bool:
