@@ -130,6 +130,7 @@ def few_counts(n: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.poisson((0.3 + 0.3 * x[:, :1]).exp(), generator=seeded(seed + 1))
 
 
+@pytest.mark.filterwarnings("ignore:these are other data:bayesadam.errors.BayesAdamWarning")
 def test_standard_deviations_and_intervals_of_counts_can_be_believed():
     """Of honest counts and a network that was trained for too long, on inputs like the held-out and far from them."""
     torch.manual_seed(0)

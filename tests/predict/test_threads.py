@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.predict import linearised
-from cases import trained
+from cases import mlp, trained
 from floats import assert_close
-from predict.cases_networks import METHODS, encoder, posterior_over
+from predict.cases_networks import METHODS, Then, encoder, posterior_over
 from processes import PATIENCE
 
 
@@ -97,6 +97,39 @@ def test_attention_of_several_models_leaves_the_flags_of_the_process(flags):
     found = at_once(lambda n: linearised(posteriors[n % 3], x).variance, 12, threads=3)
     for number, variance in enumerate(found):
         assert_close(variance, expected[number % 3])
+
+
+@pytest.fixture(scope="module")
+def fifty() -> list[ba.Posterior]:
+    """Posteriors of fifty models, three of which change other settings of the process."""
+    posteriors = []
+    others = {
+        10: lambda: encoder(1, batch_first=True),
+        20: lambda: Then(nn.LSTM(4, 3, batch_first=True), lambda z: z[0]),
+        30: lambda: torch.compile(mlp(4, 3, 2), backend="eager"),
+    }
+    for seed in range(50):
+        torch.manual_seed(seed)
+        posteriors.append(posterior_over(others.get(seed, lambda: mlp(4, 3, 2))()))
+    return posteriors
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fifty_threads_on_models_of_their_own_predict_at_the_same_time(method: str, fifty: list[ba.Posterior]):
+    """Each waits within its model until all fifty are there; the answers are those of one thread alone."""
+    x = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))
+    expected = [METHODS[method](q, x) for q in fifty]
+    everyone, arrived = threading.Barrier(50, timeout=PATIENCE), threading.local()
+
+    def meet(model: nn.Module, batch: Tensor) -> Tensor:
+        if not hasattr(arrived, "place"):
+            arrived.place = everyone.wait()
+        return model(batch)
+
+    together = at_once(lambda n: METHODS[method](fifty[n], x, forward=meet), 50, threads=50)
+    for f, alone in zip(together, expected, strict=True):
+        assert_close(f.mean, alone.mean)
+        assert_close(f.variance, alone.variance)
 
 
 def test_inside_sampled_the_same_thread_may_predict_and_sample(posterior, x):

@@ -22,12 +22,15 @@ from torch import Tensor
 from bayesadam._warnings import warn
 from bayesadam.engine.gradients import loss_and_slope
 from bayesadam.likelihoods import Likelihood
+from bayesadam.likelihoods.conformal import chance_of_novel
 from bayesadam.predict.leverage import FEWEST
 
 # d, and how many directions of the slopes and of the inputs are looked at, by all their products.
 _DIRECTIONS, _WIDTH = 8, 10
 # None of chance: of 3858 held-out samples, of 78 networks, one had less than 1e-3 and none so little.
 _UNLIKELY = 1e-4
+# A batch is other data if so large a share of it has p-values so low, by so small a chance.
+_MANY, _RARE, _NOT_BY_CHANCE = 0.2, 0.01, 1e-6
 # The share of held-out examples that may be there before.
 _REPEATED = 0.05
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
@@ -86,6 +89,21 @@ def warn_of_scale(f: Tensor, y: Tensor) -> None:
             "scale the targets as in training: the network's outputs follow the held-out ones, but are farther "
             f"from them than their mean is (mean squared error {error:.3g} against {variance:.3g})"
         )
+
+
+def many_novel(p_value: Tensor, n: int) -> str | None:
+    """Words on a batch of which far more is novel than chance allows, given n held-out examples; None of any other."""
+    rank = max(1, math.floor(_RARE * (n + 1) + 1e-9))
+    # A p-value of k/(n + 1) is that of rank k.
+    count, of = int((p_value * (n + 1) < rank + 0.5).sum()), len(p_value)
+    if of < FEWEST or count < _MANY * of or chance_of_novel(count, of, rank, n) > _NOT_BY_CHANCE:
+        return None
+    return (
+        f"these are other data than the held-out ones: {count} of {of} inputs have p_value <= {rank / (n + 1):.2g}, "
+        "far more than chance allows. Intervals, p-values and what is answered hold on data like the held-out alone, "
+        "and errors may be many times the error bars. Calibrate on data like these, or leave inputs of a low "
+        "p_value to others; error bars of posterior.with_inputs(x).predict(...) widen with the distance from x"
+    )
 
 
 def balance(kind: Likelihood, outputs: Tensor, targets: Tensor, inputs: Tensor) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,13 +17,14 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
+from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, inside
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
-from bayesadam.predict.tap import Layer, first_input
+from bayesadam.predict.tap import Layer, Layouts, Observed, by_example, first_input, require_layers
 
 if TYPE_CHECKING:
     from bayesadam.weights.posterior import Posterior
@@ -45,6 +45,8 @@ class Tapped(nn.Module):
         self.class_dim = -1
         self._seen: dict[str, list[Tensor]] | None = None
         self._size, self._mask = 0, None
+        self._layout: list[tuple[Hashable, ...]] = []
+        self._layouts: Layouts = {}
         self._handles: list[RemovableHandle] = []
         self.watch(layers)
 
@@ -60,21 +62,25 @@ class Tapped(nn.Module):
 
     def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
         """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
+        if torch.compiler.is_compiling():
+            return self._once(inputs)[:2]
+        with alone_with(self.model):
+            return by_example(self._once, inputs, self._layouts, next(self.model.parameters()).dtype)
+
+    def _once(self, inputs: object) -> Observed:
         first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is None:
             raise MatchError("pass the model's inputs as torch tensors: the batch holds none")
-        compiling = torch.compiler.is_compiling()
-        with nullcontext() if compiling else alone_with(self.model):
-            self._seen, self._size = {}, first.shape[0]
-            self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
-            try:
-                raw = self._run(pytree.tree_map(self._typed, inputs))
-                seen = {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self._seen.items()}
-            finally:
-                self._seen = self._mask = None
+        self._seen, self._size, self._layout = {}, first.shape[0], []
+        self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
+        try:
+            raw = self._run(pytree.tree_map(self._typed, inputs))
+            seen = {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self._seen.items()}
+        finally:
+            self._seen = self._mask = None
         outputs = output_tensor(raw)
         outputs = outputs if self.class_dim == -1 else outputs.movedim(self.class_dim, -1)
-        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen
+        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen, tuple(self._layout)
 
     def _run(self, inputs: object) -> Any:
         if self.call is not None:
@@ -87,7 +93,10 @@ class Tapped(nn.Module):
         """Before a layer runs: keep its input."""
         if self._seen is not None:
             a = first_input(args, kwargs)
-            if torch.compiler.is_compiling() or layer.has_rows(a, self._size):
+            compiling = torch.compiler.is_compiling()
+            if compiling or layer.has_rows(a, self._size):
+                if not compiling:
+                    self._layout.append(layer.layout(a, self._size))
                 self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
     def _typed(self, leaf: object) -> object:
@@ -180,8 +189,10 @@ class Calibrated(nn.Module):
             )
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
-            self._warn(inputs, in_range)
+            require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
         answer = self.answer(f, seen)
+        if not torch.compiler.is_compiling():
+            self._tell(inputs, in_range, answer)
         if answer.answered is not None and in_range is not None:
             answer = answer._replace(answered=answer.answered & (in_range.view(-1, *[1] * (answer.answered.dim() - 1))))
         return answer._replace(in_range=in_range)
@@ -199,13 +210,19 @@ class Calibrated(nn.Module):
         answered = None if rule is None or doubt is None else rule.answers(doubt)
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
-    def _warn(self, inputs: object, in_range: Tensor | None) -> None:
-        """Warn, once, of a batch that has left the range of the held-out inputs."""
-        if self._warned or in_range is None or bool(in_range.all()):
+    def _tell(self, inputs: object, in_range: Tensor | None, answer: Answer) -> None:
+        """Warn, once, of a batch that has left the range of the held-out inputs, or of numbers, much of it novel."""
+        if self._warned:
             return
-        if (difference := departure(self.fit.ranges, inputs)) is not None:
+        words = None
+        if in_range is not None and not bool(in_range.all()):
+            words = departure(self.fit.ranges, inputs)
+        # Of classes, probabilities grow humble and the p-values say so; of numbers, error bars may stay as they were.
+        if words is None and answer.stddev is not None and answer.p_value is not None and self.novelties is not None:
+            words = many_novel(answer.p_value, len(self.novelties))
+        if words is not None:
             self._warned = True
-            warn(difference)
+            warn(words)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         """Moves all of it, and changes the type of the model alone."""

@@ -33,6 +33,25 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     return (1 + larger).to(scores.dtype) / (len(reference) + 1)
 
 
+def chance_of_novel(count: int, of: int, rank: int, n: int) -> float:
+    """P(K ≥ count), K how many `of` new scores are above the `rank`-th largest of n others, all exchangeable.
+
+    K has the beta-binomial distribution, C(m, k) B(k + rank, m − k + n + 1 − rank)/B(rank, n + 1 − rank), m = `of`.
+
+    >>> round(chance_of_novel(1, 1, 1, 99), 6)
+    0.01
+    """
+
+    def log_factorial(number: Tensor | int) -> Tensor:
+        return torch.lgamma(torch.as_tensor(number, dtype=torch.float64) + 1)
+
+    k = torch.arange(count, of + 1, dtype=torch.float64)
+    places = log_factorial(of) - log_factorial(k) - log_factorial(of - k)
+    ranks = log_factorial(k + rank - 1) + log_factorial(of - k + n - rank) - log_factorial(of + n)
+    whole = log_factorial(rank - 1) + log_factorial(n - rank) - log_factorial(n)
+    return float((places + ranks - whole).logsumexp(dim=0).exp())
+
+
 def check_level(level: float) -> None:
     """Refuse what is no probability between 0 and 1."""
     if not 0 < level < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from threading import RLock
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from bayesadam.predict.moments import one_jacobian
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import plan_for
 from bayesadam.weights.named import Named
+
+# torch has one level of forward mode for all threads.
+_forward_mode = RLock()
 
 
 def sampled(
@@ -57,7 +61,8 @@ def linearised_draws(
         steps = ({name: theta[name].to(mu.device) - mu for name, mu in params.items()} for theta in thetas)
 
         def product(step: Named, batch: Any) -> Tensor:
-            away: Tensor = jvp(lambda p: call(p, batch), (params,), (step,))[1]
+            with _forward_mode:
+                away: Tensor = jvp(lambda p: call(p, batch), (params,), (step,))[1]
             return away
 
         with torch.set_grad_enabled(has_graph(inputs)):

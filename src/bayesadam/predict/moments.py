@@ -146,9 +146,6 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
 def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variances (k, b, c) and blocks, which are empty where not asked for, of some examples, layer by layer."""
     run = examined(task.call, task.leaves, inputs, plan.shared, at_once)
-    if set(run.odd) & set(plan.shared):
-        # A copy for each example is not what the model takes here.
-        run = examined(task.call, task.leaves, inputs, (), at_once)
     if not set(run.odd) <= set(plan.odd):
         check_alone(task.call, task.leaves, inputs, run.output)
     mean, finite, c = run.output.detach(), run.finite, run.flat.shape[1]
@@ -188,7 +185,7 @@ def _add_layers(task: _Task, run: Pass, at_once: int, variance: Tensor, blocks: 
         groups: dict[tuple[str, int | None], list[Pulled]] = {}
         for (use, layout), d in zip(run.explained, ds, strict=True):
             if d is not None:
-                part = None if use.rows is None else use.rows.start
+                part = use.start if use.rotation is None else None
                 groups.setdefault((use.name, part), []).append((use, d, layout))
         for (name, _), pulled in groups.items():
             share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
@@ -207,11 +204,13 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     odd = set(run.odd)
     for use, _ in run.explained:
         places.setdefault(use.name, []).append(use.at)
-        product = isinstance(use, Product) and use.groups == 1
-        if use.name in structure.bases and not (product or isinstance(use, Addend)):
-            odd.add(use.name)
-        if use.name in structure.inputs and not (product and use.rows is None):
-            odd.add(use.name)
+        product, whole = isinstance(use, Product) and use.groups == 1, use.rows is None
+        if (base := structure.bases.get(use.name)) is not None:
+            # Rows are mixed by the left basis alone.
+            has_form = (product and (whole or base.left is not None)) or (isinstance(use, Addend) and whole)
+        else:
+            has_form = use.name not in structure.inputs or (product and whole)
+        odd |= set() if has_form else {use.name}
     columns = {side.bias: name for name, side in structure.inputs.items() if side.bias is not None}
     for bias, name in columns.items():
         if {name, bias} & odd or places.get(name) != places.get(bias):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -189,8 +189,25 @@ def widened(tensor: Tensor) -> Tensor:
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 
-# Held while settings of the whole process are changed.
-_process = RLock()
+class _Shared:
+    """A setting of the whole process: made as the first thread enters, undone as the last one leaves."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.setting, self.guard, self.users, self.undo = setting, Lock(), 0, ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.guard:
+            if not self.users:
+                self.undo.enter_context(self.setting())
+            self.users += 1
+        try:
+            yield
+        finally:
+            with self.guard:
+                self.users -= 1
+                if not self.users:
+                    self.undo.close()
 
 
 @contextmanager
@@ -203,22 +220,28 @@ def _off(get: Callable[[], bool], change: Callable[[bool], Any]) -> Iterator[Non
         change(before)
 
 
+_mha, _onednn = torch.backends.mha, torch.backends.mkldnn
+_by_layers = _Shared(lambda: _off(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled))
+_in_plain_mathematics = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
+_uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
+_without_onednn = _Shared(lambda: _off(lambda: bool(_onednn.enabled), lambda on: setattr(_onednn, "enabled", on)))
+
+
 @contextmanager
 def evaluating(model: nn.Module, *, differentiable: bool = True) -> Iterator[None]:
     """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
 
     Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
-    would be compiled anew for every hook, and other threads wait. Recurrent layers do without oneDNN, whose LSTM in
-    evaluation mode gives gradients that are memory never written to.
+    would be compiled anew for every hook, and other threads that use the same model wait. Recurrent layers do without
+    oneDNN, whose LSTM in evaluation mode gives gradients that are memory never written to.
     """
-    mha, onednn = torch.backends.mha, torch.backends.mkldnn
-    with in_eval_mode(model) as modules, _process, ExitStack() as settings:
-        settings.enter_context(_off(mha.get_fastpath_enabled, mha.set_fastpath_enabled))
+    with in_eval_mode(model) as modules, ExitStack() as settings:
+        settings.enter_context(_by_layers())
         if differentiable:
-            settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+            settings.enter_context(_in_plain_mathematics())
         if any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules):
-            settings.enter_context(torch.compiler.set_stance("force_eager"))
+            settings.enter_context(_uncompiled())
         if any(isinstance(m, nn.RNNBase) for m in modules):
-            settings.enter_context(_off(lambda: bool(onednn.enabled), lambda on: setattr(onednn, "enabled", on)))
+            settings.enter_context(_without_onednn())
         with torch.inference_mode(False):
             yield

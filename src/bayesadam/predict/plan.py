@@ -59,7 +59,21 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
     by example, in each way in which the examples may lie in a layer's tensors. They differ as soon as a weight is used
     elsewhere too, examples are mixed up, or a layer is not what it seems. It is one backward pass more where there are
     at most `at_once` outputs, of which `ds` are then kept, and else two.
+
+    Parameters of `shared` whose copies the model does not take, or not rightly, are left as they are.
     """
+    while shared:
+        try:
+            run = _examined(call, leaves, inputs, shared, at_once)
+        except Exception:  # Whatever a model raises that is given tensors of other shapes.
+            break
+        if not set(run.odd) & set(shared):
+            return run
+        shared = tuple(name for name in shared if name not in run.odd)
+    return _examined(call, leaves, inputs, (), at_once)
+
+
+def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], at_once: int) -> Pass:
     size = batch_size(inputs)
     with torch.enable_grad():
         uses, output = recorded(call, leaves, inputs, shared)
@@ -227,7 +241,7 @@ def _can_be_shared(call: Call, leaves: Named, probe: Any, name: str, output: Ten
     try:
         with torch.enable_grad():
             _, again = recorded(call, leaves, probe, (name,))
-    except (RuntimeError, TypeError, ValueError, IndexError):
+    except Exception:
         return False
     return again.shape == output.shape and agree(again.detach(), output)
 

@@ -19,7 +19,7 @@ from bayesadam.predict.draws import linearised_draws, sampled
 from bayesadam.predict.leverage import Ratios, from_structure
 from bayesadam.predict.moments import linearised
 from bayesadam.predict.network import Forward, Gaussian
-from bayesadam.predict.tap import Layer, layers_of, observed
+from bayesadam.predict.tap import Layer, Layouts, layers_of, observed, require_layers
 from bayesadam.weights.draws import fresh_seed, stream_seed
 
 Covariance = bool | Literal["joint"]
@@ -105,16 +105,20 @@ def novelty(
     posterior.require_whole("novelty")
     kind = agreed(likelihood, posterior.likelihood)
     leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.curvature)
+    layouts: Layouts = {}
 
-    def seen(batches: Any, layers: tuple[Layer, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        return [observed(posterior, layers, batch, forward) for batch in inputs_of(batches, posterior.model)]
+    def seen(batches: Any, layers: tuple[Layer, ...], *, words: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        return [
+            observed(posterior, layers, batch, forward, layouts, words) for batch in inputs_of(batches, posterior.model)
+        ]
 
-    familiar = seen(reference, leverage.layers)
+    familiar = seen(reference, leverage.layers, words=False)
     leverage = leverage.among(set.intersection(*(set(pooled) for _, pooled in familiar)))
     if leverage.layers:
         leverage = leverage.against(torch.cat([leverage.log_h(pooled) for _, pooled in familiar]))
     scores = []
-    for outputs, pooled in seen(inputs, leverage.layers):
+    for outputs, pooled in seen(inputs, leverage.layers, words=True):
+        require_layers(leverage.layers, pooled)
         ratios = leverage.ratios(leverage.log_h(pooled)) if leverage.layers else Ratios.usual(outputs)
         scores.append(kind.novelty(outputs, ratios.steep))
     return torch.cat(scores)

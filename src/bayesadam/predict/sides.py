@@ -66,13 +66,15 @@ def _sum(a: _Side | None, b: _Side | None) -> _Side | None:
 
 def _sides(run: Pass, size: int) -> dict[str, _Side | None]:
     """By weight the inputs of its uses; None where it has no input side."""
-    biases = {use.at: use.name for use in run.uses if isinstance(use, Addend) and use.scale is None}
+    # A bias of more rows than the matrix, as attention has with keys of another width, is no column of it.
+    biases = {(use.at, use.start): use.name for use in run.uses if isinstance(use, Addend) and use.scale is None}
     by_name: dict[str, list[tuple[Use, Layout | None]]] = {}
     layouts = {id(use): layout for use, layout in run.explained}
     for use in run.uses:
         if not isinstance(use, Addend):
             by_name.setdefault(use.name, []).append((use, layouts.get(id(use))))
-    return {name: _side(pairs, {biases.get(use.at) for use, _ in pairs}, size) for name, pairs in by_name.items()}
+    columns = {name: {biases.get((use.at, use.start)) for use, _ in pairs} for name, pairs in by_name.items()}
+    return {name: _side(pairs, columns[name], size) for name, pairs in by_name.items()}
 
 
 def _side(pairs: list[tuple[Use, Layout | None]], biases: set[str | None], size: int) -> _Side | None:
@@ -87,7 +89,8 @@ def _side(pairs: list[tuple[Use, Layout | None]], biases: set[str | None], size:
         return None
     (bias,) = biases
     a = torch.cat([u.inputs(lay, size, constant=bias is not None).flatten(0, 1) for u, lay in alike.values()], dim=1)
-    if a.shape[2] > WIDEST:
+    # No row may have reached an expert.
+    if a.shape[2] > WIDEST or not a.shape[1]:
         return None
     rows = widened(a.flatten(0, 1))
     return (rows.T @ rows).double() / a.shape[1], bias, first.inputs_first

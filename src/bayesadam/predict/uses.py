@@ -64,9 +64,14 @@ class Use(ABC):
         """The same for all uses of one output."""
         return self.edge.node, self.edge.output_nr
 
+    @property
+    def start(self) -> int | None:
+        """The first of the rows in use; None of the whole parameter."""
+        return None if self.rows is None else self.rows.start
+
     def of(self, tensor: Tensor) -> Tensor:
-        """The part in use of a tensor of the parameter's shape."""
-        return tensor if self.rows is None else tensor[self.rows]
+        """The part in use of a tensor of the parameter's shape; rotated, rows are mixed and all of them are."""
+        return tensor if self.rows is None or self.rotation is not None else tensor[self.rows]
 
     @abstractmethod
     def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
@@ -112,6 +117,7 @@ class Product(Use):
         elif self.rotation is not None:
             left, right = self.rotation.left, self.rotation.right
             left, right = (right, left) if self.inputs_first else (left, right)
+            left = left if left is None or self.rows is None else left[self.rows]
         y = self.inputs(layout, size, constant=constant).to(d.dtype)
         return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
 
