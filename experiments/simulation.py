@@ -32,6 +32,7 @@ class Simulation:
         reward: cumulative reward there, (runs, points).
         regret: cumulative regret there, what the best arms are expected to pay less the reward, (runs, points).
         lost: whether a run earned no more than one arm, the best, played in every round, is expected to, (runs,).
+        arms: those chosen, (runs, rounds).
     """
 
     rounds: int
@@ -41,6 +42,7 @@ class Simulation:
     reward: Numbers
     regret: Numbers
     lost: Numbers
+    arms: Numbers
     seconds: float
 
 
@@ -129,6 +131,7 @@ def playing(
         reward=reward[:, points - 1],
         regret=regret[:, points - 1],
         lost=reward[:, -1] <= [one.single.sum() for one in played],
+        arms=buffer.arms.cpu().numpy(),
         seconds=time.perf_counter() - start,
     )
 
