@@ -200,6 +200,9 @@ def test_a_log_of_clicks_alone_has_no_interval():
         both = compare(alone, first, lambda contexts: np.ones(len(contexts), int), reward_range=(0, 1))
     assert np.isnan(both.difference.interval(0.95)).all()
     assert not (both.sequence(0.95, reward_range=(0, 1)).lower > 0).any()
+    # Also where most are clicks.
+    most = Log(**{**vars(log), "rewards": np.where(clicked, np.nan, 1.0)})
+    assert quietly(most, first, reward_range=(0, 1)).reward_range is None
     # A tenth of the rewards that waits does not matter.
     assert quietly(Log(**{**vars(log), "rewards": np.where(clicked, np.nan, log.rewards)}), first).reward_range
 

@@ -35,8 +35,8 @@ _HALVINGS = 30
 _DEPTHS, _BOLDEST = np.array([0.0, 0.5, 1, 2, 4, 8, 16]), 0.75
 # Without at least so many rewards that differ from the usual ones, an estimate is doubtful.
 _FEWEST_EVENTS = 5
-# Where a larger share of the decisions has no reward, there is no interval.
-_MOST_UNREWARDED = 0.2
+# Where a larger share of the decisions has no reward, there is no interval; and where all rewards are equal.
+_MOST_UNREWARDED, _MOST_BESIDE_EQUAL = 0.2, 0.01
 
 
 def _unknown(level: float) -> Range:
@@ -226,7 +226,7 @@ def _sequence(one: Estimates, other: Estimates | None, level: float, reward_rang
         return lower_bounds(terms(depth) + depth, (1 - level) / 2) - depth
 
     lower, upper = _two_sided(log, one.predicted, (one.shares, None if other is None else other.shares), ends, below)
-    if one.unrewarded > _MOST_UNREWARDED:
+    if one.unrewarded:
         lower, upper = np.full((2, len(log)), math.nan)
     return ConfidenceSequence(log.ids, lower, upper)
 
@@ -299,10 +299,9 @@ class Estimates:
     shares: Floats = field(repr=False, compare=False)
 
     @property
-    def unrewarded(self) -> float:
-        """The share of the decisions that have no reward."""
-        missing = self.left_out["without a reward"]
-        return missing / (missing + self.decisions)
+    def unrewarded(self) -> bool:
+        """Whether so many decisions have no reward that those with one may be others than the rest."""
+        return _unrewarded(self.log.rewards, self.left_out["without a reward"])
 
     def sequence(self, level: float, *, reward_range: Range) -> ConfidenceSequence:
         """Intervals that hold at any time: look after every decision, and stop when you like.
@@ -377,8 +376,8 @@ def evaluate(
 
     The decisions with a probability and a reward are used, but for arms that were tried in turn. Whether a reward comes
     must depend neither on the arm nor on how large it is: where more than a fifth of the decisions has none there is no
-    interval, since logs of clicks alone look like that. Contexts and rewards must not drift. The intervals are for one
-    look at the end.
+    interval, nor where all rewards are equal and a hundredth has none, since logs of clicks alone look like that.
+    Contexts and rewards must not drift. The intervals are for one look at the end.
 
     Args:
         policy: an agent as it is now, which learns nothing; or a function from contexts (n, features) to probabilities
@@ -440,6 +439,11 @@ def _used(log: Log | AnyPath, since: int | None, until: int | None) -> tuple[Log
     return used, predicted_before(whole)[rows], left_out
 
 
+def _unrewarded(rewards: Floats, missing: int) -> bool:
+    most = _MOST_BESIDE_EQUAL if rewards.min() == rewards.max() else _MOST_UNREWARDED
+    return missing > most * (missing + len(rewards))
+
+
 def _events(rewards: Floats, weights: Floats) -> float:
     """How many rewards decide a weighted mean v: (Σ w |r − v|)²/(4 Σ w² (r − v)²), n p (1 − p) of n equal weights.
 
@@ -469,7 +473,7 @@ def _estimates(
     learnt = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
     on = "of the policy's probability is on arms that the log"
     missing = left_out["without a reward"]
-    unrewarded = missing > _MOST_UNREWARDED * (missing + n)
+    unrewarded = _unrewarded(log.rewards, missing)
     equal = bool(log.rewards.min() == log.rewards.max())
     ends = None if reward_range is None and equal else _checked(reward_range or _extremes(log), log.rewards)
     reasons = {
