@@ -40,7 +40,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 
-MOST_BYTES, MOST_EXAMPLES, MOST_REQUESTS, SAVED_EVERY = 4 << 20, 1024, 64, 10.0
+MOST_BYTES, MOST_EXAMPLES, MOST_REQUESTS = 4 << 20, 1024, 64
+# Seconds: between two writes of the monitor, and for the body of a request.
+SAVED_EVERY, PATIENCE = 10.0, 20.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
 log = logging.getLogger("uvicorn.error")
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -176,10 +178,17 @@ def application(service: Service, names: Collection[str] = LOCAL) -> Starlette:
     async def predict(request: Request) -> Response:
         _check(request, names)
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise HTTPException(413, f"at most {MOST_BYTES} bytes a request")
+
+        async def read() -> None:
+            async for chunk in request.stream():
+                body.extend(chunk)
+                if len(body) > MOST_BYTES:
+                    raise HTTPException(413, f"at most {MOST_BYTES} bytes a request")
+
+        try:
+            await asyncio.wait_for(read(), PATIENCE)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"the body did not come within {PATIENCE:g} seconds") from None
         return await run_in_threadpool(lambda: JSONResponse(service.answer(service.parsed(bytes(body)))))
 
     async def health(request: Request) -> Response:

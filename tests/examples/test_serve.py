@@ -146,6 +146,27 @@ def test_requests_are_parsed_and_answered_beside_the_event_loop(serve, service):
     assert threads[0] is not threading.main_thread()
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(serve, service, monkeypatch):
+    monkeypatch.setattr(serve, "PATIENCE", 0.01)
+    sent: list[dict[str, Any]] = []
+
+    async def never() -> dict[str, Any]:
+        await asyncio.sleep(600)
+        return {}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/predict", "raw_path": b"/predict", "scheme": "http"}
+    scope |= {
+        "query_string": b"",
+        "http_version": "1.1",
+        "headers": [(k.encode(), v.encode()) for k, v in JSON.items()],
+    }
+    asyncio.run(serve.application(service)(scope, never, send))
+    assert sent[0]["status"] == 408
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
