@@ -511,6 +511,31 @@ def test_a_log_that_lost_its_end_is_read_whole(tmp_path, monkeypatch):
     assert [line["event"] for line in lines(path)][-1] == "update"
 
 
+def test_a_log_that_lost_its_end_and_grew_again_is_refused(tmp_path):
+    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
+    agent = new(initial_pulls=1)
+    agent.log(path)
+    for row in ROWS[:20]:
+        agent.decide(row)
+    agent.save(saved)
+    agent.log(None)
+    text = path.read_bytes()
+    path.write_bytes(b"".join(text.splitlines(keepends=True)[:17]))
+    other = replay(path)
+    other.log(path)
+    for row in ROWS[40:50]:
+        other.decide(row)
+    other.log(None)
+    there = path.read_bytes()
+    assert len(there) > len(text)
+    with pytest.raises(MatchError, match=r"lost lines that the agent knows of, .* make an agent by replay"):
+        Agent.load(saved).log(path)
+    assert path.read_bytes() == there
+    again = replay(path)
+    again.log(path)
+    assert again.decide(ROWS[0]).id == 26
+
+
 def test_damage_after_a_save_names_its_line(tmp_path):
     path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
     agent = new()

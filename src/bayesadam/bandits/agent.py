@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam._checks import count
 from bayesadam.bandits.linear import Learner, Linear
-from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing
+from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing, mark
 from bayesadam.bandits.network import Belief, Hybrid
 from bayesadam.bandits.observations import MOST_ROOM, Contexts, Observations, Rewards
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
@@ -379,7 +379,7 @@ class Agent:
         """Up to where the agent has written or learnt a log."""
         if self._log is None:
             return self._known
-        return Position(self._log.id, self._log.end, self._standing.without(self._unlogged))
+        return self._log.position(self._standing.without(self._unlogged))
 
     def _about(self) -> dict[str, Any]:
         """What a file says of the agent that wrote it."""
@@ -434,6 +434,7 @@ class Agent:
             if position is not None and (there := position.standing) is not None:
                 tensors["logged.pending"] = torch.tensor(list(there.waiting), dtype=torch.int64)
                 logged = {"n_arms": there.n_arms, "gone": sorted(there.removed), "next_id": there.next_id}
+                logged["mark"] = position.mark
             header = {
                 **self._about(),
                 "training": self.training,
@@ -458,7 +459,8 @@ class Agent:
             agent._since_training = header["since_training"]
             if header["log"]:
                 name, end = header["log"]
-                agent._known = Position(name, end, _logged(agent.n_features, header.get("logged"), tensors))
+                logged = header.get("logged") or {}
+                agent._known = Position(name, end, _logged(agent.n_features, logged, tensors), logged.get("mark"))
             standing, contexts = agent._standing, tensors["pending.context"].numpy()
             waiting = zip(contexts, tensors["pending.arm"].tolist(), strict=True)
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
@@ -511,7 +513,7 @@ def replay(path: AnyPath, agent: Agent | None = None) -> Agent:
             if getattr(agent, name) != header[name]:
                 raise MatchError(f"{path} begins with {name}={header[name]}, the agent has {getattr(agent, name)}")
         agent._follow(reader, path)
-        agent._known = Position(reader.id, reader.end, reader.standing)
+        agent._known = Position(reader.id, reader.end, reader.standing, mark(path, reader.end))
     return agent
 
 
@@ -540,9 +542,9 @@ def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
     return {name: tensor.numpy() for name, tensor in parts.items()}
 
 
-def _logged(n_features: int, facts: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> Standing | None:
+def _logged(n_features: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Standing | None:
     """The standing of a log, as `Agent.save` wrote it, without the contexts of what waits."""
-    if facts is None:
+    if not facts:
         return None
     standing = Standing(n_features, facts["n_arms"])
     standing.removed, standing.next_id = set(facts["gone"]), facts["next_id"]

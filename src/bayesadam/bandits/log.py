@@ -20,6 +20,7 @@ import math
 import os
 import secrets
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from bayesadam.errors import FileError, MatchError, MissingFileError
 
 AnyPath = str | os.PathLike[str]
 Event = dict[str, Any]
+_MARKED = 4096
 # Of the first line, whose `event` it is.
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 
@@ -136,11 +138,15 @@ class Standing:
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A place in a log: its id, the byte after a line, and the standing there; None in files of releases up to 0.3."""
+    """A place in a log: its id, the byte after a line, and what releases up to 0.3 did not save: None.
+
+    That is the standing there, and the checksum of the bytes before.
+    """
 
     id: str
     end: int
-    standing: Standing | None
+    standing: Standing | None = None
+    mark: int | None = None
 
 
 class LogReader:
@@ -168,9 +174,11 @@ class LogReader:
             self._first = self.end = len(first)
             if since is not None and since.id == self.id:
                 self._first = since.end
-                file.seek(since.end - 1)
                 # After a loss of power, a file may be shorter than it was.
-                if since.standing is not None and file.read(1) == b"\n":
+                if since.standing is not None and os.fstat(file.fileno()).st_size >= since.end:
+                    if mark(path, since.end) != since.mark:
+                        text = "has lost lines that the agent knows of, and others took their place"
+                        raise MatchError(f"{path} {text}: make an agent by replay")
                     self.end, self.standing = since.end, since.standing.without(frozenset())
             for line in _lines(file, self.end):
                 if not line.endswith(b"\n"):
@@ -188,6 +196,13 @@ class LogReader:
     def __iter__(self) -> Iterator[Event]:
         with Path(self.path).open("rb") as file:
             yield from map(json.loads, _lines(file, self._first, self.end))
+
+
+def mark(file: AnyPath | int, end: int) -> int:
+    """The checksum of the bytes before one, of a path or a descriptor; many enough to tell a log from another."""
+    with open(file, "rb", buffering=0, closefd=not isinstance(file, int)) as raw:
+        raw.seek(max(0, end - _MARKED))
+        return zlib.crc32(raw.read(min(end, _MARKED)))
 
 
 def _lines(file: BinaryIO, start: int, end: float = math.inf) -> Iterator[bytes]:
@@ -223,6 +238,10 @@ class LogWriter:
         except BaseException:
             self.close()
             raise
+
+    def position(self, standing: Standing) -> Position:
+        """The end, with the standing there."""
+        return Position(self.id, self.end, standing, mark(self._descriptor, self.end))
 
     def write(self, *events: Event) -> None:
         """Append their lines, by one write, whole or not at all."""
