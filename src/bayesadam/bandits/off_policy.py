@@ -34,7 +34,7 @@ _HALVINGS = 30
 # Of an interval: the depths k to choose from, and the largest bet in units of the one that could lose everything.
 _DEPTHS, _BOLDEST = np.array([0.0, 0.5, 1, 2, 4, 8, 16]), 0.75
 # Without at least so many rewards that differ from the usual ones, an estimate is doubtful.
-_FEWEST_EVENTS = 5
+_FEWEST_EVENTS = 4
 # Where a larger share of the decisions has no reward, there is no interval; and where all rewards are equal.
 _MOST_UNREWARDED, _MOST_BESIDE_EQUAL = 0.2, 0.01
 
