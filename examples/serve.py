@@ -3,23 +3,29 @@
     python examples/serve.py [served.pt2] [--port 8000] [--alarm 0.01] [--state monitor.safetensors] [--rehearse N]
 
 Without a file it trains a CNN on scikit-learn's digits and serves that. POST /predict takes {"inputs": [...]}, a list
-of examples, and gives the answer to each; GET /health is a page with the monitor, /health.json the same for a machine.
+of examples, as application/json, and gives the answer to each, with null for numbers that are not finite; GET /health
+is a page with the monitor, /health.json the same for a machine. `--name` is what clients call this machine, where
+that is not localhost: requests to other names, and those of other sites' pages, are refused. There is no password.
 `--rehearse N` sends itself N digits, the second half of them turned upside down, one a request, and stops.
 """
 
 import argparse
 import asyncio
 import contextlib
+import html
 import io
 import json
+import logging
 import math
 import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import uvicorn
@@ -34,7 +40,11 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 
-MOST_BYTES, MOST_EXAMPLES, SAVED_EVERY = 4 << 20, 1024, 10.0
+MOST_BYTES, MOST_EXAMPLES, MOST_REQUESTS = 4 << 20, 1024, 64
+# Seconds: between two writes of the monitor, and for the body of a request.
+SAVED_EVERY, PATIENCE = 10.0, 20.0
+LOCAL = ("localhost", "127.0.0.1", "::1")
+log = logging.getLogger("uvicorn.error")
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="refresh" content="5"><title>{state}</title><style>:root {{ color-scheme: light dark }}
 body {{ font: 16px system-ui; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }} img {{ max-width: 100% }}
@@ -63,6 +73,10 @@ class Service:
 
     def parsed(self, body: bytes) -> Tensor:
         """The inputs of a request; a 4xx says what is wrong with them."""
+        # A million lists would take seconds, in which nothing else runs.
+        lists = 2 + MOST_EXAMPLES * sum(math.prod(self.shape[:axis]) for axis in range(len(self.shape)))
+        if body.count(b"[") + body.count(b"{") > lists:
+            raise HTTPException(413, f"more lists than {MOST_EXAMPLES} examples of shape {self.shape} have")
         try:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -71,12 +85,19 @@ class Service:
             raise HTTPException(422, 'send {"inputs": [...]}, a list of at least one example')
         if len(found["inputs"]) > MOST_EXAMPLES:
             raise HTTPException(413, f"at most {MOST_EXAMPLES} examples a request, got {len(found['inputs'])}")
+        values, shape = found["inputs"], (len(found["inputs"]), *self.shape)
+        # A list whose shape is not this is not made a tensor of, which takes torch seconds.
+        for length in self.shape:
+            if not all(type(value) is list and len(value) == length for value in values):
+                raise HTTPException(422, f"an example is lists of numbers, of shape {self.shape}")
+            values = list(chain.from_iterable(values))
+        number = (int, float) if self.type.is_floating_point else (int,)
+        if not all(type(value) in number for value in values):
+            raise HTTPException(422, f"an example is {number[-1].__name__} numbers, of shape {self.shape}")
         try:
-            inputs = torch.tensor(found["inputs"], dtype=self.type)
-        except (ValueError, TypeError, RuntimeError, OverflowError):
-            raise HTTPException(422, f"the inputs are no numbers of equal shape {self.shape}") from None
-        if inputs.shape[1:] != self.shape:
-            raise HTTPException(422, f"an example has shape {self.shape}, got {tuple(inputs.shape[1:])}")
+            inputs = torch.tensor(values, dtype=self.type).reshape(shape)
+        except (ValueError, RuntimeError, OverflowError):
+            raise HTTPException(422, f"the inputs have numbers that do not fit {self.type}") from None
         if not bool(inputs.isfinite().all()):
             raise HTTPException(422, "the inputs hold NaN or infinities")
         return inputs
@@ -115,25 +136,63 @@ class Service:
             with self.turn:
                 self.monitor.save(self.state)
 
+    def try_to_keep(self) -> None:
+        """`keep`; where it cannot be written the log says why, and the next time may do."""
+        try:
+            self.keep()
+        except Exception:
+            log.exception("the monitor's state could not be written")
+
 
 def _plain(tensor: Tensor) -> Any:
-    """As JSON has it, where there is no infinity."""
-    return tensor.tolist() if bool(tensor.isfinite().all()) else [str(value) for value in tensor.tolist()]
+    """As JSON has it, where there are no infinities and NaNs: null."""
+    return _finite(tensor.tolist()) if not bool(tensor.isfinite().all()) else tensor.tolist()
 
 
-def application(service: Service) -> Starlette:
-    """The service's routes."""
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return value if math.isfinite(value) else None
+
+
+def _check(request: Request, names: Collection[str]) -> None:
+    """Refuse what a page of another site makes a browser send, also under a name that it had point here."""
+    host = request.headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        name = None
+    if name not in names:
+        raise HTTPException(421, "the Host is not one that this service goes by: see --name")
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        raise HTTPException(403, "pages of other sites may not ask")
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and content != "application/json":
+        raise HTTPException(415, "send the Content-Type application/json")
+
+
+def application(service: Service, names: Collection[str] = LOCAL) -> Starlette:
+    """The service's routes; `names` are the hosts that it goes by."""
 
     async def predict(request: Request) -> Response:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise HTTPException(413, f"at most {MOST_BYTES} bytes a request")
-        inputs = service.parsed(body)
-        return JSONResponse(await run_in_threadpool(service.answer, inputs))
+        _check(request, names)
+        body = bytearray()
+
+        async def read() -> None:
+            async for chunk in request.stream():
+                body.extend(chunk)
+                if len(body) > MOST_BYTES:
+                    raise HTTPException(413, f"at most {MOST_BYTES} bytes a request")
+
+        try:
+            await asyncio.wait_for(read(), PATIENCE)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"the body did not come within {PATIENCE:g} seconds") from None
+        return await run_in_threadpool(lambda: JSONResponse(service.answer(service.parsed(bytes(body)))))
 
     async def health(request: Request) -> Response:
+        _check(request, names)
         found = service.health()
         if request.url.path.endswith(".json"):
             return JSONResponse(found, status_code=503 if found["drift"] else 200)
@@ -141,7 +200,7 @@ def application(service: Service) -> Starlette:
             return Response(await run_in_threadpool(service.picture), media_type="image/png")
         state = f"Drift, told at input {found['alarmed at']:,}" if found["drift"] else "No drift seen"
         shown = {**found, **found.pop("model")}
-        rows = "".join(f"<tr><td>{name}<td>{value}" for name, value in shown.items())
+        rows = "".join(f"<tr><td>{html.escape(str(name))}<td>{html.escape(str(one))}" for name, one in shown.items())
         return HTMLResponse(PAGE.format(state=state, rows=rows))
 
     async def told(request: Request, error: Exception) -> Response:
@@ -153,12 +212,12 @@ def application(service: Service) -> Starlette:
         async def keep() -> None:
             while True:
                 await asyncio.sleep(SAVED_EVERY)
-                await run_in_threadpool(service.keep)
+                await run_in_threadpool(service.try_to_keep)
 
         task = asyncio.create_task(keep())
         yield
         task.cancel()
-        service.keep()
+        service.try_to_keep()
 
     routes = [Route("/predict", predict, methods=["POST"])]
     routes += [Route(path, health) for path in ("/health", "/health.json", "/health.png")]
@@ -196,7 +255,8 @@ def rehearse(url: str, count: int) -> None:
         image = x[number % len(x)]
         image = image.flip(1) if number >= count // 2 else image
         body = json.dumps({"inputs": [image.tolist()]}).encode()
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/predict", body)) as response:
+        request = urllib.request.Request(f"{url}/predict", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as response:
             found = json.load(response)
         if found["drift"] and not drift:
             drift = True
@@ -211,6 +271,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="a .pt2 that `net.save` or `bayesadam deploy` wrote")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at; by default this machine alone")
+    parser.add_argument("--name", action="append", default=[], help="a host name that clients use, beside localhost")
     parser.add_argument("--alarm", type=float, default=0.01, help="share of streams without drift that may raise it")
     parser.add_argument("--state", type=Path, help="where the monitor is kept")
     parser.add_argument("--rehearse", type=int, default=0, help="how many digits to send itself")
@@ -223,7 +284,9 @@ def main() -> None:
         if file.suffix != ".pt2" or not file.exists():
             sys.exit(f"{file} is no .pt2 file: write one with net.save or bayesadam deploy")
         service = Service(file, given.alarm, given.state)
-    server = uvicorn.Server(uvicorn.Config(application(service), host=given.host, port=given.port, log_level="warning"))
+    app = application(service, {*LOCAL, given.host.lower(), *map(str.lower, given.name)})
+    config = {"host": given.host, "port": given.port, "limit_concurrency": MOST_REQUESTS}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **config))
     if given.rehearse:
         threading.Thread(target=lambda: _rehearsed(server, given.rehearse), daemon=True).start()
     else:

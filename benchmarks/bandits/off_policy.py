@@ -2,6 +2,7 @@
 
     python -m benchmarks.bandits.off_policy [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
     python -m benchmarks.bandits.off_policy --sequences 500 [--decisions 1000]
+    python -m benchmarks.bandits.off_policy --cells 200
 
 The problem is scikit-learn's digits as a bandit: the context is an image, as its first 16 principal components, an arm
 is a digit, and the reward is 1 for the right one. Contexts are drawn with replacement, so that the truth is known: the
@@ -21,24 +22,32 @@ the errors.
 hold the truth: the share of logs where that happens, with confidence sequences and with the normal intervals of the
 doubly robust estimate, at 95 %, and the mean width of both. The agent learns after every 50 decisions there, and
 chooses by `Agent.probabilities`. Besides the two policies it compares the first with a flatter softmax.
+
+`--cells` are logs of 50 and of 600 decisions among five arms, each that many times, by rewards: 0 or 1, from .002 to .5
+of them 1; numbers with normal noise; all 1; clicks of which only those that came are logged. The log is of a learner
+that chooses by 21 or 201 draws, whose shares are the probabilities, or of one that explores and logs the chosen arm's
+alone, rightly or no less than .2. Policies are near to it or far. A cell's row has the share of logs whose interval
+misses the truth, of those that have none, of those with doubts, and the mean width; the normal interval beside it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from bayesadam.bandits import Estimate, Estimates, Log, compare, evaluate, make_agent
 from bayesadam.bandits.off_policy import doubly_robust_terms, mean
-from bayesadam.errors import BayesAdamWarning
+from bayesadam.errors import BayesAdamWarning, MatchError
 from benchmarks.common.harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
 
 SEED = 0
@@ -51,6 +60,11 @@ COMPARED = "classifier − flatter"
 EVERY, LEARN = 100, 50
 ESTIMATORS = {"ips": "IPS", "snips": "self-normalised", "doubly_robust": "doubly robust"}
 LEVEL = 0.95
+ARMS = 5
+SCORES = np.random.default_rng(1).normal(size=(2, 3, ARMS))
+# The share of rewards that are 1, by cell; of `numbers` it is not used.
+CELLS = {".002": 0.002, ".01": 0.01, ".07": 0.07, ".5": 0.5, "numbers": 0.0, "constant": 1.0, "clicks alone": 0.07}
+CHOSEN_BY = ("21 draws", "201 draws", "the chosen arm's alone", "clipped at .2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +148,7 @@ def watched_log(number: int, *, decisions: int, logging: str) -> dict[str, dict[
     for name, one in {**found, COMPARED: both}.items():
         sequence, looks = one.sequence(LEVEL, reward_range=(0, 1)), np.arange(EVERY, decisions + 1, EVERY)
         anytime = np.stack([sequence.lower, sequence.upper], axis=1)[looks - 1]
-        fixed = np.array([mean(terms[name][:n]).interval(LEVEL) for n in looks])
+        fixed = np.array([normal(mean(terms[name][:n])) for n in looks])
         results[name] = {
             kind: {
                 "missed": bool(((truths[name] < ends[:, 0]) | (truths[name] > ends[:, 1])).any()),
@@ -167,8 +181,109 @@ def watched(logs: int, decisions: int, jobs: int) -> dict[str, Any]:
     return results
 
 
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def near_or_far(contexts: np.ndarray, *, policy: str) -> np.ndarray:
+    """A policy's probabilities of the five arms of a cell."""
+    return _softmax((1.5 if policy == "near" else -1.5) * contexts @ SCORES[0])
+
+
+def paid(contexts: np.ndarray, *, rewards: str) -> np.ndarray:
+    """The mean rewards of a cell, (n, arms)."""
+    likely = 2 / (1 + np.exp(-contexts @ SCORES[1]))
+    return likely if rewards == "numbers" else likely ** (rewards != "constant") * CELLS[rewards]
+
+
+def cell_log(number: int, *, decisions: int, rewards: str, logging: str) -> Log:
+    """A log of a learner that begins near the first policy and learns ten times."""
+    rng = np.random.default_rng([SEED, 2, number, decisions])
+    x, draws, rows = rng.normal(size=(decisions, 3)), 21 if "21" in logging else 201, np.arange(decisions)
+    means, weights = paid(x, rewards=rewards), 1.5 * SCORES[0]
+    shares, arms, told = np.zeros((decisions, ARMS)), np.zeros(decisions, int), np.zeros(decisions)
+    for part in np.array_split(rows, 10):
+        scores = (x[part] @ weights)[:, None] + 1.5 * rng.gumbel(size=(len(part), draws, ARMS))
+        best = scores.argmax(axis=2)
+        shares[part] = (best[..., None] == np.arange(ARMS)).mean(axis=1)
+        arms[part] = best[:, 0]
+        if "chosen" in logging or "clipped" in logging:
+            shares[part] = 0.9 * shares[part] + 0.1 / ARMS
+            arms[part] = [rng.choice(ARMS, p=row / row.sum()) for row in shares[part]]
+        mean, noise = means[part, arms[part]], 0.5 * rng.normal(size=len(part))
+        told[part] = mean + noise if rewards == "numbers" else rng.random(len(part)) < mean
+        # Towards what paid more than the mean did.
+        above = told[part] - told[: part[-1] + 1].mean()
+        weights = weights + x[part].T @ (above[:, None] * (arms[part, None] == np.arange(ARMS))) / len(part)
+    if rewards == "clicks alone":
+        told[told == 0] = math.nan
+    chosen = shares[rows, arms].clip(0.2 if "clipped" in logging else 0)
+    return Log.of(
+        contexts=x, arms=arms, probabilities=shares if "draws" in logging else chosen, rewards=told, n_arms=ARMS
+    )
+
+
+@cache
+def cell_truth(policy: str, rewards: str) -> float:
+    """The mean reward of a policy."""
+    many = np.random.default_rng(SEED).normal(size=(400_000, 3))
+    return float((near_or_far(many, policy=policy) * paid(many, rewards=rewards)).sum(axis=1).mean())
+
+
+def one_cell(number: int, **cell: Any) -> dict[str, list[list[float]]]:
+    """By policy and interval: whether it misses the truth, is missing, comes with doubts; and how wide it is."""
+    log, found = cell_log(number, **cell), {}
+    for policy in ("near", "far"):
+        truth, which = cell_truth(policy, cell["rewards"]), partial(near_or_far, policy=policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BayesAdamWarning)
+            try:
+                one = evaluate(log, which)
+            except MatchError:
+                # Of no or one reward.
+                found[policy] = [[0, 1, 1, math.nan]] * 2
+                continue
+        ends = one.doubly_robust.interval(LEVEL), normal(one.doubly_robust)
+        found[policy] = [
+            [not low <= truth <= high and low == low, low != low, bool(one.doubts), high - low] for low, high in ends
+        ]
+    return found
+
+
+def cells(logs: int, jobs: int) -> dict[str, Any]:
+    """The means over logs, by cell; the limit of the share that misses is two standard errors above 5 %."""
+    results: dict[str, Any] = {}
+    limit = 1 - LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / logs)
+    print(f"{'':58s}{'missed':>8s}{'none':>7s}{'doubts':>8s}{'width':>8s}   normal: missed, width; limit {limit:.3f}")
+    for decisions, logging, rewards in itertools.product((50, 600), CHOSEN_BY, CELLS):
+        one = partial(one_cell, decisions=decisions, logging=logging, rewards=rewards)
+        runs = list(parallel([partial(one, number) for number in range(logs)], jobs=jobs))
+        for policy in runs[0]:
+            rows = np.array([run[policy] for run in runs], float)
+            table = np.column_stack([rows[..., :3].mean(axis=0), [_mean(part) for part in rows[..., 3].T]])
+            name, (ours, plainly) = f"{decisions}, {logging}, {rewards}, {policy}", table.tolist()
+            results[name] = {"betting": ours, "normal": plainly}
+            cells = f"{ours[0]:8.3f}{ours[1]:7.2f}{ours[2]:8.2f}{ours[3]:8.3f}"
+            print(f"{name:58s}{cells}   {plainly[0]:.3f} {plainly[3]:.3f}", flush=True)
+    return results
+
+
+def _mean(values: np.ndarray) -> float:
+    there = values[np.isfinite(values)]
+    return float(there.mean()) if len(there) else math.nan
+
+
+def normal(estimate: Estimate) -> tuple[float, float]:
+    """value ± z error: right for many decisions with rewards that are not rare."""
+    reach = NormalDist().inv_cdf(0.5 + LEVEL / 2) * estimate.error
+    return estimate.value - reach, estimate.value + reach
+
+
 def plain(estimates: Estimates) -> dict[str, Any]:
-    each = {name: vars(getattr(estimates, name)) for name in ("logged", *ESTIMATORS)}
+    names = "logged", *ESTIMATORS
+    each = {name: {part: getattr(getattr(estimates, name), part) for part in ("value", "error")} for name in names}
+    each["doubly_robust"]["interval"] = estimates.doubly_robust.interval(LEVEL)
     return {**each, "trusted": not estimates.doubts, "effective_size": estimates.effective_size}
 
 
@@ -176,9 +291,11 @@ def summary(found: Sequence[dict[str, Any]], truth: float) -> dict[str, Any]:
     """Bias in standard errors, coverage, and the ratio of the standard errors told to the deviation of the errors."""
     rows = {}
     for name in ESTIMATORS:
-        own = [Estimate(**one[name]) for one in found]
+        own = [Estimate(one[name]["value"], one[name]["error"]) for one in found]
         errors = np.array([estimate.value - truth for estimate in own])
-        within = [low <= truth <= high for low, high in (estimate.interval(LEVEL) for estimate in own)]
+        within = [low <= truth <= high for low, high in map(normal, own)]
+        if name == "doubly_robust":
+            within = [low <= truth <= high for low, high in (one[name]["interval"] for one in found)]
         bias, error = mean_and_error(errors.tolist())
         rows[name] = {
             "bias": bias,
@@ -212,9 +329,18 @@ def main() -> None:
     parser = arguments(__doc__, quick="12 logs of 150 decisions", jobs=2)
     parser.add_argument("--logs", type=int, default=200)
     parser.add_argument("--decisions", type=int, default=1000)
+    parser.add_argument("--cells", type=int, default=0, help="how many logs each cell of rewards and policies has")
     parser.add_argument("--sequences", type=int, default=0, help="look at this many logs after every 100 decisions")
     given = parser.parse_args()
     logs, decisions = (12, 150) if given.quick else (given.logs, given.decisions)
+    if given.cells:
+        results = cells(given.cells, given.jobs)
+        print()
+        limit = 1 - LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / given.cells)
+        worst = max(one["betting"][0] for one in results.values())
+        at_most("worst share of logs that an interval misses", limit, worst)
+        write_results(given.out, "off_policy_cells", {**setting(), "logs": given.cells, "results": results})
+        return
     if given.sequences:
         results = watched(min(given.sequences, logs) if given.quick else given.sequences, decisions, given.jobs)
         worst = max(row["missed"] for name, row in results.items() if name.endswith("sequence"))
@@ -237,7 +363,8 @@ def main() -> None:
         row = results["explores, classifier"]["estimators"][name]
         targets += at_most(f"bias in standard errors, {ESTIMATORS[name]}", 2.0, abs(row["bias_in_errors"]))
         targets += at_least(f"coverage, {ESTIMATORS[name]}", 0.90, row["coverage"])
-        targets += at_most(f"coverage, {ESTIMATORS[name]}", 0.99, row["coverage"])
+        if name != "doubly_robust":
+            targets += at_most(f"coverage, {ESTIMATORS[name]}", 0.99, row["coverage"])
     write_results(given.out, "off_policy", {**setting(), "logs": logs, "decisions": decisions, "results": results})
     print(f"targets met: {sum(target.met for target in targets)} of {len(targets)}")
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import bayesadam as ba
+from bayesadam import _storage as storage
 from bayesadam.bandits import AGENTS, Agent, Log, make_agent, read_log, replay
+from bayesadam.bandits.log import Standing
 from bayesadam.errors import FileError, MatchError, MissingFileError
 from floats import assert_close
 from processes import run_python
@@ -436,6 +440,135 @@ def test_an_agent_saved_before_the_last_line_catches_up(name, tmp_path):
     again.log(None)
     ids = read_log(path).ids
     np.testing.assert_array_equal(ids[ids >= 0], np.arange(42))
+
+
+def resumed(path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, int]:
+    """The saved agent with its log, and how many events of that it checked."""
+    checked, check = [], Standing.check
+    with monkeypatch.context() as patch:
+        patch.setattr(Standing, "check", lambda standing, event: (checked.append(event), check(standing, event)))
+        agent = Agent.load(saved)
+        agent.log(path)
+    return agent, len(checked)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_resuming_reads_the_end_of_a_log_alone(detached, tmp_path, monkeypatch):
+    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
+    agent = new(initial_pulls=1)
+    agent.log(path)
+    play(agent, ROWS[:60])
+    agent.remove_arm(0)
+    if detached:
+        agent.log(None)
+        unlogged = agent.decide(ROWS[60]).id
+        agent.reward(agent.pending[0], 1.0)
+        agent.restore_arm(0)
+        agent.add_arm()
+    agent.save(saved)
+    agent.log(None)
+    again, count = resumed(path, saved, monkeypatch)
+    assert count == 0
+    assert_alike(again, agent)
+    if detached:
+        assert again._unlogged == {unlogged}
+        assert [line["change"] for line in of_kind(path, "arm")] == ["removed", "added", "restored"]
+        again.reward(unlogged, 0.5)
+        assert len(of_kind(path, "update")) == 1
+    play(again, ROWS[61:70])
+    again.log(None)
+    more, count = resumed(path, saved, monkeypatch)
+    assert 10 < count < 30
+    assert_alike(more, again)
+    more.log(None)
+    whole = replay(path)
+    if not detached:
+        assert_alike(whole, again)
+    # Of a file of an earlier release, which says nothing of the standing, all is read.
+    whole.save(saved)
+    tensors, header = storage.read(saved, storage.AGENT)
+    del header["logged"], tensors["logged.pending"]
+    storage.write(saved, tensors, header, storage.AGENT)
+    old, count = resumed(path, saved, monkeypatch)
+    assert count == len(lines(path)) - 1
+    assert_alike(old, whole)
+
+
+def test_a_log_that_lost_its_end_is_read_whole(tmp_path, monkeypatch):
+    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
+    agent = new(initial_pulls=1)
+    agent.log(path)
+    decisions = play(agent, ROWS[:20])
+    agent.save(saved)
+    agent.log(None)
+    text = path.read_bytes()
+    cut = text.rindex(b'{"event":"decision"')
+    path.write_bytes(text[:cut])
+    again, count = resumed(path, saved, monkeypatch)
+    assert count == len(lines(path)) - 1
+    assert_alike(again, agent)
+    again.reward(decisions[-1], 1.0)
+    assert [line["event"] for line in lines(path)][-1] == "update"
+
+
+def test_a_log_that_lost_its_end_and_grew_again_is_refused(tmp_path):
+    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
+    agent = new(initial_pulls=1)
+    agent.log(path)
+    for row in ROWS[:20]:
+        agent.decide(row)
+    agent.save(saved)
+    agent.log(None)
+    text = path.read_bytes()
+    path.write_bytes(b"".join(text.splitlines(keepends=True)[:17]))
+    other = replay(path)
+    other.log(path)
+    for row in ROWS[40:50]:
+        other.decide(row)
+    other.log(None)
+    there = path.read_bytes()
+    assert len(there) > len(text)
+    with pytest.raises(MatchError, match=r"lost lines that the agent knows of, .* make an agent by replay"):
+        Agent.load(saved).log(path)
+    assert path.read_bytes() == there
+    again = replay(path)
+    again.log(path)
+    assert again.decide(ROWS[0]).id == 26
+
+
+def test_damage_after_a_save_names_its_line(tmp_path):
+    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
+    agent = new()
+    agent.log(path)
+    play(agent, ROWS[:9])
+    agent.save(saved)
+    there = len(lines(path))
+    play(agent, ROWS[9:12])
+    agent.log(None)
+    text = path.read_text().splitlines()
+    text[there + 1] = "{}"
+    path.write_text("\n".join(text) + "\n")
+    again = Agent.load(saved)
+    with pytest.raises(FileError, match=rf"is damaged in line {there + 2} "):
+        again.log(path)
+    assert_alike(again, Agent.load(saved))
+
+
+def test_replay_holds_no_more_than_what_waits(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new()
+    agent.log(path)
+    for _ in range(15):
+        for decision in agent.decide(ROWS[:100], draws=2):
+            agent.forget(decision.id)
+    agent.log(None)
+    replay(path)
+    tracemalloc.start()
+    try:
+        replay(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size
 
 
 def test_two_decisions_with_one_id_are_refused(tmp_path):

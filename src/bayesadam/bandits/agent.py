@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam._checks import count
 from bayesadam.bandits.linear import Learner, Linear
-from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Standing
+from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing, mark
 from bayesadam.bandits.network import Belief, Hybrid
 from bayesadam.bandits.observations import MOST_ROOM, Contexts, Observations, Rewards
 from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
@@ -111,8 +111,8 @@ class Agent:
         self._busy = False
         self._failure: Exception | None = None
         self._log: LogWriter | None = None
-        # The id of the log that the agent has learnt, and up to which byte.
-        self._known: tuple[str, int] | None = None
+        # Up to where the agent has learnt a log that it does not write.
+        self._known: Position | None = None
         # Decisions that wait here, but not in the log.
         self._unlogged: set[int] = set()
 
@@ -216,7 +216,7 @@ class Agent:
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
                 if self._log is not None and decision in self._unlogged:
-                    self._log.write(_update([context], [arm], value))
+                    self._log.write(_update([context], [arm], value) | {"decision": int(decision)})
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
             self._learn([context], [arm], value)
 
@@ -363,21 +363,23 @@ class Agent:
                 self._log = None
             if path is None:
                 return
-            writer = LogWriter(path, self._about(), sync=sync)
+            writer = LogWriter(path, self._about(), sync=sync, since=self._known)
             standing, before = Standing(self.n_features, self.n_arms), writer.before
             if before is not None:
-                standing, (known, end) = before.standing, self._known or ("", 0)
-                if known != writer.id:
+                if self._known is None or self._known.id != writer.id:
                     raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
-                self._follow([event for start, event in before.events if start >= end], path)
+                standing = before.standing
+                self._follow(before, path)
             self._log = writer
             self._unlogged = self._standing.waiting.keys() - standing.waiting.keys()
             for change in self._standing.changes_since(standing):
                 writer.write(change)
 
-    def _position(self) -> tuple[str, int] | None:
-        """The id of the log that the agent writes or has learnt, and up to which byte."""
-        return self._known if self._log is None else (self._log.id, self._log.end)
+    def _position(self) -> Position | None:
+        """Up to where the agent has written or learnt a log."""
+        if self._log is None:
+            return self._known
+        return self._log.position(self._standing.without(self._unlogged))
 
     def _about(self) -> dict[str, Any]:
         """What a file says of the agent that wrote it."""
@@ -387,10 +389,10 @@ class Agent:
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
-        position = self._position()
-        return position and position[0]
+        log = self._log or self._known
+        return log.id if log is not None else None
 
-    def _follow(self, written: Sequence[Event], path: AnyPath) -> None:
+    def _follow(self, written: Iterable[Event], path: AnyPath) -> None:
         """Do as the agent that wrote these events did."""
         standing = self._standing
         first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
@@ -401,11 +403,17 @@ class Agent:
             if kind in ("reward", "forget") and event["decision"] not in standing.waiting:
                 # It was rewarded while the agent wrote no log.
                 continue
+            done = {"added": range(standing.n_arms), "removed": standing.removed, "restored": standing.arms()}
+            if kind == "arm" and event["arm"] in done[event["change"]]:
+                # It was changed while the agent wrote no log.
+                continue
             if kind == "reward":
                 context, arm = standing.waiting[event["decision"]]
                 self._learn([context], [arm], [event["reward"]], now=True)
             elif kind == "update":
                 self._learn(event["contexts"], event["arms"], event["rewards"], now=True)
+                # The decision of a reward is told where it is in no line of this log.
+                standing.waiting.pop(event.get("decision", -1), None)
             standing.take(event)
             if kind == "arm" and event["change"] == "added":
                 self._learner = self._learner.widened()
@@ -413,7 +421,7 @@ class Agent:
     def save(self, path: AnyPath) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._alone():
-            standing = self._standing
+            standing, position = self._standing, self._position()
             contexts, arms = ([pair[at] for pair in standing.waiting.values()] for at in (0, 1))
             tensors = {
                 **self._seen.state(),
@@ -422,6 +430,11 @@ class Agent:
                 "pending.arm": torch.tensor(arms, dtype=torch.int64),
                 "pending.context": torch.from_numpy(np.array(contexts, np.float32).reshape(-1, self.n_features)),
             }
+            log, logged = position and (position.id, position.end), None
+            if position is not None and (there := position.standing) is not None:
+                tensors["logged.pending"] = torch.tensor(list(there.waiting), dtype=torch.int64)
+                logged = {"n_arms": there.n_arms, "gone": sorted(there.removed), "next_id": there.next_id}
+                logged["mark"] = position.mark
             header = {
                 **self._about(),
                 "training": self.training,
@@ -429,7 +442,8 @@ class Agent:
                 "pulls": standing.pulls,
                 "next_id": standing.next_id,
                 "since_training": self._since_training,
-                "log": self._position(),
+                "log": log,
+                "logged": logged,
             }
             storage.write(path, tensors, header, storage.AGENT)
 
@@ -442,7 +456,11 @@ class Agent:
             agent.training = header.get("training", "now")
             agent._seen.restore(tensors)
             agent._learner.restore({"moments": np.array(agent._seen.moments()), **_learnt(tensors)})
-            agent._since_training, agent._known = header["since_training"], header["log"] and tuple(header["log"])
+            agent._since_training = header["since_training"]
+            if header["log"]:
+                name, end = header["log"]
+                logged = header.get("logged") or {}
+                agent._known = Position(name, end, _logged(agent.n_features, logged, tensors), logged.get("mark"))
             standing, contexts = agent._standing, tensors["pending.context"].numpy()
             waiting = zip(contexts, tensors["pending.arm"].tolist(), strict=True)
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
@@ -494,8 +512,8 @@ def replay(path: AnyPath, agent: Agent | None = None) -> Agent:
         for name in ("n_features", "n_arms"):
             if getattr(agent, name) != header[name]:
                 raise MatchError(f"{path} begins with {name}={header[name]}, the agent has {getattr(agent, name)}")
-        agent._follow([event for _, event in reader.events], path)
-        agent._known = reader.id, reader.end
+        agent._follow(reader, path)
+        agent._known = Position(reader.id, reader.end, reader.standing, mark(path, reader.end))
     return agent
 
 
@@ -522,6 +540,16 @@ def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
         streams = {f"stream.{name}": trainer[name] for name in trainer.keys() & {"batches", "training"}}
         parts = storage.under("actor.", tensors) | streams
     return {name: tensor.numpy() for name, tensor in parts.items()}
+
+
+def _logged(n_features: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Standing | None:
+    """The standing of a log, as `Agent.save` wrote it, without the contexts of what waits."""
+    if not facts:
+        return None
+    standing = Standing(n_features, facts["n_arms"])
+    standing.removed, standing.next_id = set(facts["gone"]), facts["next_id"]
+    standing.waiting = dict.fromkeys(tensors["logged.pending"].tolist(), (None, 0))
+    return standing
 
 
 def _is_index(value: object) -> TypeGuard[int]:

@@ -6,22 +6,25 @@ The first line says whose log it is. The others are events, dictionaries here as
      "arms": [0, 1], "probabilities": [0.5, 0.5], "tried": false}       tried: it was the arm's turn at first
     {"event": "reward", "decision": id, "reward": 1.0}
     {"event": "forget", "decision": id}
-    {"event": "update", "contexts": [[...]], "arms": [0], "rewards": [1.0]}     without a decision of this log
+    {"event": "update", "contexts": [[...]], "arms": [0], "rewards": [1.0]}     without a decision of this log; with
+                                                                                "decision": id where another has it
     {"event": "arm", "arm": 2, "change": "added"}                               or removed, or restored
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +35,7 @@ from bayesadam.errors import FileError, MatchError, MissingFileError
 
 AnyPath = str | os.PathLike[str]
 Event = dict[str, Any]
+_MARKED = 4096
 # Of the first line, whose `event` it is.
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 
@@ -111,6 +115,13 @@ class Standing:
         if not set(arms) <= set(range(self.n_arms)):
             raise ValueError(f"there are {self.n_arms} arms here, not all of {arms}")
 
+    def without(self, decisions: Set[int]) -> Standing:
+        """The same, in memory of its own, but for some decisions that wait."""
+        other = copy.copy(self)
+        other.removed, other.pulls = set(self.removed), list(self.pulls)
+        other.waiting = {one: pair for one, pair in self.waiting.items() if one not in decisions}
+        return other
+
     def arms(self) -> list[int]:
         """Those to choose from."""
         return [arm for arm in range(self.n_arms) if arm not in self.removed]
@@ -125,46 +136,90 @@ class Standing:
         return [{"event": "arm", "arm": arm, "change": change} for change, arms in changes.items() for arm in arms]
 
 
-class LogReader:
-    """A log as it is now: its header, its events with the byte at which each begins, the standing after them.
+@dataclass(frozen=True, eq=False)
+class Position:
+    """A place in a log: its id, the byte after a line, and what releases up to 0.3 did not save: None.
 
-    A half-written line after the byte `end` is left out, with a warning. Other damage is an error that names the line.
+    That is the standing there, and the checksum of the bytes before.
     """
 
-    def __init__(self, path: AnyPath) -> None:
+    id: str
+    end: int
+    standing: Standing | None = None
+    mark: int | None = None
+
+
+class LogReader:
+    """A log as it is now: its header, and the standing at its end. Iterated over, it reads the events, one at a time.
+
+    With a position in it, these are the events after that, and what is before is not read. A half-written line after
+    the byte `end` is left out, with a warning. Other damage is an error that names the line.
+    """
+
+    def __init__(self, path: AnyPath, since: Position | None = None) -> None:
         if not Path(path).is_file():
             raise MissingFileError(f"no file at {path}")
+        self.path = path
         with Path(path).open("rb") as file:
-            first, *lines = [*file] or [b""]
-        try:
-            self.header = json.loads(first)
-            if self.header["event"] != _KIND.header or not first.endswith(b"\n"):
-                raise ValueError
-            storage.check_version(path, self.header.get("format"), _KIND)
-            self.id = self.header["id"]
-            self.standing = Standing(self.header["n_features"], self.header["n_arms"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FileError(f"{path} is not {_KIND.what}{_KIND.remedy}") from error
-        self.events: list[tuple[int, Event]] = []
-        self.end = len(first)
-        for number, line in enumerate(lines, 2):
-            if not line.endswith(b"\n"):
-                warn(f"the last line of {path}, {len(line)} bytes, was only half written and is left out")
-                break
+            first = file.readline()
             try:
-                event = json.loads(line)
-                self.standing.check(event)
-                self.standing.take(event)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise FileError(f"{path} is damaged in line {number} ({error!r}): mend or remove it") from None
-            self.events.append((self.end, event))
-            self.end += len(line)
+                self.header = json.loads(first)
+                if self.header["event"] != _KIND.header or not first.endswith(b"\n"):
+                    raise ValueError
+                storage.check_version(path, self.header.get("format"), _KIND)
+                self.id = self.header["id"]
+                self.standing = Standing(self.header["n_features"], self.header["n_arms"])
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise FileError(f"{path} is not {_KIND.what}{_KIND.remedy}") from error
+            self._first = self.end = len(first)
+            if since is not None and since.id == self.id:
+                self._first = since.end
+                # After a loss of power, a file may be shorter than it was.
+                if since.standing is not None and os.fstat(file.fileno()).st_size >= since.end:
+                    if mark(path, since.end) != since.mark:
+                        text = "has lost lines that the agent knows of, and others took their place"
+                        raise MatchError(f"{path} {text}: make an agent by replay")
+                    self.end, self.standing = since.end, since.standing.without(frozenset())
+            for line in _lines(file, self.end):
+                if not line.endswith(b"\n"):
+                    warn(f"the last line of {path}, {len(line)} bytes, was only half written and is left out")
+                    break
+                try:
+                    event = json.loads(line)
+                    self.standing.check(event)
+                    self.standing.take(event)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    number = 1 + sum(1 for _ in _lines(file, 0, self.end))
+                    raise FileError(f"{path} is damaged in line {number} ({error!r}): mend or remove it") from None
+                self.end += len(line)
+
+    def __iter__(self) -> Iterator[Event]:
+        with Path(self.path).open("rb") as file:
+            yield from map(json.loads, _lines(file, self._first, self.end))
+
+
+def mark(file: AnyPath | int, end: int) -> int:
+    """The checksum of the bytes before one, of a path or a descriptor; many enough to tell a log from another."""
+    with open(file, "rb", buffering=0, closefd=not isinstance(file, int)) as raw:
+        raw.seek(max(0, end - _MARKED))
+        return zlib.crc32(raw.read(min(end, _MARKED)))
+
+
+def _lines(file: BinaryIO, start: int, end: float = math.inf) -> Iterator[bytes]:
+    """Those from one byte of a file to another."""
+    file.seek(start)
+    while start < end and (line := file.readline()):
+        start += len(line)
+        yield line
 
 
 class LogWriter:
-    """A log that is written: open, and locked against other writers. `before` is what it had; None for a new one."""
+    """A log that is written: open, and locked against other writers.
 
-    def __init__(self, path: AnyPath, about: Mapping[str, Any], *, sync: bool) -> None:
+    `before` is what it had after a position in it; None for a new one.
+    """
+
+    def __init__(self, path: AnyPath, about: Mapping[str, Any], *, sync: bool, since: Position | None = None) -> None:
         self.path, self._sync, self._process, self.end = path, sync, os.getpid(), 0
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -173,7 +228,7 @@ class LogWriter:
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
             _lock(self._descriptor, path)
-            self.before = LogReader(path) if os.fstat(self._descriptor).st_size else None
+            self.before = LogReader(path, since) if os.fstat(self._descriptor).st_size else None
             if self.before is None:
                 self.id = secrets.token_hex(8)
                 self.write({"event": _KIND.header, "format": storage.FORMAT_VERSION, **about, "id": self.id})
@@ -183,6 +238,10 @@ class LogWriter:
         except BaseException:
             self.close()
             raise
+
+    def position(self, standing: Standing) -> Position:
+        """The end, with the standing there."""
+        return Position(self.id, self.end, standing, mark(self._descriptor, self.end))
 
     def write(self, *events: Event) -> None:
         """Append their lines, by one write, whole or not at all."""
@@ -304,7 +363,7 @@ def read_log(path: AnyPath) -> Log:
     rows: list[Event] = []
     # The rewards of decisions, by id.
     paid: dict[int, float] = {}
-    for _, event in reader.events:
+    for event in reader:
         if event["event"] == "decision":
             rows.append(event)
         elif event["event"] == "reward":
