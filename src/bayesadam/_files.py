@@ -9,31 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bayesadam.errors import BayesAdamError, FileError, MissingFileError
+from bayesadam.errors import FileError, MatchError, MissingFileError
 
 # What reading a damaged file may raise.
 DAMAGE = (
-    *(
-        RuntimeError,
-        OSError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        MemoryError,
-    ),
-    *(struct.error, zlib.error, zipfile.BadZipFile),
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(MemoryError, AssertionError, struct.error, zlib.error, zipfile.BadZipFile),
 )
 
 
 @contextmanager
 def damage_named(name: object, writer: str) -> Iterator[None]:
-    """Whatever reading a damaged file raises becomes a FileError that names it."""
+    """Whatever reading a damaged file raises becomes a FileError that names it, also of settings that mean nothing."""
     try:
         yield
-    except BayesAdamError:
+    except (FileError, MatchError):
         raise
     except DAMAGE as error:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
