@@ -97,7 +97,7 @@ def test_guarantees_hold(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_answered(name):
     settings, (x, y) = RISKS[name], data(name, 2000, 300)
-    net = ba.calibrate(trained(name), data(name, 600, 200), **settings)
+    net = ba.calibrate(trained(name), data(name, 900, 200), **settings)
     p, rule = net(x), net.report.abstention
     assert (rule.n, rule.confidence) == (600, 0.95)
     assert rule.errors / rule.answered <= rule.risk
@@ -326,3 +326,34 @@ def test_data_that_were_not_trained_on_have_uniform_probabilities():
     # Least squares leaves nothing of the slopes' sum.
     a = torch.cat([a, torch.ones(200, 1)], dim=1)
     assert balance(kind, a @ torch.linalg.lstsq(a, y).solution, y, a[:, :-1]) < 1e-12
+
+
+@pytest.mark.parametrize("jitter", [0.0, 1e-5])
+def test_inputs_of_few_values_are_scored_as_held_out_ones_were(jitter):
+    """Two binary inputs: over calibrations p-values, sets, intervals and a monitor keep their levels, ties or not."""
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(n):
+        x = (torch.rand(n, 2, generator=source) < torch.tensor([0.3, 0.6])).float()
+        numbers = (2 * x.sum(dim=1) + torch.randn(n, generator=source)).round()[:, None]
+        classes = (torch.rand(n, generator=source) < (x.sum(dim=1) - 1).sigmoid()).long()
+        return x + jitter * torch.randn(n, 2, generator=source), classes, numbers
+
+    shares, alarms = {"set": [], "interval": [], "flags": []}, 0
+    for _ in range(8):
+        (x, classes, numbers), (new, new_classes, new_numbers) = drawn(400), drawn(1000)
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, k)) for k in (2, 1)]
+        net = ba.calibrate(models[0], (x, classes), likelihood="classification")
+        low, high = ba.calibrate(models[1], (x, numbers), likelihood="regression")(new).interval(0.9)
+        p = net(new)
+        shares["set"].append(p.set(0.9).gather(1, new_classes[:, None]).double().mean())
+        shares["interval"].append(((low <= new_numbers) & (new_numbers <= high)).double().mean())
+        shares["flags"].append((p.p_value <= 0.05).double().mean())
+        alarms += ba.Monitor(reference=net.novelties, alarm=0.01).update(p.novelty)
+    held = {name: torch.stack(each) for name, each in shares.items()}
+    error = {name: 3 * float(each.std()) / len(each) ** 0.5 for name, each in held.items()}
+    assert held["set"].mean() >= 0.9 - error["set"]
+    assert held["interval"].mean() >= 0.9 - error["interval"]
+    assert held["flags"].mean() <= 0.05 + error["flags"]
+    assert alarms <= 1

@@ -44,10 +44,13 @@ def test_stacked_layers_keep_their_order():
 
 
 def test_each_input_is_left_out_of_its_own():
-    """Exact but for the ridge, which stays that of all."""
-    a, n = double(20, 5), 20
-    _, log_h = from_inputs([Layer("m", "m.weight", 5)], {"m": a}, None)
-    moment = a.T @ a / n
+    """Exact but for the ridge, which stays that of all; and what is not familiar has the A of new inputs."""
+    a, n = double(25, 5), 20
+    familiar = torch.arange(25) < n
+    leverage, log_h, fresh = from_inputs([Layer("m", "m.weight", 5)], {"m": a}, familiar, None)
+    assert torch.equal(fresh, ~familiar)
+    assert_close(leverage.log_h({"m": a[n:]}), log_h[n:])
+    moment = a[:n].T @ a[:n] / n
     for i in range(n):
         rest = (moment * n - torch.outer(a[i], a[i])) / (n - 1)
         ridge = RIDGE * moment.diagonal().mean() * n / (n - 1) * torch.eye(5, dtype=torch.float64)
@@ -56,16 +59,18 @@ def test_each_input_is_left_out_of_its_own():
 
 def test_wide_layers_are_cut_in_blocks():
     layer = Layer("m", "m.weight", WIDEST + 3)
-    known, _ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, None)
+    known, *_ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, torch.ones(20, dtype=torch.bool), None)
     assert known.factors[0].shape == (2, WIDEST // 2 + 2, WIDEST // 2 + 2)
 
 
 def test_few_inputs_leave_the_state_alone():
     layer, state = Layer("m", "m.weight", 3), Leverage((Layer("m", "m.weight", 3),), (torch.ones(3),), "second moments")
-    known, log_h = from_inputs([layer], {"m": torch.ones(5, 3)}, state)
+    few = torch.ones(5, dtype=torch.bool)
+    known, log_h, fresh = from_inputs([layer], {"m": torch.ones(5, 3)}, few, state)
     assert known.source == "second moments"
+    assert bool(fresh.all())
     assert log_h.shape == (5, 1)
-    assert from_inputs([layer], {"m": torch.ones(5, 3)}, None)[0] is None
+    assert from_inputs([layer], {"m": torch.ones(5, 3)}, few, None)[0] is None
 
 
 def test_the_state_gives_the_column_sums_of_v():

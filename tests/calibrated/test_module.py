@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
 
 
 def calibrated(name: str, **settings: object) -> ba.Calibrated:
-    return ba.calibrate(trained(name), data(name, 300, 200), **settings)
+    return ba.calibrate(trained(name), data(name, 600, 200), **settings)
 
 
 def same(answers: dict[str, Tensor], p: ba.Answer, rtol: float | None = None) -> None:

@@ -82,7 +82,8 @@ def test_the_draw_needs_no_memory_beside_itself():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     draw = q.sample()
-    assert torch.cuda.max_memory_allocated() - before < 1.01 * draw["weight"].numel() * 4
+    # The allocator gives memory in blocks of 2 MiB.
+    assert torch.cuda.max_memory_allocated() - before <= draw["weight"].numel() * 4 + 2**21
 
 
 def recorded(structure: str, device: str) -> ba.Posterior:

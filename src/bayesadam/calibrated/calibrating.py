@@ -26,7 +26,7 @@ from bayesadam.likelihoods.classes import SHARE_OF_TEXTS, of_examples
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import batches_of, to_device
-from bayesadam.predict.leverage import FEWEST, Ratios, from_inputs, from_structure
+from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
 from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
 from bayesadam.weights.posterior import Posterior
@@ -49,7 +49,7 @@ def calibrate(
     """A network whose numbers can be trusted, from held-out data; what is given is not changed.
 
     One forward pass over the held-out data finds the leverage of each input in the network's layers, r(x) relative to
-    that of the held-out inputs, 1 for the usual one. Each held-out example is left out of its own.
+    that of familiar inputs, 1 for the usual one. A third of the held-out inputs, at most 1,000, are the familiar ones.
 
     - Classes: probabilities softmax(f/T(x)), T(x) = T₀ √((1 + r(x))/2), which grow humble where layers have to
       extrapolate. The exponent ½ is smaller where held-out data would lose more than 0.5 % of their likelihood by it.
@@ -57,10 +57,11 @@ def calibrate(
       no reason to be certain.
     - Numbers: Var[f] = v r(x), with v, and σ² of a regression, by the likelihood of y.
 
-    `.p_value`, `.set(level)` and `.interval(level)` rest on the scores of the held-out examples. With `risk`,
-    `net(x).answered` says which inputs to answer, and which to leave to a person: as many as can be shown to have at
-    most `risk` of their answers wrong, on data like the held-out. Of all calibrations at most 1 − `confidence` allow
-    more errors. Where nothing can be shown it warns, and no input is answered.
+    `.p_value`, `.set(level)` and `.interval(level)` rest on the scores of the others, whose r(x) is found as for new
+    inputs, so that they hold where values tie, too. With `risk`, on the same, `net(x).answered` says which inputs to
+    answer, and which to leave to a person: as many as can be shown to have at most `risk` of their answers wrong, on
+    data like the held-out. Of all calibrations at most 1 − `confidence` allow more errors. Where nothing can be shown
+    it warns, and no input is answered.
 
     None of this needs the optimiser's state: a plain model will do, with its likelihood.
 
@@ -92,8 +93,10 @@ def calibrate(
     f, y = seen.outputs, seen.targets
 
     state = None if q is None else from_structure(layers, q.curvature)
-    leverage, log_h = from_inputs(layers, seen.pooled, state)
+    leverage, log_h, fresh = from_inputs(layers, seen.pooled, chosen(seen.n), state)
     ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
+    # What is compared with new inputs rests on those that A has not seen either.
+    of_fresh = fresh.to(f.device)[seen.owners]
     # r of the example that each row belongs to.
     owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep)))
     fit, alone = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges), 1.0
@@ -109,7 +112,7 @@ def calibrate(
 
     rule = None
     if risk is not None:
-        doubt, wrong = answer.doubt, _wrong(kind, seen, answer, tolerance)
+        doubt, wrong = answer.doubt[of_fresh], _wrong(kind, seen, answer, tolerance)[of_fresh]
         rule = abstention(doubt, wrong, risk=risk, confidence=confidence, tolerance=tolerance)
         if rule.threshold is None:
             warn(remedy(doubt, wrong, risk=risk, confidence=confidence))
@@ -126,10 +129,11 @@ def calibrate(
 
     fit = replace(fit, report=Report(kind.name, seen.n, nll, _outcome(fit), rule))
     if seen.n >= FEWEST:
-        novelty = answer.novelty
+        novelty, scores = answer.novelty[of_fresh], _scores(kind, seen, answer)
         if seen.entropy is not None:
-            novelty = seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy)
-        fit = replace(fit, novelties=novelty.sort().values, scores=_scores(kind, seen, answer))
+            novelty = (seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy))[fresh.to(f.device)]
+        scores = None if scores is None else scores[of_fresh]
+        fit = replace(fit, novelties=novelty.sort().values, scores=scores)
     return Calibrated(tapped, fit, q)
 
 

@@ -29,8 +29,8 @@ from bayesadam.weights.diagonal import Diagonal
 Source = Literal["inputs", "gradients", "second moments"]
 # ε, chosen like the exponents below on MNIST, Fashion-MNIST and texts.
 RIDGE = 0.01
-# Fewer inputs do not make a second moment.
-FEWEST = 20
+# Fewer inputs do not make a second moment, and more than the latter make it hardly better.
+FEWEST, MOST = 20, 1000
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
@@ -205,37 +205,50 @@ def _right_side(layer: Layer, structure: Diagonal) -> Tensor | None:
     return (rotation.right * structure.second_moment[layer.weight].flatten(1).sum(dim=0)) @ rotation.right.mT
 
 
-def from_inputs(
-    layers: Sequence[Layer], pooled: Mapping[str, Tensor], state: Leverage | None
-) -> tuple[Leverage | None, Tensor]:
-    """Of n familiar inputs, A = Σ a aᵀ/n, and their log h, (n, layers), each with its own input left out of A:
+def chosen(n: int) -> Tensor:
+    """Which of n inputs make A, (n,) booleans: a third, drawn at random, 20 to 1,000; none of fewer than 40."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    return order < (min(max(n // 3, FEWEST), MOST) if n >= 2 * FEWEST else 0)
 
-        h ← (n − 1)/n · h/(1 − h/n)
+
+def from_inputs(
+    layers: Sequence[Layer], pooled: Mapping[str, Tensor], familiar: Tensor, state: Leverage | None
+) -> tuple[Leverage | None, Tensor, Tensor]:
+    """Of m familiar inputs, A = Σ a aᵀ/m; the log h of all n, (n, layers); and which of them are not in A, (n,).
+
+    The others have the same A as new inputs have: among them and one more, all ranks of h are equally likely, and equal
+    inputs tie. The familiar ones are left out of their own, h ← (m − 1)/m · h/(1 − h/m), which makes them as large, but
+    not tie.
 
     Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. The state's leverage
-    stands where inputs are fewer than 20, or where there is no other layer; None where there is none either.
+    stands where familiar inputs are fewer than 20, or where there is no other layer; None where there is none either.
 
     Args:
         pooled: the inputs by module, (n, width).
+        familiar: which of them are in A, (n,) booleans.
         state: the leverage that the optimiser's state gives, where there is one.
     """
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
-    if not wide or len(pooled[wide[0].module]) < FEWEST:
+    m, everyone = int(familiar.sum()), torch.ones_like(familiar)
+    if not wide or m < FEWEST:
         state = None if state is None else state.among(pooled)
         if state is None or not state.layers:
-            return None, torch.zeros(0, 0)
+            return None, torch.zeros(0, 0), everyone
         log_h = state.log_h(pooled)
-        return state.against(log_h), log_h
+        return state.against(log_h), log_h, everyone
     factors: dict[Layer, Tensor] = {}
     columns = []
     for layer in wide:
         a = pooled[layer.module]
-        if bool(a.any()):
-            x, n = _blocks(a, layer), len(a)
-            factors[layer] = w = factor(torch.einsum("bgs,bgt->gst", x, x) / n)
+        inside = familiar.to(a.device)
+        if bool(a[inside].any()):
+            x = _blocks(a[inside], layer)
+            factors[layer] = w = factor(torch.einsum("bgs,bgt->gst", x, x) / m)
             h = _h(a[None], w[None], layer)[0]
-            columns.append(((n - 1) / n * h / (1 - h / n).clamp(min=1e-6)).sum(dim=1))
+            left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
+            columns.append(torch.where(inside[:, None], left_out, h).sum(dim=1))
     if not factors:
-        return None, torch.zeros(0, 0)
+        return None, torch.zeros(0, 0), everyone
     log_h = _log(torch.stack(columns, dim=1))
-    return Leverage(tuple(factors), tuple(factors.values()), "inputs").against(log_h), log_h
+    leverage = Leverage(tuple(factors), tuple(factors.values()), "inputs")
+    return leverage.against(log_h[familiar.to(log_h.device)]), log_h, ~familiar
