@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+APART = ". Pass the file that has it as optimizer_path="
+
+
 class CheckpointKeywords(TypedDict, total=False):
     """How a checkpoint is read: the keywords of everything that reads one.
 
@@ -133,10 +136,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if not state.states:
         beside = f"; there are {' and '.join(file.name for file in contents.beside)}" if contents.beside else ""
-        raise FileError(
-            f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            f"optimizer_path={beside}"
-        )
+        raise FileError(f"{second or path} holds no optimiser state: found {state.summary}{APART}{beside}")
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.get("optimizer_key"))
     behind = choice.named()

@@ -104,7 +104,8 @@ def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
     except KeyError as missing:
         raise MatchError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
-            f"{sorted(map(str, entry.state))}. Name the optimiser that wrote it (optimizer='adamw', 'adagrad', …)"
+            f"{sorted(map(str, entry.state))}. Name the optimiser that wrote it: optimizer='adamw', 'adagrad', … of a "
+            "file, reader= of a live one"
         ) from None
 
 

@@ -191,7 +191,8 @@ def match_state_dict(
     pairing = pair_by_names(state_dict, parameters, param_names)
     if pairing is None:
         slots = slots_of(state_dict, record)
-        pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True)
+        # Here nobody can vouch for the groups.
+        pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True, remedy="")
     return _in_place(match_pairs(parameters, state_dict, record, pairing))
 
 
@@ -359,10 +360,13 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
     return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
 
 
-def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
+def pair(
+    slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False, remedy: str = _IN_ORDER
+) -> Pairing:
     """The names behind the keys: by the order of the parameters, else by shapes that occur once.
 
-    `ordered` says that `shapes` are in the model's order, `in_order` that each of several groups is, too.
+    `ordered` says that `shapes` are in the model's order, `in_order` that each of several groups is, too; `remedy` is
+    told where that would help.
     """
     missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes.values())
     if len(slots) > len(shapes) or missing:
@@ -386,7 +390,7 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
         return one
     key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != others[0].names[slot.key])
     choices = " or to ".join(f"{answer.names[key]!r} ({answer.why})" for answer in (one, *others))
-    remedy = _IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ""
+    remedy = remedy if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ""
     raise AmbiguousError(
         f"the state under key {key!r} may belong to {choices}: {slots[-1].group + 1} groups without names, and every "
         f"shape agrees with each. {NAMES}{remedy}"
