@@ -43,7 +43,9 @@ _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batc
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
 _KEEPS_NONE = "which keeps no second moment per weight; ba.track(optimizer) keeps one"
-_EACH_IN_ORDER = "groups: each in the model's order"
+# How states without names were matched, and that the user says so.
+ONE_GROUP, IN_GROUPS, STATED = "one group in the model's order", "groups: ", ", as was stated"
+_EACH_IN_ORDER = f"{IN_GROUPS}each in the model's order"
 # By what trainers split parameters into groups: a function of a name and its dimensions.
 _SPLITS: Mapping[str, Callable[[str, int], Hashable]] = {
     "matrices apart": lambda name, dims: dims > 1,
@@ -405,9 +407,9 @@ def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bo
     if not ordered:
         return
     if len(groups) < 2:
-        yield "one group in the model's order", [(slots, shapes)]
+        yield ONE_GROUP, [(slots, shapes)]
         return
-    yield _EACH_IN_ORDER, [(group, shapes) for group in groups]
+    yield _EACH_IN_ORDER + STATED * in_order, [(group, shapes) for group in groups]
     if in_order:
         return
     yield "groups: consecutive parts of the model", [(slots, shapes)]

@@ -294,6 +294,7 @@ class Posterior(GaussianWeights):
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
         how = (n_data, prior, power, batch_size, structure)
         q = of_match(match, *how, curvature=curvature, gradients=gradients)
+        readers.warn_of_order(match, curvature.second_moment)
         if load is not None:
             load()
             match.settle()
