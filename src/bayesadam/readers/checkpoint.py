@@ -39,7 +39,7 @@ from bayesadam.readers.match import (
     shapes_listed,
     slots_of,
 )
-from bayesadam.readers.registry import StateDict, StateReader, reader_named
+from bayesadam.readers.registry import StateDict, StateReader, damage_told, reader_named
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -173,6 +173,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
     )
 
 
+@damage_told()
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
     states = outline_of(optimizer["state"])
@@ -184,6 +185,7 @@ def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict
         raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
+@damage_told()
 def match_checkpoint(
     checkpoint: Checkpoint, model: nn.Module | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Match:

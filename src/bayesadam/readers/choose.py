@@ -14,7 +14,7 @@ from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Keys, Network
 from bayesadam.readers.formats.lazy import clean_names, memory_of, outline_of
 from bayesadam.readers.match import AmbiguousError, candidates, names_in, pair, slots_of
-from bayesadam.readers.registry import StateDict
+from bayesadam.readers.registry import StateDict, damage_told
 
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
@@ -55,6 +55,7 @@ def dotted(*paths: Keys) -> str:
     return ",".join(".".join(path) for path in paths)
 
 
+@damage_told()
 def choose(
     networks: Sequence[Network],
     states: Mapping[Keys, StateDict],

@@ -31,6 +31,7 @@ from bayesadam.readers.registry import (
     State,
     StateDict,
     StateReader,
+    damage_told,
     reader_for,
     reader_named,
     reader_of,
@@ -70,16 +71,19 @@ class Entry:
     reader: StateReader
 
     @property
+    @damage_told()
     def steps(self) -> float | None:
         """t, the gradients behind the statistic; None where they are not counted."""
         return self.reader.steps(self.state, self.group)
 
     @property
+    @damage_told()
     def weight_decay(self) -> float:
         """λ of its group."""
         return float(self.group.get("weight_decay", 0.0) or 0.0)
 
     @property
+    @damage_told()
     def average(self) -> Tensor | None:
         """The weight that was trained, where the one that is stored is another."""
         return None if self.reader.mean is None else self.reader.mean(self.state, self.group, self.parameter)
@@ -183,6 +187,7 @@ def match_optimizers(
     return _in_place(_finished(parameters, matched, " and ".join(titles), titles, "the identity of tensors"))
 
 
+@damage_told()
 def match_state_dict(
     model: nn.Module, state_dict: StateDict, reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
