@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.readers import (
     StateReader,
+    identify_reader,
     read_optimizer,
     read_state_dict,
     reader_named,
@@ -607,3 +608,15 @@ def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
 def test_a_later_reader_wins_for_the_same_class() -> None:
     register(StateReader("raw", (torch.optim.Adam,), key="exp_avg_sq"))
     assert reader_of(torch.optim.Adam(nn.Linear(2, 1).parameters())).name == "raw"
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_mark_of_a_users_own_tells_what_else_is_kept() -> None:
+    entries = {"step": torch.tensor(3.0), "zeph_m": torch.ones(2), "zeph_v": torch.ones(2)}
+    state = {"state": {0: entries}, "param_groups": [{"zeta": (0.9, 0.99), "zephyr": True, "params": [0]}]}
+    reader = StateReader("zephyr", (), key="zeph_v", decay=("zeta", 1), bias_correction=True)
+    register(reader)
+    with pytest.raises(MatchError):
+        identify_reader(state)
+    register(replace(reader, mark="zephyr"), replace=True)
+    assert identify_reader(state).name == "zephyr"

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.readers import tracking
-from bayesadam.readers.registry import ADVICE, TRACKED, Group, State, StateDict, StateReader, keeps_none, registered
+from bayesadam.readers.registry import (
+    ADVICE,
+    READERS,
+    TRACKED,
+    Group,
+    State,
+    StateDict,
+    StateReader,
+    keeps_none,
+    registered,
+)
 
 # All fields of a record that change v̂.
 _reading = attrgetter(
@@ -81,7 +91,9 @@ def _fits(reader: StateReader, state: State, group: Group, *, named: bool = Fals
     if stored is None or unknown_bases(reader, state, stored.shape):
         return False
     others = [str(key) for key, value in state.items() if isinstance(value, Tensor) and value.shape == stored.shape]
-    described = named or reader.read or reader.factors or reader.mean or not stored.dim()
+    # The mark of a reader that was registered is known to be its own; of ours it may be shared with strangers.
+    own_mark = bool(reader.mark) and reader not in READERS
+    described = named or own_mark or reader.read or reader.factors or reader.mean or not stored.dim()
     counter = (group if reader.step == "group" else state).get(reader.counter)
     contradictions = (
         reader.mark not in (None, *group) and not (named and reader.mark == ""),

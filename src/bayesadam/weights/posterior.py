@@ -313,7 +313,7 @@ class Posterior(GaussianWeights):
         with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
         not those it was saved with.
         """
-        require_kind(model, nn.Module, "model")
+        own_parameters(model)
         tensors, header = read_folder(path) if os.path.isdir(path) else storage.read(path)
         posterior = cls.unpacked(path, tensors, header, model)
         warn_of_calibration(path, header)
