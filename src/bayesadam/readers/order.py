@@ -65,5 +65,5 @@ def _agreement(weight: Tensor, bias: Tensor) -> float:
 def _ranks(values: Tensor) -> Tensor:
     """Ranks with mean 0 and norm 1."""
     ranks = values.argsort(stable=True).argsort().double()
-    centred = ranks - ranks.mean()
-    return centred / centred.norm()
+    centred: Tensor = ranks - ranks.mean()
+    return centred.div_(centred.norm())
