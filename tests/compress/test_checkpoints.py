@@ -186,3 +186,15 @@ def test_averages_are_pruned_by_the_same_masks(saved, tmp_path, prefix, key):
     # Without names it stays as it is.
     assert torch.equal(found["lists"]["shadow_params"][0], lists["shadow_params"][0])
     assert "'lists.shadow_params' is a list of 6 tensors without names, which is not read." in lines
+
+
+def test_a_calibrated_network_is_not_pruned_under_its_calibration(saved, tmp_path):
+    model, adam, _ = saved
+    x = torch.randn(60, 6)
+    net = ba.calibrate(model.eval(), (x, torch.randint(3, (60,))), likelihood="classification")
+    net.save(tmp_path / "net.safetensors")
+    torch.save(adam.state_dict(), tmp_path / "o.pt")
+    names = [f"model.{name}" for name, _ in model.named_parameters()]
+    options = {"optimizer_path": tmp_path / "o.pt", "param_names": names}
+    with pytest.raises(ba.BayesAdamError, match=r"has what bayesadam\.calibrated found of its weights as they are"):
+        ba.compress.prune_checkpoint(tmp_path / "net.safetensors", tmp_path / "out.safetensors", 0.5, **options)

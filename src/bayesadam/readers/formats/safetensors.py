@@ -35,6 +35,10 @@ def _read(path: Path) -> Contents:
 
 def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
     old, metadata = map_tensors(source)
+    if ours := [key for key in metadata if key.startswith("bayesadam")]:
+        raise FileError(
+            f"{source} has what {ours[0]} found of its weights as they are: prune the checkpoint they are from instead"
+        )
     write_tensors(target, old, lambda name: weights((name,)) if (name,) in positions else old[name], lambda _: metadata)
 
 
