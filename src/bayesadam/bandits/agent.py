@@ -526,7 +526,7 @@ def _check_sizes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
     if (
         len(header["pulls"]) != n_arms
         or {tensors["contexts"].shape[-1], pending.shape[-1]} != {features}
-        or pending.dim() != 2
+        or (pending.dim(), tensors["pending.arm"].dim(), tensors["pending.id"].dim()) != (2, 1, 1)
         or any(size != sum((m + 1) * n for m, n in itertools.pairwise(widths)) for size in weights)
         or not all(bool(tensor.isfinite().all()) for tensor in tensors.values())
         or not bool(((arms >= 0) & (arms < n_arms)).all())

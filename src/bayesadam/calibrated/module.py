@@ -334,8 +334,10 @@ def load(
         net = Calibrated(Tapped(network, (), forward), fit)
         # What the file holds goes together if it makes an answer out of zeros.
         (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
-        f = zeros(3) if dimensions == 1 else zeros(3, *[1] * (dimensions - 2), last)
-        seen = {} if fit.leverage is None else {one.module: zeros(3, one.width) for one in fit.leverage.layers}
+        # As many examples as there are outputs would hide that a tensor has the shape of the other.
+        n = 3 + (last == 3)
+        f = zeros(n) if dimensions == 1 else zeros(n, *[1] * (dimensions - 2), last)
+        seen = {} if fit.leverage is None else {one.module: zeros(n, one.width) for one in fit.leverage.layers}
         answer, _ = net.answer(f, seen), str(net.report)
         if fit.scores is not None:
             _ = answer.set() if fit.likelihood.is_classes else answer.interval()
