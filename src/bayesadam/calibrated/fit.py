@@ -41,7 +41,7 @@ class Report:
     abstention: Abstention | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.likelihood}: calibrated on {self.n} held-out examples, each left out of its own leverage"]
+        lines = [f"{self.likelihood}: calibrated on {self.n} held-out examples"]
         lines += [f"  negative log-likelihood, {name}: {v:.4f} ± {error:.4f}" for name, (v, error) in self.nll.items()]
         lines.append(f"  {self.outcome}")
         return "\n".join(lines if self.abstention is None else [*lines, f"  answers {self.abstention}"])
