@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,6 +199,48 @@ def test_the_doctor_says_of_a_file_what_it_says_live(pair, saved, tmp_path, caps
     assert "✗ unreadable" in told
     assert "--optimizer-file" in told
     assert run("doctor", tmp_path / "nowhere.pt") == 2
+
+
+def followed(error: str) -> list[str]:
+    """The options that the last line of a message names, with what it says to give them."""
+    line = next(line for line in error.splitlines()[::-1] if "--" in line)
+    return [part.strip("'") for part in re.findall(r"(--[a-z-]+)(?: ('[^']*'))?", line) for part in part if part]
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("doctor",), ("prune", "--fraction", "0.5", "-o", "out.pt")])
+@pytest.mark.parametrize("case", ["groups", "networks", "states", "apart"])
+def test_what_a_message_says_to_give_is_taken(case, command, pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = pair
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if case == "groups":
+        model = mlp(3, 3, 3, 3, 3, 3, 3)
+        groups = [[p for p in model.parameters() if (p.dim() > 1) is matrices] for matrices in (True, False)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        train(model, optimizer, steps=3)
+        tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    elif case == "networks":
+        tree = {"one": tree["model"], "two": tree["model"] | {"0.bias": torch.ones(20)}, "optimizer": tree["optimizer"]}
+    elif case == "states":
+        tree = {"model": tree["model"], "first": tree["optimizer"], "second": tree["optimizer"]}
+    elif case == "apart":
+        torch.save(tree.pop("optimizer"), "state.pt")
+    torch.save(tree, "w.pt")
+    first, *rest = command
+    assert run(first, "w.pt", *rest) in (1, 2)
+    captured = capsys.readouterr()
+    options = followed(captured.err or captured.out)
+    assert options, captured
+    options += ["state.pt"] if options == ["--optimizer-file"] else []
+    assert run(first, "w.pt", *rest, *options) == 0, (options, capsys.readouterr())
+
+
+def test_a_merge_does_not_recommend_what_it_refuses(pair, tmp_path, capsys):
+    torch.save(pair[0].state_dict(), tmp_path / "w.pt")
+    assert run("merge", tmp_path / "w.pt", tmp_path / "w.pt", "-o", tmp_path / "m.safetensors") == 2
+    said = capsys.readouterr().err
+    assert "--optimizer-file" not in said
+    assert "in a pair (weights, state)" in said
 
 
 def test_files_apart_and_groups_are_the_users_word(tmp_path, capsys):

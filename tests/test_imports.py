@@ -139,6 +139,7 @@ def test_extras_agree_with_the_packaging():
 FLOORS = (
     {"errors", "_version"},
     {"_alone", "_checks", "_extras", "_files", "_options", "_progress", "_shards", "_tables", "_warnings"},
+    {"_schema"},
     {"_storage"},
     {"readers"},
     {"likelihoods", "weights"},

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bayesadam._files import replacing
+from bayesadam._files import DAMAGE, replacing
+from bayesadam._schema import AgentHeader, PosteriorHeader, typed
 from bayesadam.errors import FileError, MatchError, MissingFileError
 
 FORMAT_VERSION = 1
@@ -37,18 +39,58 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: its header's key, its name in messages, what to do about another, the newest format read."""
+    """A kind of file: its header's key and type, its name in messages, what to do about another, the newest format."""
 
     header: str
     what: str
     remedy: str = ""
     newest: int = FORMAT_VERSION
+    schema: type = dict
 
 
 POSTERIOR = Kind(
-    "bayesadam", "a saved posterior", ": a run's own checkpoint is read by Posterior.from_checkpoint", COMPACT_VERSION
+    "bayesadam",
+    "a saved posterior",
+    ": a run's own checkpoint is read by Posterior.from_checkpoint",
+    COMPACT_VERSION,
+    PosteriorHeader,
 )
-AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote")
+AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote", schema=AgentHeader)
+# Of the metadata, beside the header: its sum. Those of the tensors are in the header, under the other.
+_SUM, _SUMS = "crc32", "sums"
+
+
+class Summed(Mapping[str, Tensor]):
+    """Tensors that stay on the disk; the first access of each compares its sum with the header's, where that has one.
+
+    `outline` are the same, whose values are not to be used.
+    """
+
+    def __init__(self, path: AnyPath, outline: Mapping[str, Tensor], sums: Mapping[str, str]) -> None:
+        self.outline = outline
+        self._path, self._sums = path, dict(sums)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.outline[name]
+        if name in self._sums and _sum(tensor) != self._sums[name]:
+            raise FileError(f"{self._path} is damaged: {name!r} is not what was written")
+        self._sums.pop(name, None)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outline)
+
+    def __len__(self) -> int:
+        return len(self.outline)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.outline
+
+
+def _sum(values: Tensor) -> str:
+    """CRC-32 of type, shape and values."""
+    begun = zlib.crc32(f"{values.dtype}{list(values.shape)}".encode())
+    return f"{zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data, begun):08x}"
 
 
 def write(
@@ -63,9 +105,13 @@ def write(
 
     With `load`, which gives the values by name, `tensors` have the shapes and types alone.
     """
-    text = json.dumps({"format": FORMAT_VERSION, **header}, allow_nan=False)
+
+    def about(sums: Mapping[str, str]) -> dict[str, str]:
+        text = json.dumps({"format": FORMAT_VERSION, **header, _SUMS: dict(sums)}, allow_nan=False)
+        return {kind.header: text, _SUM: f"{zlib.crc32(text.encode()):08x}"}
+
     with replacing(path) as temporary:
-        write_tensors(temporary, tensors, load or tensors.__getitem__, {kind.header: text})
+        write_tensors(temporary, tensors, load or tensors.__getitem__, about)
 
 
 def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -74,18 +120,35 @@ def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict
     return {name: tensor.clone() for name, tensor in tensors.items()}, header
 
 
-def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """`read` with the tensors on disk until they are used."""
+def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[Summed, dict[str, Any]]:
+    """`read` with the tensors on disk until they are used.
+
+    Files of earlier releases have no sums. What their headers hold is compared with the kind's type alone.
+    """
     if not Path(path).is_file():
         raise MissingFileError(f"no file at {path}")
     tensors, metadata = map_tensors(Path(path), f"not {kind.what}", kind.remedy)
+    text = metadata.get(kind.header, "null")
+    header = header_of(path, text, kind)
+    sums, is_same = header.pop(_SUMS, {}), metadata.get(_SUM) == f"{zlib.crc32(text.encode()):08x}"
+    if (sums != {} or _SUM in metadata) and not (is_same and isinstance(sums, dict) and sums.keys() == tensors.keys()):
+        raise FileError(f"{path} is damaged: its header is not what was written")
+    return Summed(path, tensors, sums), header
+
+
+def header_of(path: AnyPath, text: str, kind: Kind = POSTERIOR) -> dict[str, Any]:
+    """The JSON of a header, of the kind and of a format that is read, and of the kind's type."""
     try:
-        header = json.loads(metadata.get(kind.header, "null"))
-    except ValueError as error:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is truncated or not {kind.what} ({error}){kind.remedy}") from error
     header = header if isinstance(header, dict) else {}
     check_version(path, header.get("format"), kind)
-    return tensors, header
+    try:
+        checked: dict[str, Any] = typed(header, kind.schema)
+    except (ValueError, TypeError) as error:
+        raise FileError(f"{path} is damaged: {error}") from None
+    return checked
 
 
 def is_of_kind(path: Path, kind: Kind = POSTERIOR) -> bool:
@@ -120,21 +183,26 @@ def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tup
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (*DAMAGE, SafetensorError) as error:
         raise FileError(f"{path} is truncated or {otherwise} ({error}){remedy}") from error
 
 
 def write_tensors(
-    target: Path, like: Mapping[str, Tensor], load: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
+    target: Path,
+    like: Mapping[str, Tensor],
+    load: Callable[[str], Tensor],
+    about: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None,
 ) -> None:
     """Write named tensors one by one: no two of them need be in memory at once. Tied ones are written twice.
 
-    `like` has their names, types and shapes, `load` gives the values by name, `metadata` are texts to store with them.
+    `like` has their names, types and shapes, `load` gives the values by name, `about` the texts to store with them, of
+    a length that does not depend on the tensors' sums.
     """
     like = {name: torch.empty_like(tensor, device="meta") for name, tensor in like.items()}
     # Wide types first, so that every tensor is aligned.
     names = sorted(like, key=lambda name: (-like[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    sums = dict.fromkeys(names, "0" * 8)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} if about is None else dict(about(sums))}
     end = 0
     for name in names:
         tensor = like[name]
@@ -142,14 +210,23 @@ def write_tensors(
             raise FileError(f"{name!r} is of type {tensor.dtype}, which a safetensors file cannot hold")
         start, end = end, end + tensor.numel() * tensor.itemsize
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+
+    def head() -> bytes:
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
     with target.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head())
         for name in names:
             values = load(name).detach().to("cpu", like[name].dtype).contiguous()
             assert values.shape == like[name].shape
             values.reshape(-1).view(torch.uint8).numpy().tofile(file)
+            sums[name] = "" if about is None else _sum(values)
+        if about is not None:
+            header["__metadata__"] = dict(about(sums))
+            file.seek(0)
+            file.write(head())
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

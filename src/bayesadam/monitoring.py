@@ -34,18 +34,20 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from bayesadam import _storage
+from bayesadam import _files, _storage
 from bayesadam._checks import require_kind
 from bayesadam._extras import require
+from bayesadam._schema import MonitorHeader
 from bayesadam.calibrated import Answer, Calibrated, Program
-from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
+from bayesadam.errors import CalibrationError, MatchError, SettingError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Array = NDArray[np.float64]
 Scores = ArrayLike | torch.Tensor
-_KIND = _storage.Kind("bayesadam.monitor", "a saved monitor", ": give the file that Monitor.save wrote")
+_REMEDY = ": give the file that Monitor.save wrote"
+_KIND = _storage.Kind("bayesadam.monitor", "a saved monitor", _REMEDY, schema=MonitorHeader)
 # Bets are that a share ε of the scores has p near 0, near 1 or near ½: q = p, 1 − p or |2 p − 1| has the density
 # κ q^(κ − 1), shifted by δ so that it is bounded, or 2 (1 − q). All were chosen by the delay on made-up streams.
 _SHARES, _EXPONENTS, _SHIFT = np.array([0.03, 0.2, 0.9]), np.array([0.05, 0.3, 0.7]), 1e-4
@@ -238,7 +240,7 @@ class Monitor:
     def load(cls, path: _storage.AnyPath) -> Monitor:
         """The monitor that `save` wrote, which goes on to the bit."""
         tensors, header = _storage.read(path, _KIND)
-        try:
+        with _files.damage_named(path, "Monitor.save"):
             if "n" in tensors:
                 tensors, header = _of_release_0_3(tensors, header)
             arrays = {name: tensors[name].numpy() for name in _ARRAYS}
@@ -251,8 +253,6 @@ class Monitor:
             monitor._draw.bit_generator.state = header["draw"]
             # What the file holds goes together if a copy can go on.
             _, _ = str(monitor), copy.deepcopy(monitor).update(np.zeros(3))
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise FileError(f"{path} is damaged: {error}") from None
         return monitor
 
 

@@ -110,9 +110,9 @@ def test_a_file_without_a_setting_is_refused_by_its_name(tmp_path):
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["bayesadam.bandits"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del header["settings"]["shape"]
+    del header["settings"]["shape"], header["sums"]
     save_file(tensors, path, metadata={"bayesadam.bandits": json.dumps(header)})
-    with pytest.raises(FileError, match="is not a saved agent of this version: 'shape'"):
+    with pytest.raises(FileError, match=r"damaged or not a file of Agent\.save .*'shape'"):
         Agent.load(path)
 
 

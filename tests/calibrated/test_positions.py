@@ -163,7 +163,7 @@ def test_confidence_is_of_all_labels_together():
         passed += bool(label_abstention(doubt, wrong, risk=0.1, confidence=0.8).answered)
     assert passed <= 8 + 4 * math.sqrt(40 * 0.2 * 0.8)
     sure = label_abstention(doubt, torch.zeros(300, 8, dtype=torch.bool), risk=0.1, confidence=0.8)
-    assert sure == Abstention(0.1, 0.8, None, 300, [299.0] * 8, 2400, 0)
+    assert sure == Abstention(0.1, 0.8, None, 300, (299.0,) * 8, 2400, 0)
 
 
 @pytest.mark.parametrize(("name", "risk"), [("classification", 0.1), ("regression", 0.1), ("binary", None)])

@@ -160,3 +160,41 @@ def test_a_bias_before_a_batch_norm_stays_in_the_file(tmp_path):
     pruned = torch.load(out, weights_only=True)["model"]
     assert torch.equal(pruned["0.bias"], model.state_dict()["0.bias"])
     assert (pruned["0.weight"] == 0).any()
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("key", [None, "model", "ema"])
+def test_averages_are_pruned_by_the_same_masks(saved, tmp_path, prefix, key):
+    model, adam, path = saved
+    averages = {f"{prefix}{name}": tensor * 0.5 for name, tensor in model.state_dict().items()}
+    averages |= {"n_averaged": torch.tensor(3)} if prefix else {}
+    lists = {"shadow_params": [parameter.detach() * 0.1 for parameter in model.parameters()]}
+    tree = {"model": model.state_dict(), "ema": averages, "optimizer": adam.state_dict(), "lists": lists}
+    torch.save({**tree, "other": {"x": torch.ones(3, 2)}}, path)
+    out = tmp_path / "pruned.pt"
+    report = ba.compress.prune_checkpoint(path, out, 0.6, weights_key=key)
+    found = torch.load(out, weights_only=True)
+    for name, tensor in model.state_dict().items():
+        pruned = found["model"][name] == 0
+        assert torch.equal(found["ema"][f"{prefix}{name}"] == 0, pruned | (tensor == 0))
+    assert report.weights - report.kept == sum(int((found["model"][n] == 0).sum()) for n, _ in model.named_parameters())
+    assert torch.equal(found["other"]["x"], torch.ones(3, 2))
+    read, copy = (key or "model"), "model" if key == "ema" else "ema"
+    lines = str(report).splitlines()
+    assert lines[0] == f"Read {read!r}: 6 of {9 + bool(prefix) * (key == 'ema')} tensors have a state."
+    assert lines[1:3] == [f"Pruned by the same masks: {copy!r}.", "'other' left as it was."]
+    # Without names it stays as it is.
+    assert torch.equal(found["lists"]["shadow_params"][0], lists["shadow_params"][0])
+    assert "'lists.shadow_params' is a list of 6 tensors without names, which is not read." in lines
+
+
+def test_a_calibrated_network_is_not_pruned_under_its_calibration(saved, tmp_path):
+    model, adam, _ = saved
+    x = torch.randn(60, 6)
+    net = ba.calibrate(model.eval(), (x, torch.randint(3, (60,))), likelihood="classification")
+    net.save(tmp_path / "net.safetensors")
+    torch.save(adam.state_dict(), tmp_path / "o.pt")
+    names = [f"model.{name}" for name, _ in model.named_parameters()]
+    options = {"optimizer_path": tmp_path / "o.pt", "param_names": names}
+    with pytest.raises(ba.BayesAdamError, match=r"has what bayesadam\.calibrated found of its weights as they are"):
+        ba.compress.prune_checkpoint(tmp_path / "net.safetensors", tmp_path / "out.safetensors", 0.5, **options)

@@ -93,7 +93,7 @@ def test_it_reads_what_bayesadam_reads(adam, rotated, tmp_path, structure, compr
         assert_close(found[name], v, rtol=1e-5)
         if compress != "factored" and structure == "diagonal":
             assert np.array_equal(found[name] == 0, (v == 0).numpy())
-    assert header == storage.read(path)[1]
+    assert {**header, "sums": None} == {**storage.read(path)[1], "sums": None}
     lines = check(path)
     assert f"{structure} curvature" in lines[1]
     assert ("with weights" if weights else "without weights") in lines[1]
@@ -348,13 +348,13 @@ def test_damages_are_told(damage, in_order, tmp_path, capsys):
 
 def _write(path, tensors, header):
     """`storage.write` would put a format where there is none."""
-    storage.write_tensors(path, tensors, tensors.__getitem__, {"bayesadam": json.dumps(header)})
+    storage.write_tensors(path, tensors, tensors.__getitem__, lambda sums: {"bayesadam": json.dumps(header)})
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{", "[" * 100_000, '{"format": NaN}'])
 def test_a_header_that_is_none_is_told(text, in_order, tmp_path):
     path = tmp_path / "p.safetensors"
-    storage.write_tensors(path, in_order[None][0], in_order[None][0].__getitem__, {"bayesadam": text})
+    storage.write_tensors(path, in_order[None][0], in_order[None][0].__getitem__, lambda sums: {"bayesadam": text})
     with pytest.raises(Fault, match="header"):
         check(path)
 

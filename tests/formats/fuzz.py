@@ -145,7 +145,7 @@ class Outcome(NamedTuple):
 
 
 @contextmanager
-def _alarm() -> Iterator[None]:
+def alarm() -> Iterator[None]:
     def late(*_: Any) -> None:
         raise TimeoutError(f"more than {SECONDS:g} s")
 
@@ -191,7 +191,7 @@ def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
 def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
     what, detail = "read", ""
     try:
-        with _alarm():
+        with alarm():
             inspect(path)
     except BayesAdamError:
         what = "refused"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._checks import count
+from bayesadam._files import damage_named
 from bayesadam.bandits.linear import Learner, Linear
 from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing, mark
 from bayesadam.bandits.network import Belief, Hybrid
@@ -451,7 +453,8 @@ class Agent:
     def load(cls, path: AnyPath) -> Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
         tensors, header = storage.read(path, storage.AGENT)
-        try:
+        with damage_named(path, "Agent.save"):
+            _check_sizes(header, tensors)
             agent = _like(path, header)
             agent.training = header.get("training", "now")
             agent._seen.restore(tensors)
@@ -466,8 +469,8 @@ class Agent:
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
             standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
             standing.next_id = header["next_id"]
-        except (KeyError, SettingError) as error:
-            raise FileError(f"{path} is not a saved agent of this version: {error}") from error
+            # What the file holds goes together if the agent can choose.
+            agent.probabilities(np.zeros(agent.n_features), draws=1)
         return agent
 
     def _contexts(self, context: Numbers) -> tuple[Contexts, bool]:
@@ -530,6 +533,23 @@ def _like(path: AnyPath, header: Mapping[str, Any]) -> Agent:
         raise FileError(f"{path} is of an agent with a learnt prior, which releases up to 0.3 have: make a new agent")
     settings = _REGISTRY[header["agent"]][1].from_plain(header["settings"])
     return Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
+
+
+def _check_sizes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless tensors are finite and those of an agent of the header's size, before there is memory for one."""
+    features, n_arms, pending = header["n_features"], header["n_arms"], tensors["pending.context"]
+    widths = (features, *header["settings"].get("hidden", ()), n_arms)
+    weights = [tensor.numel() for name, tensor in tensors.items() if name in ("learner.weights", "actor.weights")]
+    arms = torch.cat([tensors["arms"].flatten(), tensors["pending.arm"].flatten()])
+    if (
+        len(header["pulls"]) != n_arms
+        or {tensors["contexts"].shape[-1], pending.shape[-1]} != {features}
+        or (pending.dim(), tensors["pending.arm"].dim(), tensors["pending.id"].dim()) != (2, 1, 1)
+        or any(size != sum((m + 1) * n for m, n in itertools.pairwise(widths)) for size in weights)
+        or not all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+        or not bool(((arms >= 0) & (arms < n_arms)).all())
+    ):
+        raise ValueError("its tensors are not those of an agent of that size, or not finite")
 
 
 def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:

@@ -8,7 +8,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,41 @@ from torch.utils import _pytree as pytree
 
 from bayesadam import _storage as storage
 from bayesadam._extras import require
-from bayesadam._files import replacing
+from bayesadam._files import damage_named, replacing
+from bayesadam._schema import Check, Count, NotNegative, Positive
 from bayesadam.calibrated.fit import Fit, Report
 from bayesadam.calibrated.ranges import InputRange, example_of
 from bayesadam.errors import FileError, MissingFileError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
-from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.predict.leverage import Leverage
 from bayesadam.predict.tap import layers_of
 
 AnyPath = str | os.PathLike[str]
-_KIND = storage.Kind("bayesadam.calibrated", "a calibrated network", ": give the file that net.save wrote")
+_Range = Annotated[
+    InputRange, Check(lambda one: isinstance(getattr(torch, one.dtype, None), torch.dtype), "of a type of torch")
+]
+
+
+class _LeverageHeader(TypedDict):
+    source: str
+    modules: list[str]
+
+
+class _Header(TypedDict, total=False):
+    exponent: NotNegative
+    temperature: Positive
+    likelihood: str
+    dims: tuple[Count, Count]
+    class_dim: int
+    forward: bool
+    ranges: tuple[_Range, ...]
+    report: Report
+    leverage: _LeverageHeader
+
+
+_KIND = storage.Kind(
+    "bayesadam.calibrated", "a calibrated network", ": give the file that net.save wrote", schema=_Header
+)
 _ABOUT = "bayesadam.json"
 # The parts of a program's file: the graph, raw tensors, and what says where they are.
 _MEMBERS = ("models/", "data/weights/weight_", "data/constants/tensor_", "extra/", "archive_", "byteorder", ".data/")
@@ -66,19 +90,13 @@ def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module
     if had != with_forward:
         given = "with forward=, pass the same" if had else "without forward=, leave it out"
         raise SettingError(f"{path} was calibrated {given}: code is not in the file")
-    try:
+    with damage_named(path, "net.save, or of another model"):
         network = copy.deepcopy(model)
         network.load_state_dict(storage.under(_MODEL, tensors))
         return network, _unpacked_fit(header, tensors, network)
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise FileError(f"{path} is damaged, or of another model: {error}") from None
 
 
 def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Fit:
-    about = dict(header["report"])
-    if about["abstention"] is not None:
-        about["abstention"] = Abstention(**about["abstention"])
-    about["nll"] = {name: (float(v), float(e)) for name, (v, e) in about["nll"].items()}
     leverage = None
     if "leverage" in header:
         by_module = {layer.module: layer for layer in layers_of(model, dict(model.named_parameters()))}
@@ -88,16 +106,13 @@ def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], mode
     return Fit(
         likelihood_of(header["likelihood"]),
         leverage,
-        float(header["exponent"]),
-        float(header["temperature"]),
+        header["exponent"],
+        header["temperature"],
         **{name: tensors.get(name) for name in _TABLES},
-        dims=tuple(header["dims"]),
-        class_dim=int(header.get("class_dim", -1)),
-        ranges=tuple(
-            InputRange(**{**one, "shape": None if one["shape"] is None else tuple(one["shape"])})
-            for one in header["ranges"]
-        ),
-        report=Report(**about),
+        dims=header["dims"],
+        class_dim=header.get("class_dim", -1),
+        ranges=header["ranges"],
+        report=header["report"],
     )
 
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import alone_with
+from bayesadam._files import damage_named
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.calibrated import files
@@ -20,7 +21,7 @@ from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, inside
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
@@ -351,15 +352,15 @@ def load(
             "needs none"
         )
     network, fit = files.read(path, model, forward is not None)
-    try:
+    with damage_named(os.fspath(path), "net.save"):
         net = Calibrated(Tapped(network, (), forward), fit)
         # What the file holds goes together if it makes an answer out of zeros.
         (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
-        f = zeros(3) if dimensions == 1 else zeros(3, *[1] * (dimensions - 2), last)
-        seen = {} if fit.leverage is None else {one.module: zeros(3, one.width) for one in fit.leverage.layers}
+        # As many examples as there are outputs would hide that a tensor has the shape of the other.
+        n = 3 + (last == 3)
+        f = zeros(n) if dimensions == 1 else zeros(n, *[1] * (dimensions - 2), last)
+        seen = {} if fit.leverage is None else {one.module: zeros(n, one.width) for one in fit.leverage.layers}
         answer, _ = net.answer(f, seen), str(net.report)
         if fit.scores is not None:
             _ = answer.set() if fit.likelihood.is_classes else answer.interval()
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise FileError(f"{os.fspath(path)} is damaged: {error}") from None
     return net

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from bayesadam._tables import aligned
 from bayesadam.compress.masking import apply_masks
 from bayesadam.compress.ranking import Exclude, Ranking, Scope, eligible, masks, removals, weight_scores
 from bayesadam.errors import MatchError
-from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
+from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights
@@ -75,24 +76,28 @@ def prune(
 
 @dataclass(frozen=True)
 class PruningReport:
-    """What pruning left: the weights and those kept of each parameter, and of all; prints as a table."""
+    """What pruning left: the weights and those kept of each parameter, and of all; prints as a table.
+
+    Of a file, `notes` say which of its weights were read, and what else was pruned or stays as it was.
+    """
 
     parameters: Mapping[str, tuple[int, int]]
     weights: int
     kept: int
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, parameters: Named, kept: Named) -> PruningReport:
+    def of(cls, parameters: Named, kept: Named, notes: tuple[str, ...] = ()) -> PruningReport:
         """The report of masks, by the names of the parameters; one without a mask stays whole."""
         counts = {name: int(mask.sum()) for name, mask in kept.items()}
         rows = {name: (p.numel(), counts.get(name, p.numel())) for name, p in parameters.items()}
-        return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()))
+        return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()), notes)
 
     def __str__(self) -> str:
         lines = [["parameter", "weights", "kept", "removed"]]
         for name, (weights, kept) in {**self.parameters, "total": (self.weights, self.kept)}.items():
             lines.append([name, f"{weights:,}", f"{kept:,}", f"{1 - kept / max(weights, 1):.1%}"])
-        return "\n".join(aligned(lines))
+        return "\n".join([*(f"{note[0].upper()}{note[1:]}." for note in self.notes), *aligned(lines)])
 
 
 def prune_checkpoint(
@@ -126,7 +131,23 @@ def prune_checkpoint(
     removed = removals(scores, scope, fraction)
     kept = Lazy({name: meta(like.shape, torch.bool) for name, like in ranked.items()}, lambda name: ~removed[name])
     write_pruned(checkpoint, kept, out)
-    return PruningReport.of({name: tensor for name, tensor in checkpoint.weights.items() if name in outline}, kept)
+    parameters = {name: tensor for name, tensor in checkpoint.weights.items() if name in outline}
+    is_whole = Path(out).suffix != ".safetensors" or checkpoint.format == "safetensors"
+    return PruningReport.of(parameters, kept, _notes(checkpoint, len(parameters), is_whole))
+
+
+def _notes(checkpoint: Checkpoint, states: int, is_whole: bool) -> tuple[str, ...]:
+    """Which weights of a file were read, and what became of the others."""
+
+    def listed(paths: Iterable[tuple[str, ...]]) -> str:
+        return ", ".join(repr(".".join(path)) if path else "the weights" for path in dict.fromkeys(paths))
+
+    read = f"read {listed(checkpoint.networks)}: {states} of {len(checkpoint.weights)} tensors have a state"
+    if not is_whole:
+        return (read,)
+    copies = listed(network.path for network, _ in checkpoint.copies.values())
+    dense = [f"{listed(checkpoint.left)} left as it was"] if checkpoint.left else []
+    return (read, *([f"pruned by the same masks: {copies}"] if copies else []), *dense, *checkpoint.notes)
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ def _pattern_masks(
             continue
         if shape[1] % size:
             described = f"{name!r} has shape {tuple(shape)}: its {shape[1]} inputs are not a multiple of {size}"
-            raise SettingError(f"{described}. Leave it whole with exclude=({name!r},)")
+            raise SettingError(f"{described}. Leave it whole with exclude={name!r}")
         scores = weight_scores(posterior, ranking, [name])[name].movedim(1, -1)
         order = scores.reshape(-1, size).argsort(dim=1, stable=True)
         mask = torch.ones_like(order, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)

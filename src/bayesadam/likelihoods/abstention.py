@@ -16,7 +16,6 @@ errors that would help, and the bound is exact; where it falls, simulations keep
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +37,7 @@ class Abstention:
         risk: of what is answered at most this share is wrong, on data like the held-out,
         confidence: in this share of all calibrations.
         tolerance: numbers farther from E[y] are wrong.
-        threshold: the greatest doubt that is answered; None where no threshold was certain enough. By label a list.
+        threshold: the greatest doubt that is answered; None where no threshold was certain enough. By label a tuple.
         answered, errors: of the n held-out examples, or their labels, how many are answered, and how many of these are
             wrong.
     """
@@ -47,23 +46,23 @@ class Abstention:
     confidence: float
     tolerance: float | None
     n: int
-    threshold: float | Sequence[float | None] | None = None
+    threshold: float | tuple[float | None, ...] | None = None
     answered: int = 0
     errors: int = 0
 
     @property
     def by_label(self) -> bool:
         """Whether each label of an example is answered or not."""
-        return isinstance(self.threshold, Sequence)
+        return isinstance(self.threshold, tuple)
 
     @property
     def coverage(self) -> float:
         """The share of the held-out examples, or of their labels, that is answered."""
-        return self.answered / (self.n * (len(self.threshold) if isinstance(self.threshold, Sequence) else 1))
+        return self.answered / (self.n * (len(self.threshold) if isinstance(self.threshold, tuple) else 1))
 
     def answers(self, doubt: Tensor) -> Tensor:
         """Which inputs are answered, booleans, given the doubt of each; or labels, (batch, labels)."""
-        if isinstance(self.threshold, Sequence):
+        if isinstance(self.threshold, tuple):
             most = [-math.inf if t is None else t for t in self.threshold]
             return doubt <= torch.tensor(most, dtype=doubt.dtype, device=doubt.device)
         return torch.zeros_like(doubt, dtype=torch.bool) if self.threshold is None else doubt <= self.threshold
@@ -166,7 +165,7 @@ def label_abstention(doubt: Tensor, wrong: Tensor, *, risk: float, confidence: f
     level = (1 - confidence) / doubt.shape[1]
     columns = zip(doubt.unbind(dim=1), wrong.unbind(dim=1), strict=True)
     rules = [certified(of_label, errors, risk=risk, confidence=1 - level) for of_label, errors in columns]
-    thresholds = [None if rule is None else rule[0] for rule in rules]
+    thresholds = tuple(None if rule is None else rule[0] for rule in rules)
     answered, errors = (sum(rule[i] for rule in rules if rule is not None) for i in (1, 2))
     return Abstention(risk, confidence, None, len(doubt), thresholds, int(answered), int(errors))
 

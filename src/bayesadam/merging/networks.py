@@ -14,6 +14,7 @@ from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
+from bayesadam.readers.checkpoint import APART
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights, of_match
@@ -117,7 +118,9 @@ def _opened(path: Path, options: CheckpointKeywords, label: str, bases: bool) ->
             gaussian = of_match(match, settings.n_data, 1.0, settings.power, settings.batch_size, "kronecker")
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
-        raise type(error)(f"{label}: {error}{hint if isinstance(error, FileError) else ''}") from error
+        # Here `optimizer_path` is refused.
+        why, is_without, _ = str(error).partition(APART)
+        raise type(error)(f"{label}: {why}{hint if is_without else ''}") from error
     weights, scaling = checkpoint.weights, scaling_of_folder(path)
     return Network(label, weights, identities(weights), gaussian, recorded.n_data, recorded.batch_size, scaling)
 

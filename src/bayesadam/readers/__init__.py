@@ -1,8 +1,8 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
 In the order in which to read them: `registry` (the records), `rotated` (SOAP), `tracking` (what `track` keeps),
-`identify` (whose a saved state is), `match` (parameters with their states), `curvature` (v̂), `choose` (which of a
-file), `checkpoint` (files), `recorder` (gradients), `compression`.
+`identify` (whose a saved state is), `match` (parameters with their states), `order` (of states without names),
+`curvature` (v̂), `choose` (which of a file), `checkpoint` (files), `recorder` (gradients), `compression`.
 """
 
 from bayesadam.readers.checkpoint import (
@@ -35,6 +35,7 @@ from bayesadam.readers.formats.lazy import clean_names, identities
 from bayesadam.readers.formats.registry import Format, format_of, register_format, registered_formats
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import check_parameter, match_optimizers, own_parameters
+from bayesadam.readers.order import warn_of_order
 from bayesadam.readers.recorder import Recorder, read_recorder
 from bayesadam.readers.registry import (
     Group,

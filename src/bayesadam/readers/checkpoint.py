@@ -17,10 +17,10 @@ from bayesadam._files import replacing
 from bayesadam._shards import placed_like
 from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.readers.choose import choose, dotted
+from bayesadam.readers.choose import choose, copies_of, dotted, matching
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, origin_of, read_match
-from bayesadam.readers.formats.contents import Keys, Recorded, Rules
+from bayesadam.readers.formats.contents import Keys, Network, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
 from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of
 from bayesadam.readers.formats.registry import format_of
@@ -39,10 +39,13 @@ from bayesadam.readers.match import (
     shapes_listed,
     slots_of,
 )
-from bayesadam.readers.registry import StateDict, StateReader, reader_named
+from bayesadam.readers.registry import StateDict, StateReader, damage_told, reader_named
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+APART = ". Pass the file that has it as optimizer_path="
 
 
 class CheckpointKeywords(TypedDict, total=False):
@@ -76,6 +79,8 @@ class Checkpoint:
             parallelism; `stored_names` are those in the file, `places` the keys that lead to them.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
+        networks: the keys of the networks that `weights` are, and `left` those of the file's others.
+        copies: of averages and other copies of them, the network and the weight's name by the keys of each tensor.
         ordered: whether `weights` are in the order in which the model registered them.
         weights_recorded, state_recorded: what the file with the weights, and another with the state, says of training.
         notes: which of the file's weights and states were taken and why; `choices` the options that would take others.
@@ -88,6 +93,9 @@ class Checkpoint:
     stored_names: Mapping[str, str]
     places: Mapping[str, Keys]
     ordered: bool
+    networks: tuple[Keys, ...] = ()
+    left: tuple[Keys, ...] = ()
+    copies: Mapping[Keys, tuple[Network, str]] = field(default_factory=dict)
     rules: Rules = field(default_factory=Rules)
     weights_recorded: Recorded = field(default_factory=Recorded)
     state_recorded: Recorded = field(default_factory=Recorded)
@@ -128,10 +136,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if not state.states:
         beside = f"; there are {' and '.join(file.name for file in contents.beside)}" if contents.beside else ""
-        raise FileError(
-            f"{second or path} holds no optimiser state: found {state.summary}. Pass the file that has it as "
-            f"optimizer_path={beside}"
-        )
+        raise FileError(f"{second or path} holds no optimiser state: found {state.summary}{APART}{beside}")
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.get("optimizer_key"))
     behind = choice.named()
@@ -139,6 +144,14 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
     optimizer = state.states[choice.state]
     _check_owner(path, weights, optimizer)
+    names = {(behind[key][0].path, behind[key][1]): name for name, key in stored.items()}
+    copies = {
+        (*copy.path, key): (copy, name)
+        for copy, original in copies_of(choice.networks, contents.networks).items()
+        for key, other in matching(copy, original).items()
+        if (name := names.get((original.path, other))) is not None
+    }
+    chosen = tuple(network.path for network in choice.networks)
     others = {"weights_key": [network.path for network in contents.networks], "optimizer_key": list(state.states)}
     return Checkpoint(
         weights,
@@ -148,6 +161,9 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         stored_names=stored,
         places={name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()},
         ordered=all(network.ordered for network in choice.networks),
+        networks=chosen,
+        left=tuple(n.path for n in contents.networks if n.path not in {*chosen, *(c.path for c, _ in copies.values())}),
+        copies=copies,
         rules=contents.rules,
         weights_recorded=contents.recorded,
         state_recorded=Recorded() if second is None else state.recorded,
@@ -157,6 +173,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
     )
 
 
+@damage_told()
 def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict) -> None:
     """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
     states = outline_of(optimizer["state"])
@@ -168,6 +185,7 @@ def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict
         raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
+@damage_told()
 def match_checkpoint(
     checkpoint: Checkpoint, model: nn.Module | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Match:
@@ -352,8 +370,9 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
     """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
 
-    To a path that ends in `.safetensors` the weights alone are written, one by one. Masks are True where a weight
-    stays; a tied tensor is pruned under all its names. The checkpoint's own file may be the one written to.
+    Averages and other copies of the weights in the file are pruned by the same masks, a tied tensor under all its
+    names. Masks are True where a weight stays. To a path that ends in `.safetensors` the weights alone are written, one
+    by one. The checkpoint's own file may be the one written to.
     """
     out, weights = Path(out), checkpoint.weights
     if unknown := sorted(masks.keys() - weights.keys()):
@@ -361,8 +380,8 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     memory = identities(weights)
     masked = {memory[name] for name in masks}
 
-    def pruned(name: str) -> Tensor:
-        weight = weights[name].detach()
+    def pruned(name: str, average: Tensor | None = None) -> Tensor:
+        weight = (weights[name] if average is None else average).detach()
         for other, mask in masks.items():
             if memory[other] != memory[name]:
                 continue
@@ -380,9 +399,11 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
     if kind.rewrite is None:
         raise FileError(f"format {kind.name!r} cannot be written; choose a path that ends in .safetensors")
-    stored = {checkpoint.places[name]: name for name in weights if memory[name] in masked}
+    places: dict[Keys, tuple[str, Tensor | None]] = {checkpoint.places[name]: (name, None) for name in weights}
+    places |= {keys: (name, network.tensors[keys[-1]]) for keys, (network, name) in checkpoint.copies.items()}
+    changed = {keys: place for keys, place in places.items() if memory[place[0]] in masked}
     with replacing(out) as temporary:
-        kind.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
+        kind.rewrite(checkpoint.path, changed.keys(), lambda keys: pruned(*changed[keys]), temporary)
 
 
 # Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.

@@ -14,7 +14,7 @@ from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Keys, Network
 from bayesadam.readers.formats.lazy import clean_names, memory_of, outline_of
 from bayesadam.readers.match import AmbiguousError, candidates, names_in, pair, slots_of
-from bayesadam.readers.registry import StateDict
+from bayesadam.readers.registry import StateDict, damage_told
 
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
@@ -55,6 +55,7 @@ def dotted(*paths: Keys) -> str:
     return ",".join(".".join(path) for path in paths)
 
 
+@damage_told()
 def choose(
     networks: Sequence[Network],
     states: Mapping[Keys, StateDict],
@@ -67,7 +68,7 @@ def choose(
     asked = () if weights_key is None else tuple(_under(by_path, weights_key, "weights_key").values())
     states = states if optimizer_key is None else _under(states, optimizer_key, "optimizer_key")
     copies = {} if asked else _copies(networks)
-    notes = tuple(f"{dotted(copy.path)!r} was left out, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
+    notes = tuple(f"{dotted(copy.path)!r} was not read, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
     originals = {path: network for path, network in by_path.items() if network not in copies}
     usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
     is_clear = len(usual_states) == 1 and (bool(asked) or len(usual) == 1)
@@ -111,6 +112,21 @@ def _usual(choices: Mapping[Keys, T], keys: Sequence[str]) -> dict[Keys, T]:
     usual = [path for path in choices if any(part.lower() in keys for part in path[-2:])]
     depth = min(map(len, usual), default=0)
     return {path: value for path, value in choices.items() if not usual or (path in usual and len(path) == depth)}
+
+
+def copies_of(chosen: Sequence[Network], networks: Sequence[Network]) -> dict[Network, Network]:
+    """Of the others those that are copies of a chosen one, or that a chosen one is a copy of, with that."""
+    copies = _copies(networks)
+    first = {copies.get(network, network): network for network in chosen}
+    return {n: first[of] for n in networks if n not in chosen and (of := copies.get(n, n)) in first}
+
+
+def matching(copy: Network, original: Network) -> dict[str, str]:
+    """The name in a network behind every name in a copy of it, where both have the same shape."""
+    sides = [outline_of(network.tensors) for network in (copy, original)]
+    ours, theirs = (clean_names(n for n, t in side.items() if isinstance(t, Tensor) and t.dim()) for side in sides)
+    both = {ours[name]: theirs[name] for name in ours if name in theirs}
+    return {key: other for key, other in both.items() if sides[0][key].shape == sides[1][other].shape}
 
 
 def _copies(networks: Sequence[Network]) -> dict[Network, Network]:

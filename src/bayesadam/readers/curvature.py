@@ -17,7 +17,7 @@ from bayesadam.errors import MatchError
 from bayesadam.readers import tracking
 from bayesadam.readers.identify import opened
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.registry import TRACKED, State, StateDict, StateReader, working_dtype
+from bayesadam.readers.registry import TRACKED, State, StateDict, StateReader, damage_told, working_dtype
 from bayesadam.readers.rotated import Rotation, rotation_of, weight_diagonal
 
 # A mark of groups that stand for a saved posterior whose second moments are of recorded gradients.
@@ -81,6 +81,7 @@ def read_match(match: Match) -> Curvature:
     )
 
 
+@damage_told()
 def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
     """The stored statistic's (smallest, largest) entry as one tensor, and v̂, by the table in `StateReader`."""
     parameter, reader = entry.parameter, entry.reader
@@ -104,10 +105,12 @@ def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
     except KeyError as missing:
         raise MatchError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
-            f"{sorted(map(str, entry.state))}. Name the optimiser that wrote it (optimizer='adamw', 'adagrad', …)"
+            f"{sorted(map(str, entry.state))}. Name the optimiser that wrote it: optimizer='adamw', 'adagrad', … of a "
+            "file, reader= of a live one"
         ) from None
 
 
+@damage_told()
 def read_rotated(entry: Entry) -> tuple[Tensor, Rotation] | None:
     """v̂ of one parameter in the space of its eigenbases, and these; None where it is not rotated.
 
@@ -229,6 +232,7 @@ class Origin:
 UNKNOWN = Origin()
 
 
+@damage_told()
 def origin_of(match: Match) -> Origin:
     """The origin of matched states."""
     steps = [count for entry in match.entries if (count := entry.steps) is not None]
@@ -261,6 +265,7 @@ def _tracked_in_words(
     return text if batch_size is None else f"{text}: {many * batch_size:,g} examples"
 
 
+@damage_told()
 def batch_size_or_tracked(match: Match, given: int | None) -> int | None:
     """B as it is given, or else as `track` was told it."""
     groups = [entry.group for entry in match.entries if entry.reader is TRACKED]

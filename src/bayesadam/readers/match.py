@@ -31,6 +31,7 @@ from bayesadam.readers.registry import (
     State,
     StateDict,
     StateReader,
+    damage_told,
     reader_for,
     reader_named,
     reader_of,
@@ -43,7 +44,9 @@ _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batc
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
 _KEEPS_NONE = "which keeps no second moment per weight; ba.track(optimizer) keeps one"
-_EACH_IN_ORDER = "groups: each in the model's order"
+# How states without names were matched, and that the user says so.
+ONE_GROUP, IN_GROUPS, STATED = "one group in the model's order", "groups: ", ", as was stated"
+_EACH_IN_ORDER = f"{IN_GROUPS}each in the model's order"
 # By what trainers split parameters into groups: a function of a name and its dimensions.
 _SPLITS: Mapping[str, Callable[[str, int], Hashable]] = {
     "matrices apart": lambda name, dims: dims > 1,
@@ -68,16 +71,19 @@ class Entry:
     reader: StateReader
 
     @property
+    @damage_told()
     def steps(self) -> float | None:
         """t, the gradients behind the statistic; None where they are not counted."""
         return self.reader.steps(self.state, self.group)
 
     @property
+    @damage_told()
     def weight_decay(self) -> float:
         """λ of its group."""
         return float(self.group.get("weight_decay", 0.0) or 0.0)
 
     @property
+    @damage_told()
     def average(self) -> Tensor | None:
         """The weight that was trained, where the one that is stored is another."""
         return None if self.reader.mean is None else self.reader.mean(self.state, self.group, self.parameter)
@@ -181,6 +187,7 @@ def match_optimizers(
     return _in_place(_finished(parameters, matched, " and ".join(titles), titles, "the identity of tensors"))
 
 
+@damage_told()
 def match_state_dict(
     model: nn.Module, state_dict: StateDict, reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
@@ -191,7 +198,8 @@ def match_state_dict(
     pairing = pair_by_names(state_dict, parameters, param_names)
     if pairing is None:
         slots = slots_of(state_dict, record)
-        pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True)
+        # Here nobody can vouch for the groups.
+        pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True, remedy="")
     return _in_place(match_pairs(parameters, state_dict, record, pairing))
 
 
@@ -359,10 +367,13 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
     return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
 
 
-def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
+def pair(
+    slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False, remedy: str = _IN_ORDER
+) -> Pairing:
     """The names behind the keys: by the order of the parameters, else by shapes that occur once.
 
-    `ordered` says that `shapes` are in the model's order, `in_order` that each of several groups is, too.
+    `ordered` says that `shapes` are in the model's order, `in_order` that each of several groups is, too; `remedy` is
+    told where that would help.
     """
     missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes.values())
     if len(slots) > len(shapes) or missing:
@@ -386,7 +397,7 @@ def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool
         return one
     key = next(slot.key for slot in slots if slot.needed and one.names[slot.key] != others[0].names[slot.key])
     choices = " or to ".join(f"{answer.names[key]!r} ({answer.why})" for answer in (one, *others))
-    remedy = _IN_ORDER if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ""
+    remedy = remedy if _EACH_IN_ORDER in (answer.why for answer in answers.values()) else ""
     raise AmbiguousError(
         f"the state under key {key!r} may belong to {choices}: {slots[-1].group + 1} groups without names, and every "
         f"shape agrees with each. {NAMES}{remedy}"
@@ -401,9 +412,9 @@ def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bo
     if not ordered:
         return
     if len(groups) < 2:
-        yield "one group in the model's order", [(slots, shapes)]
+        yield ONE_GROUP, [(slots, shapes)]
         return
-    yield _EACH_IN_ORDER, [(group, shapes) for group in groups]
+    yield _EACH_IN_ORDER + STATED * in_order, [(group, shapes) for group in groups]
     if in_order:
         return
     yield "groups: consecutive parts of the model", [(slots, shapes)]

@@ -4,7 +4,8 @@ A live optimiser is known by its class; whose a saved state is, `identify` finds
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bayesadam.errors import MatchError, SettingError
+from bayesadam._files import DAMAGE
+from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from bayesadam.readers import rotated, tracking
 
 State = Mapping[str, Any]
@@ -26,6 +28,18 @@ ADVICE = (
     "optimizer='ogd' of a file"
 )
 Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
+
+
+@contextmanager
+def damage_told() -> Iterator[None]:
+    """Whatever a state that is not laid out as torch does raises becomes a MatchError; also a decorator."""
+    try:
+        yield
+    except (BayesAdamError, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except DAMAGE as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise MatchError(f"the optimiser's state is damaged, or not laid out as torch does ({reason})") from error
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,7 @@ class StateReader:
         """s₀."""
         return as_number(group[self.start], self.start) if isinstance(self.start, str) else self.start
 
+    @damage_told()
     def couples_decay(self, group: Group) -> bool:
         """Whether this group's weight decay is part of the squared gradient."""
         decoupled = self.decoupled_flag is not None and bool(group.get(self.decoupled_flag, False))

@@ -15,6 +15,7 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._checks import count
+from bayesadam._files import damage_named
 from bayesadam._shards import box, is_first_rank, is_sharded, on_first_rank, own_part, whole
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
@@ -27,7 +28,7 @@ from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.draws import fresh_seed
 from bayesadam.weights.named import AnyPath, Named, outlined
 from bayesadam.weights.settings import CovariantPrior, Plain, Precision, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, Stored, damage_told, tensors_of
+from bayesadam.weights.store import SETTING_NAMES, Stored, tensors_of
 from bayesadam.weights.sums import check_growth, summed
 
 if TYPE_CHECKING:
@@ -466,7 +467,7 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         raise FileError(f"{path} holds a mixture of posteriors: read it with Mixture.load, or save a member by itself")
     if kind not in ("diagonal", "inputs", "kronecker", "low-rank", "low-rank+diagonal"):
         raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
-    with damage_told(path):
+    with damage_named(path, "Posterior.save"):
         names, numbers = list(header["parameters"]), dict(header["settings"])
         stored, has_weights = Stored(path, tensors, names, parameters), bool(header.get("has_weights", True))
         curvature = stored.curvature(kind, header)

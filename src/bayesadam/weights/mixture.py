@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bayesadam import _storage as storage
 from bayesadam._alone import unwrap
 from bayesadam._checks import count, require_kind
+from bayesadam._files import damage_named
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
@@ -25,7 +26,6 @@ from bayesadam.weights.draws import fresh_seed, stream_seed
 from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.posterior import DrawKeywords, Inputs, Posterior, copy_into, warn_of_calibration
 from bayesadam.weights.running import running_statistics
-from bayesadam.weights.store import damage_told
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -190,7 +190,7 @@ class Mixture:
             kind = about.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
         members = []
-        with damage_told(path):
+        with damage_named(path, "Mixture.save"):
             for number, header in enumerate(about["members"]):
                 parts = storage.under(f"{number}.", tensors)
                 besides = storage.under(f"{_BESIDES}.", parts)

@@ -18,6 +18,7 @@ from bayesadam import _storage as storage
 from bayesadam import readers
 from bayesadam._alone import alone_with, unwrap
 from bayesadam._checks import positive, require_kind
+from bayesadam._files import damage_named
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
@@ -36,7 +37,7 @@ from bayesadam.weights.running import (
     writes_to_statistics,
 )
 from bayesadam.weights.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, damage_told, read_folder
+from bayesadam.weights.store import SETTING_NAMES, read_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -293,6 +294,7 @@ class Posterior(GaussianWeights):
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
         how = (n_data, prior, power, batch_size, structure)
         q = of_match(match, *how, curvature=curvature, gradients=gradients)
+        readers.warn_of_order(match, curvature.second_moment)
         if load is not None:
             load()
             match.settle()
@@ -326,7 +328,7 @@ class Posterior(GaussianWeights):
         q = unpacked(path, tensors, header, parameters)
         for name in q.mode:
             readers.check_parameter(name, parameters[name])
-        with damage_told(path):
+        with damage_named(path, "Posterior.save"):
             warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
             # Files of releases before 0.3 have it in their calibration alone.
             likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")

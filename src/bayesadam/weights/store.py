@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,17 +27,6 @@ SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _MODE, _MOMENT = "mode", "second_moment"
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HEADER_FILE = f"{storage.POSTERIOR.header}.json"
-
-
-@contextmanager
-def damage_told(path: AnyPath) -> Iterator[None]:
-    """Whatever a damaged header or tensor raises becomes a FileError that names the file."""
-    try:
-        yield
-    except (FileError, MatchError):
-        raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
-        raise FileError(f"{path} is damaged: its header or tensors do not fit together ({error})") from None
 
 
 def tensors_of(
@@ -81,7 +68,7 @@ class Stored:
 
     def __post_init__(self) -> None:
         names = set(self.names)
-        for key, tensor in self.tensors.items():
+        for key, tensor in outlined(self.tensors).items():
             role, _, name = key.partition(".")
             if name in names and tensor.dtype not in _TYPES and (tensor.dtype, role) != (torch.uint8, _MOMENT):
                 raise self.damaged(f"{key!r} is of type {tensor.dtype}")
@@ -102,10 +89,10 @@ class Stored:
 
     def outline(self, role: str, name: str) -> Tensor:
         """A weight or a second moment without its values; of codes and factors as it will be."""
-        key = f"{role}.{name}"
-        shape = self.tensors[key].shape if role == _MODE else compression.moment_shape(self.tensors, key)
+        key, there = f"{role}.{name}", outlined(self.tensors)
+        shape = there[key].shape if role == _MODE else compression.moment_shape(there, key)
         keys = (f"{role}_range.{name}", f"{role}_rows.{name}", key)
-        return meta(tuple(shape), working_dtype(next(self.tensors[k].dtype for k in keys if k in self.tensors)))
+        return meta(tuple(shape), working_dtype(next(there[k].dtype for k in keys if k in there)))
 
     def weights(self, role: str, names: Sequence[str]) -> Named:
         """Finite tensors of the parameters' shapes, in their places; none of them negative but in `mode`."""
@@ -179,7 +166,7 @@ class Stored:
 
     def _side(self, name: str, bias: str | None, inputs_first: bool) -> InputSide:
         """The input side of one layer."""
-        shape = (self.tensors[f"{_MODE}.{name}"] if self.parameters is None else self.parameters[name]).shape
+        shape = (outlined(self.tensors)[f"{_MODE}.{name}"] if self.parameters is None else self.parameters[name]).shape
         spectrum, rows = self.tensors[f"spectrum.{name}"], self.tensors[f"rows.{name}"]
         outputs = shape[1] if inputs_first else shape[0]
         size = shape.numel() // max(outputs, 1) + (bias is not None)
@@ -205,9 +192,8 @@ def read_folder(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a folder, which releases before 0.4 wrote of a sharded posterior."""
     source = Path(path)
     try:
-        header = json.loads((source / _HEADER_FILE).read_text(encoding="utf-8"))
+        text = (source / _HEADER_FILE).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise FileError(f"{source} is a folder but not a saved posterior: {_HEADER_FILE}: {error}") from error
-    header = header if isinstance(header, dict) else {}
-    storage.check_version(source, header.get("format"))
+    header = storage.header_of(source, text)
     return {entry.key: read_stored(entry) for entry in stored_entries(source)}, header

@@ -104,6 +104,15 @@ def contents_of(tree: Any, source: object) -> Contents:
         states={path: value for path, value in inside if is_optimizer(value)},
         summary=describe(tree),
         recorded=recorded_in(value for path, value in rest if len(path) < 2 and not is_weights(value)),
+        notes=tuple(
+            f"{'.'.join((*path, str(key)))!r} is a list of {len(listed)} tensors without names, which is not read"
+            for path, value in rest
+            if isinstance(value, Mapping)
+            for key, listed in value.items()
+            if isinstance(listed, list)
+            and listed
+            and all(isinstance(t, Tensor) and t.is_floating_point() for t in listed)
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
 from bayesadam.readers.curvature import RECORDED_MARK, Origin
 from bayesadam.readers.formats.contents import Contents, Keys, Network, Recorded
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy, meta, outline_of
 from bayesadam.readers.formats.registry import Format, states_beside
 from bayesadam.readers.rotated import BETA_KEY, LEFT_KEY, MOMENT_KEY, RIGHT_KEY, ROTATED_MOMENT_KEY, SAVED_MARK
 
@@ -35,7 +35,11 @@ def _read(path: Path) -> Contents:
 
 def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
     old, metadata = map_tensors(source)
-    write_tensors(target, old, lambda name: weights((name,)) if (name,) in positions else old[name], metadata)
+    if ours := [key for key in metadata if key.startswith("bayesadam")]:
+        raise FileError(
+            f"{source} has what {ours[0]} found of its weights as they are: prune the checkpoint they are from instead"
+        )
+    write_tensors(target, old, lambda name: weights((name,)) if (name,) in positions else old[name], lambda _: metadata)
 
 
 def _read_posterior(path: Path) -> Contents:
@@ -58,17 +62,19 @@ def _contents(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, An
             raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
         groups.setdefault(prior[name] / n_data, []).append(name)
     states = {name: _state(path, tensors, name, origin.fewest) for name in names}
-    stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
+    there, has_weights = outline_of(tensors), header.get("has_weights", True)
+    outline = {name: meta(tuple((t := there[f"mode.{name}"]).shape), t.dtype) for name in names if has_weights}
+    stored = Lazy(outline, lambda name: tensors[f"mode.{name}"])
     # An average without memory has β = 0.
     marks = {SAVED_MARK: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
     summary = f"the posterior of {len(names)} parameters"
-    if stored is None:
+    if not has_weights:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
     origins = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     param_groups = [{"params": members, "weight_decay": decay, **marks} for decay, members in groups.items()]
     last = (header.get("steps") or [None])[-1]
     return Contents(
-        networks=[] if stored is None else [Network((), stored, ordered=False)],
+        networks=[Network((), stored, ordered=False)] if has_weights else [],
         states={(): {"state": states, "param_groups": param_groups}},
         summary=summary,
         recorded=Recorded(step=last, n_data=n_data, batch_size=settings.get("batch_size")),
@@ -78,10 +84,11 @@ def _contents(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, An
 
 def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | None) -> Lazy:
     """The state of one parameter, decoded when it is accessed, and a few of the weights that it belongs to."""
-    bases = {key: tensors[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in tensors}
+    there = outline_of(tensors)
+    bases = {key: there[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in there}
     key = ROTATED_MOMENT_KEY if bases else MOMENT_KEY
-    shape = moment_shape(tensors, f"{_ROLE}.{name}")
-    probed = tensors[f"probe.{name}"] if f"probe.{name}" in tensors else probe(tensors[f"mode.{name}"])
+    shape = moment_shape(there, f"{_ROLE}.{name}")
+    probed = tensors[f"probe.{name}"] if f"probe.{name}" in there else probe(there[f"mode.{name}"])
     outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: probed}
     outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in bases.items()}
     outline |= {} if steps is None else {"step": steps}
