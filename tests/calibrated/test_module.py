@@ -6,7 +6,9 @@ import copy
 import json
 import pickle
 import zipfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam import _storage
-from bayesadam.calibrated import files
+from bayesadam.calibrated import files, ranges
+from bayesadam.calibrated.module import Exported
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
@@ -165,6 +168,145 @@ def test_files_of_others_are_refused(tmp_path):
         ba.load("net.onnx")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pt2"):
         ba.load(tmp_path / "nowhere.pt2")
+
+
+class Jumpy(nn.Linear):
+    """It depends on values in ways that no program can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else 2 * x)
+
+
+@pytest.mark.slow
+def test_what_no_program_can_do_is_refused_in_words(tmp_path):
+    x = torch.randn(40, 6)
+    net = ba.calibrate(Jumpy(6, 3), (x, torch.arange(40) % 3), likelihood="classification")
+    with pytest.raises(SettingError, match=r"torch\.export does not take this network.*\.safetensors"):
+        net.save(tmp_path / "net.pt2", x[:2])
+    assert not list(tmp_path.iterdir())
+
+
+def spoilt(program: Exported, name: str, rows: Callable[[Tensor], Tensor]) -> Callable[[object], dict[str, Tensor]]:
+    """A file whose answers differ in one field, for some of the inputs."""
+
+    def run(batch: object) -> dict[str, Tensor]:
+        assert isinstance(batch, Tensor)
+        outputs, wrong = program(batch), rows(batch)
+        output = outputs[name]
+        wrong = wrong.view(-1, *[1] * (output.dim() - 1))
+        outputs[name] = output ^ wrong if output.dtype == torch.bool else output + 0.01 * wrong * (1 + output.abs())
+        return outputs
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("probs", lambda x: torch.ones(len(x)), "the example"),
+        ("set", lambda x: torch.ones(len(x), dtype=torch.bool), "the example"),
+        ("p_value", lambda x: torch.ones(len(x)), "the example"),
+        ("novelty", lambda x: torch.full((len(x),), float(len(x) == 1)), "a batch of one"),
+        ("leverage", lambda x: torch.full((len(x),), float(len(x) == 3)), "a batch of three"),
+        ("in_range", lambda x: x.abs().amax(1) > 100, "a thousand times"),
+        ("in_range", lambda x: x.isnan().any(1), "NaN"),
+        ("answered", lambda x: x.isnan().any(1), "NaN"),
+    ],
+)
+def test_a_program_is_compared_in_and_out_of_range(name, rows, words):
+    net, x = calibrated("classification", risk=0.05), blobs(2, 300)[0]
+    program = Exported(net, 0.95)
+    files._check(program, "torch", program, x, len(x))
+    with pytest.raises(FileError, match=f"torch's .*{words}.*not kept"), torch.no_grad():
+        files._check(spoilt(program, name, rows), "torch", program, x, len(x))
+
+
+def test_ranks_may_turn_on_the_last_digits():
+    """A file whose novelty differs by rounding has other p-values than torch, and those that follow from its own."""
+    net, x = calibrated("classification"), blobs(2, 300)[0]
+    program = Exported(net, 0.95)
+    with torch.no_grad():
+        net.novelties = net(x[:1]).novelty.expand(50).clone()
+
+    def run(batch: object) -> dict[str, Tensor]:
+        outputs = program(batch)
+        return program.implied({**outputs, "novelty": outputs["novelty"] * (1 + 1e-6)})
+
+    assert not torch.equal(run(x)["p_value"], program(x)["p_value"])
+    files._check(run, "onnxruntime", program, x, len(x))
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_the_network_is_removed(monkeypatch, tmp_path):
+    net, x = calibrated("classification"), blobs(2, 300)[0]
+    (tmp_path / "net.pt2").write_bytes(b"before")
+    other = calibrated("classification", risk=0.3)
+    exported = torch.export.export(Exported(other, 0.5), (x,), strict=False)
+    monkeypatch.setattr(torch.export, "load", lambda *_, **__: exported)
+    with pytest.raises(FileError, match="not kept"):
+        net.save(tmp_path / "net.pt2", x)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"before"]
+
+
+@contextmanager
+def hooked(model: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
+    handle = model.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_nan_is_out_of_range_and_novel_whatever_the_minimum_says(monkeypatch):
+    """The minimum of onnxruntime, and its recurrent layers, skip NaN."""
+    net, (x, _) = calibrated("regression", risk=0.1, tolerance=0.7), waves(3, 300)
+    x[1] = torch.nan
+    monkeypatch.setattr(ranges, "_ends", lambda leaf: (leaf.nan_to_num().amin(1), leaf.nan_to_num().amax(1)))
+    with hooked(net.model, lambda _, args: (args[0].nan_to_num(),)):
+        p = net(x)
+    assert p.in_range.tolist() == [True, False, True]
+    assert not p.answered[1]
+    assert p.novelty.isinf().tolist() == [False, True, False]
+    assert_close(p.p_value[1], torch.tensor(1 / 301))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["pooled", "tokens"])
+def test_texts_with_a_mask_through_an_encoder(network, tmp_path):
+    """Torch's own encoder makes nested tensors of texts with padding, which have no shape."""
+    torch.manual_seed(0)
+    net, batch = encoder_case(pooled=network == "pooled")
+    net.save(tmp_path / "net.pt2", {name: t[:2] for name, t in batch.items()})
+    again, expected = ba.load(tmp_path / "net.pt2")(batch), net(batch)
+    assert_close(again.probs, expected.probs)
+    assert_close(again.novelty, expected.novelty)
+
+
+class Encoder(nn.Module):
+    def __init__(self, *, pooled: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.words, self.encoder = nn.Embedding(20, 8), nn.TransformerEncoder(layer, 1)
+        self.head, self.pooled = nn.Linear(8, 3), pooled
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        z = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
+        return self.head(z[:, 0] if self.pooled else z)
+
+
+def encoder_case(*, pooled: bool) -> tuple[ba.Calibrated, dict[str, Tensor]]:
+    mask = (torch.arange(7) < torch.randint(2, 7, (60, 1))).long()
+    batch = {"input_ids": torch.randint(1, 20, (60, 7)) * mask, "attention_mask": mask}
+    y = torch.randint(3, (60,) if pooled else (60, 7))
+    return ba.calibrate(Encoder(pooled=pooled).eval(), (batch, y), likelihood="classification"), batch
+
+
+def test_an_encoder_with_padding_is_calibrated():
+    torch.manual_seed(0)
+    net, batch = encoder_case(pooled=True)
+    alone = net({name: t[3:4] for name, t in batch.items()})
+    assert_close(alone.probs, net(batch).probs[3:4])
+    assert "encoder.layers.0.linear1" in net.layers
 
 
 class Harmful:

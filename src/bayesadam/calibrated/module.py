@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.fit import Fit, Report, dims_of
-from bayesadam.calibrated.ranges import MASK, departure, inside
+from bayesadam.calibrated.ranges import MASK, departure, inside, lost
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
@@ -41,6 +42,10 @@ class Tapped(nn.Module):
     def __init__(self, model: nn.Module, layers: tuple[Layer, ...], forward: Forward | None) -> None:
         super().__init__()
         self.model, self.call = model.requires_grad_(False).eval(), forward
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                # Nested tensors of texts without their padding have no shape, and are not exported.
+                module.use_nested_tensor = False
         self._seen: dict[str, list[Tensor]] | None = None
         self._size, self._mask = 0, None
         self._handles: list[RemovableHandle] = []
@@ -177,21 +182,26 @@ class Calibrated(nn.Module):
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
             self._warn(inputs, in_range)
-        answer = self.answer(f, seen)
-        if answer.answered is not None and in_range is not None:
-            answer = answer._replace(answered=answer.answered & in_range)
-        return answer._replace(in_range=in_range)
+        answer = self.answer(f, seen)._replace(in_range=in_range)
+        if (rows := lost(fit.ranges, inputs)) is not None:
+            answer = answer._replace(novelty=answer.novelty.masked_fill(rows, math.inf))
+        return self.judged(answer)
 
     def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
-        """The answer, given the network's outputs and the pooled inputs of its layers."""
+        """The numbers of an answer, given the network's outputs and the pooled inputs of its layers."""
         fit, ratios = self.fit, Ratios.usual(f)
         if fit.leverage is not None:
             stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
             ratios = relative(log_leverages(seen, stacks, self.order), self.medians, fit.leverage.source)
-        answer = fit.answer(f, ratios, self.spread, self.noise_variance)
+        return fit.answer(f, ratios, self.spread, self.noise_variance)
+
+    def judged(self, answer: Answer) -> Answer:
+        """An answer with what follows from its numbers: p-values, and whether to give it."""
         p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
-        rule = fit.report.abstention
+        rule = self.fit.report.abstention
         answered = None if rule is None else rule.answers(answer.doubt)
+        if answered is not None and answer.in_range is not None:
+            answered = answered & answer.in_range
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
     def _warn(self, inputs: object, in_range: Tensor | None) -> None:
@@ -239,12 +249,12 @@ class Calibrated(nn.Module):
         # An example need not be like the held-out inputs.
         warned, self._warned = self._warned, True
         try:
-            files.export(_Exported(self, level), self.fit, self.model, path, example, about)
+            files.export(Exported(self, level), self.fit, self.model, path, example, about)
         finally:
             self._warned = warned
 
 
-class _Exported(nn.Module):
+class Exported(nn.Module):
     """The same with a dict of tensors as its answer, which needs no class of this package."""
 
     reach: Tensor | None
@@ -256,7 +266,15 @@ class _Exported(nn.Module):
 
     def forward(self, inputs: object) -> dict[str, Tensor]:
         """The answer, and the set or the interval."""
-        answer: Answer = self.net(inputs)
+        return self.fields(self.net(inputs))
+
+    def implied(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What follows from numbers that a file gave: ranks and sets may turn on their last digits."""
+        numbers = {name: tensor for name, tensor in outputs.items() if name in Answer._fields}
+        return self.fields(self.net.judged(Answer(**numbers, likelihood=self.net.fit.likelihood.name)))
+
+    def fields(self, answer: Answer) -> dict[str, Tensor]:
+        """An answer as a dict of tensors."""
         # What does not depend on the inputs is in the file without that.
         fields = answer._replace(scores=None, noise_variance=None)._asdict()
         if self.reach is not None and answer.probs is not None:
@@ -335,7 +353,7 @@ def load(
         (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
         f = zeros(3) if dimensions == 1 else zeros(3, *[1] * (dimensions - 2), last)
         seen = {} if fit.leverage is None else {one.module: zeros(3, one.width) for one in fit.leverage.layers}
-        answer, _ = net.answer(f, seen), str(net.report)
+        answer, _ = net.judged(net.answer(f, seen)), str(net.report)
         if fit.scores is not None:
             _ = answer.set() if fit.likelihood.is_classes else answer.interval()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

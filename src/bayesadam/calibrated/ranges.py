@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class InputRange:
         """Whether each example of a batch is in range, (batch,), in operations that can be traced; None if unknown."""
         if _kind(leaf.dtype) != self.kind or self._reordered(leaf):
             return torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device)
-        return self.holds(*_ends(leaf.float())) if self.bounded else None
+        return self.holds(*_ends(leaf.float())) & ~_lost(leaf) if self.bounded else None
 
     def _reordered(self, leaf: Tensor) -> bool:
         """Whether it has the same sizes in another order; those of 1 do not count, which move no number."""
@@ -134,6 +135,12 @@ def inside(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
         part = one.inside(leaf)
         whole = part if whole is None else whole if part is None else whole & part
     return whole
+
+
+def lost(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
+    """Whether each example has NaN where no held-out one had, (batch,); None where nothing is compared."""
+    rows = [_lost(leaf) for one, leaf in _pairs(ranges, inputs) if one.bounded and leaf.is_floating_point()]
+    return reduce(torch.logical_or, rows) if rows else None
 
 
 def fingerprints(inputs: object) -> Tensor:
@@ -182,9 +189,18 @@ def _pairs(ranges: Sequence[InputRange], inputs: object) -> Iterator[tuple[Input
     return ((by_name[name], leaf) for name, leaf in _leaves(inputs) if name in by_name)
 
 
+def _flat(leaf: Tensor) -> Tensor:
+    return leaf.detach().flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+
+
+def _lost(leaf: Tensor) -> Tensor:
+    """Whether each example holds NaN, (batch,), in an operation of its own: the minimum of onnxruntime skips them."""
+    return _flat(leaf).isnan().any(dim=1)
+
+
 def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value of each example, (batch,); NaN where there is one."""
-    flat = leaf.detach().flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+    flat = _flat(leaf)
     # Together, `aminmax` takes four times as long on a CPU.
     return flat.amin(dim=1), flat.amax(dim=1)
 
