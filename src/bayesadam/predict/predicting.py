@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bayesadam._checks import count
 from bayesadam._progress import progress
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Component, Prediction, agreed
-from bayesadam.predict.batches import for_model, inputs_of, is_loader
+from bayesadam.likelihoods.moments import rows
+from bayesadam.predict.batches import batch_size, for_model, inputs_of, is_loader
 from bayesadam.predict.draws import linearised_draws, sampled
 from bayesadam.predict.leverage import Ratios, from_structure
 from bayesadam.predict.moments import linearised
@@ -22,6 +25,8 @@ from bayesadam.predict.network import Forward, Tunable
 from bayesadam.predict.tap import layers_of, observed
 from bayesadam.weights.draws import fresh_seed, stream_seed
 
+# So many familiar inputs, that differ, set the scale of novelty.
+_FAMILIAR = 10
 Covariance = bool | Literal["joint"]
 
 
@@ -95,6 +100,14 @@ class Function:
         return drawn[0]
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same tensors, or two loaders are one."""
+    if one is other or is_loader(one) or is_loader(other):
+        return one is other
+    pairs = list(zip_longest(tree_leaves(one), tree_leaves(other)))
+    return all(isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b) for a, b in pairs)
+
+
 def novelty(
     posterior: Tunable, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
 ) -> Tensor:
@@ -105,8 +118,10 @@ def novelty(
 
     Args:
         inputs: a batch or a loader.
-        reference: familiar inputs, ten will do: a batch or a loader.
+        reference: other inputs, which are familiar, ten will do: a batch or a loader.
     """
+    if _same(inputs, reference):
+        raise SettingError("the reference is the inputs themselves, which makes them familiar: pass others, that are")
     posterior.require_whole("novelty")
     kind = agreed(likelihood, posterior.likelihood)
     leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.structure)
@@ -119,12 +134,25 @@ def novelty(
         )
         if not each:
             raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
-        return [observed(posterior, leverage.layers, batch, forward) for batch in each]
+        answers = [observed(posterior, leverage.layers, batch, forward) for batch in each]
+        for batch, (f, _) in zip(each, answers, strict=True):
+            if len(f) != batch_size(batch):
+                raise MatchError(
+                    f"{batch_size(batch)} examples have {len(f)} outputs: the first dimension of inputs is that of "
+                    "examples, and a single one is x[None]"
+                )
+        return answers
 
     familiar = seen(reference)
     leverage = leverage.among(set.intersection(*(set(pooled) for _, pooled in familiar)))
     if leverage.layers:
-        leverage = leverage.against(torch.cat([leverage.log_h(pooled) for _, pooled in familiar]))
+        log_h = torch.cat([leverage.log_h(pooled) for _, pooled in familiar])
+        finite = log_h.isfinite().all(dim=1) & torch.cat([rows(f).isfinite().all(dim=1) for f, _ in familiar])
+        if lost := int((~finite).sum()):
+            raise MatchError(f"{lost} of {len(log_h)} inputs of the reference give NaN or infinities: leave them out")
+        if (different := len(torch.unique(log_h, dim=0))) < _FAMILIAR:
+            warn(f"{different} different inputs in the reference set the scale of novelty: pass {_FAMILIAR} or more")
+        leverage = leverage.against(log_h)
     scores = []
     for outputs, pooled in seen(inputs):
         ratios = leverage.ratios(leverage.log_h(pooled)) if leverage.layers else Ratios.usual(outputs)
