@@ -148,6 +148,68 @@ def test_saved_and_loaded(name, tmp_path):
     assert all(torch.equal(t, before[key]) for key, t in fresh.state_dict().items())
 
 
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def test_a_network_in_half_precision_is_saved_and_loaded_in_it(tmp_path):
+    torch.manual_seed(0)
+    x, y = blobs(100, 200)
+    net = ba.calibrate(Normed().eval(), (x, y), likelihood="classification").bfloat16()
+    net.save(tmp_path / "net.safetensors")
+    again = ba.load(tmp_path / "net.safetensors", Normed())
+    assert {t.dtype for t in again.model.state_dict().values()} == {torch.bfloat16, torch.int64}
+    assert same_answers(again(x), net(x))
+
+
+@pytest.mark.slow
+def test_a_program_takes_the_numbers_that_the_network_takes(tmp_path):
+    net, x = calibrated("classification").bfloat16(), blobs(5, 300)[0]
+    net.save(tmp_path / "net.pt2", x[:2].bfloat16())
+    assert_close(ba.load(tmp_path / "net.pt2")(x).probs, net(x).probs)
+
+
+class Typed(nn.Module):
+    """Weights of several types, and inputs in one of them."""
+
+    def __init__(self, first: nn.Parameter) -> None:
+        super().__init__()
+        self.first, self.head = first, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.first.to(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_inputs_of_a_type_that_the_model_has_stay(dtype):
+    torch.manual_seed(0)
+    model, x = Typed(nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)), torch.randn(40, 4)
+    net = ba.calibrate(model, (x, torch.arange(40) % 3), likelihood="classification")
+    assert torch.equal(net(x).f_mean, model(x))
+
+
+def test_outputs_may_be_calibrated_without_a_network(tmp_path):
+    x = torch.randn(60, 3)
+    net = ba.calibrate(nn.Identity(), (x[:50], x[:50].argmax(1)), likelihood="classification")
+    net.save(tmp_path / "net.safetensors")
+    assert same_answers(ba.load(tmp_path / "net.safetensors", nn.Identity())(x), net(x))
+
+
+def test_a_forward_that_calls_another_model_is_told():
+    q = trained("regression")
+    with pytest.warns(BayesAdamWarning, match="call the model that it is given"):
+        ba.calibrate(q, waves(100, 200), forward=lambda _, x: q.model(x))
+
+
+def test_a_calibrated_network_is_not_a_model_to_calibrate():
+    net = calibrated("regression")
+    for wrapped in (net, torch.compile(net, backend="eager"), nn.DataParallel(net)):
+        with pytest.raises(SettingError, match="calibrated already"):
+            ba.calibrate(wrapped, waves(100, 200), likelihood="regression")
+        assert ba.Monitor(wrapped).same_reference(ba.Monitor(net))
+
+
 def test_files_of_others_are_refused(tmp_path):
     net = calibrated("classification")
     net.save(tmp_path / "net.safetensors")

@@ -25,7 +25,7 @@ from bayesadam.likelihoods.abstention import abstention, check_abstention, remed
 from bayesadam.likelihoods.classes import SHARE_OF_TEXTS, of_examples
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
-from bayesadam.predict.batches import batches_of, to_device
+from bayesadam.predict.batches import batches_of, numbers_of, to_device
 from bayesadam.predict.leverage import FEWEST, Ratios, from_inputs, from_structure
 from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
@@ -82,6 +82,8 @@ def calibrate(
     """
     if not isinstance(posterior, Posterior | nn.Module):
         raise SettingError(f"calibrate takes a Posterior or a torch module, got {type(posterior).__name__}")
+    if isinstance(posterior, nn.Module) and isinstance(unwrap(posterior), Calibrated):
+        raise SettingError("it is calibrated already: pass its .posterior, or its .model, with the same forward=")
     q = posterior if isinstance(posterior, Posterior) else None
     kind = agreed(likelihood, None if q is None else q.likelihood)
     check_abstention(risk, confidence, tolerance, is_classes=kind.is_classes)
@@ -94,6 +96,11 @@ def calibrate(
     state = None if q is None else from_structure(layers, q.structure)
     leverage, log_h = from_inputs(layers, seen.pooled, state)
     ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
+    if layers and not seen.pooled:
+        warn(
+            "none of the model's layers ran, so that novelty sees its outputs alone: does forward(model, inputs) call "
+            "the model that it is given, not another of that name?"
+        )
     # r of the example that each row belongs to.
     owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep)))
     fit, alone = Fit(kind, leverage, dims=seen.dims, ranges=seen.ranges), 1.0
@@ -174,7 +181,7 @@ class _Observed:
 
 
 def _observed(tapped: Tapped, kind: Likelihood, held_out: object) -> _Observed:
-    device = next(tapped.parameters()).device
+    device = numbers_of(tapped).device
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     pooled: list[Mapping[str, Tensor]] = []
     entropies, inputs_seen, prints = [], [], []

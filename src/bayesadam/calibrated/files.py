@@ -24,6 +24,7 @@ from bayesadam.errors import FileError, MissingFileError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.abstention import Abstention
 from bayesadam.likelihoods.moments import rows
+from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Leverage
 from bayesadam.predict.tap import layers_of
 
@@ -73,8 +74,12 @@ def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module
         given = "with forward=, pass the same" if had else "without forward=, leave it out"
         raise SettingError(f"{path} was calibrated {given}: code is not in the file")
     try:
-        network = copy.deepcopy(model)
-        network.load_state_dict(storage.under(_MODEL, tensors))
+        network, weights = copy.deepcopy(model), storage.under(_MODEL, tensors)
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            # In the types of the file, such as bfloat16: in others the answers would be another network's.
+            if name in weights:
+                tensor.data = tensor.data.to(weights[name].dtype)
+        network.load_state_dict(weights)
         return network, _unpacked_fit(header, tensors, network)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path} is damaged, or of another model: {error}") from None
@@ -163,7 +168,7 @@ def export(
 ) -> None:
     """Write a program whose answer is a dict of tensors, traced with an example."""
     suffix = os.path.splitext(os.fspath(path))[1]
-    first = next(model.parameters())
+    first = numbers_of(model)
     example = example_of(fit.ranges, first.dtype, first.device) if example is None else example
     if example is None:
         why = "the held-out inputs that calibrate saw differ in shape, or are not recorded"

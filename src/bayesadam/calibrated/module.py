@@ -23,6 +23,7 @@ from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, inside, lost
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
+from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
 from bayesadam.predict.tap import Layer, first_input
@@ -93,9 +94,11 @@ class Tapped(nn.Module):
                 self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
     def _typed(self, leaf: object) -> object:
-        """Real numbers in the model's type."""
-        dtype = next(self.model.parameters()).dtype
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        """Real numbers in the model's type, unless they are of another that it has too."""
+        types = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and types and leaf.dtype not in types:
+            return leaf.to(types[0])
+        return leaf
 
 
 class Calibrated(nn.Module):
@@ -124,7 +127,7 @@ class Calibrated(nn.Module):
     def __init__(self, tapped: Tapped, fit: Fit, posterior: Posterior | None = None) -> None:
         super().__init__()
         self.tapped, self.fit, self.posterior = tapped, fit, posterior
-        leverage, device = fit.leverage, next(tapped.parameters()).device
+        leverage, device = fit.leverage, numbers_of(tapped).device
         tapped.watch(() if leverage is None else leverage.layers)
         tables = {name: getattr(fit, name) for name in ("spread", "noise_variance", "novelties", "scores")}
         tables["medians"] = None if leverage is None else leverage.medians
@@ -294,6 +297,8 @@ class Program(nn.Module):
     def __init__(self, exported: torch.export.ExportedProgram, about: Mapping[str, Any]) -> None:
         super().__init__()
         self.program, self.about = exported.module(), about
+        args, _ = exported.example_inputs
+        self._types = [leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         for name in ("novelties", "scores", "noise_variance"):
             self.register_buffer(name, exported.state_dict.get(f"net.{name}"))
 
@@ -308,7 +313,10 @@ class Program(nn.Module):
 
     def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
-        fields: dict[str, Any] = self.program(inputs)
+        leaves, structure = pytree.tree_flatten(inputs)
+        types = iter(self._types)
+        leaves = [_as(next(types, None), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        fields: dict[str, Any] = self.program(pytree.tree_unflatten(leaves, structure))
         fields = {name: tensor for name, tensor in fields.items() if name in Answer._fields}
         return Answer(
             **fields, noise_variance=self.noise_variance, scores=self.scores, likelihood=self.about["likelihood"]
@@ -317,6 +325,11 @@ class Program(nn.Module):
     def train(self, mode: bool = True) -> Program:
         """Stays as it is: a program has no other mode."""
         return self
+
+
+def _as(dtype: torch.dtype | None, leaf: Tensor) -> Tensor:
+    """Real numbers in the type that a program takes."""
+    return leaf.to(dtype) if dtype is not None and dtype.is_floating_point and leaf.is_floating_point() else leaf
 
 
 @overload
@@ -350,7 +363,7 @@ def load(
     try:
         net = Calibrated(Tapped(network, (), forward), fit)
         # What the file holds goes together if it makes an answer out of zeros.
-        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
+        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=numbers_of(network).device)
         f = zeros(3) if dimensions == 1 else zeros(3, *[1] * (dimensions - 2), last)
         seen = {} if fit.leverage is None else {one.module: zeros(3, one.width) for one in fit.leverage.layers}
         answer, _ = net.judged(net.answer(f, seen)), str(net.report)

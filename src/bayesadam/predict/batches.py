@@ -62,7 +62,7 @@ def batches_of(data: Any, model: nn.Module) -> Iterator[Batch]:
 
 def inputs_of(batch: Any, model: nn.Module) -> Any:
     """The inputs of a loader's batch, without the targets that `batches_of` would find in it, on the model's device."""
-    return to_device(for_model(_split(batch)[0], model), _like(model).device)
+    return to_device(for_model(_split(batch)[0], model), numbers_of(model).device)
 
 
 def _split(batch: Any) -> tuple[Any, Any, bool]:
@@ -90,7 +90,7 @@ def for_model(inputs: Any, model: nn.Module, *, graph: bool = False) -> Any:
     inputs = plain(inputs, graph=graph)
     if not any(map(_is_array, pytree.tree_leaves(inputs))):
         return inputs
-    like = _like(model)
+    like = numbers_of(model)
     return pytree.tree_map(lambda leaf: _tensor(leaf, like) if _is_array(leaf) else leaf, inputs)
 
 
@@ -184,7 +184,7 @@ def _tensor(array: Any, like: Tensor | None = None) -> Tensor:
     return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
 
 
-def _like(model: nn.Module) -> Tensor:
+def numbers_of(model: nn.Module) -> Tensor:
     """An empty tensor of the model's floating type, on its device."""
     with alone_with(model):
         first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
