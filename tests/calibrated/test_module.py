@@ -210,6 +210,45 @@ def test_a_calibrated_network_is_not_a_model_to_calibrate():
         assert ba.Monitor(wrapped).same_reference(ba.Monitor(net))
 
 
+class Scaled(nn.Linear):
+    """What it multiplies inputs by is in no state dict."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(2, 3)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scale * x)
+
+
+def test_a_model_that_computes_something_else_is_refused(tmp_path):
+    path, (x, y) = tmp_path / "net.safetensors", blobs(100, 200)
+    net = ba.calibrate(Scaled(2.0), (x, y), likelihood="classification", forward=lambda m, z: m(z))
+    net.save(path)
+    assert same_answers(ba.load(path, Scaled(2.0), forward=lambda m, z: m(z))(x), net(x))
+    for scale, forward in ((3.0, lambda m, z: m(z)), (2.0, lambda m, z: m(z).flip(1)), (2.0, lambda m, z: m(z)[:, :2])):
+        with pytest.raises(FileError, match="of another network"):
+            ba.load(path, Scaled(scale), forward=forward)
+
+
+def test_outputs_that_are_drawn_are_saved_and_loaded(tmp_path):
+    net = ba.calibrate(trained("classification"), blobs(100, 200), forward=lambda m, x: m(x) + torch.rand(len(x), 1))
+    net.save(tmp_path / "net.safetensors")
+    ba.load(tmp_path / "net.safetensors", net.model, forward=net.tapped.call)
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path):
+    net = calibrated("classification")
+    net.model.register_module("memory", Remembering())
+    with pytest.raises(SettingError, match=r"memory\._extra_state.*a dict"):
+        net.save(tmp_path / "net.safetensors")
+
+
+class Remembering(nn.Identity):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
 def test_files_of_others_are_refused(tmp_path):
     net = calibrated("classification")
     net.save(tmp_path / "net.safetensors")

@@ -40,7 +40,7 @@ _TENSORS = ("weight_", "tensor_")
 # Those of torch before 2.8.
 _OLDER = ("version", "serialized_exported_program.json", f"extra_files/{_ABOUT}")
 _LARGEST_ON_CUDA = 65_535
-_MODEL = "model."
+_MODEL, _PROBE = "model.", "probe"
 _TABLES = ("spread", "noise_variance", "novelties", "scores")
 # How far onnxruntime's numbers may be from torch's.
 _SAME = 1e-3
@@ -48,9 +48,15 @@ _SAME = 1e-3
 _FOLLOWS = ("p_value", "answered", "set")
 
 
-def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool) -> None:
-    """Write the tensors of a network, and of what held-out data added, to a safetensors file."""
-    tensors = {f"{_MODEL}{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
+def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool, probe: Tensor | None) -> None:
+    """Write the tensors of a network, of what held-out data added, and f of an example, to a safetensors file."""
+    tensors = {} if probe is None else {_PROBE: probe}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise SettingError(
+                f"the state dict has {name!r}, a {type(tensor).__name__}, and such files hold tensors: save a .pt2"
+            )
+        tensors[f"{_MODEL}{name}"] = tensor.contiguous()
     tensors |= {name: tensor for name in _TABLES if (tensor := getattr(fit, name)) is not None}
     header: dict[str, Any] = {name: getattr(fit, name) for name in ("exponent", "temperature")}
     header |= {"likelihood": fit.likelihood.name, "dims": list(fit.dims), "forward": with_forward}
@@ -66,8 +72,8 @@ def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool) -> None
     storage.write(path, tensors, header, _KIND)
 
 
-def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module, Fit]:
-    """A copy of the model with the weights of a file, and what held-out data added."""
+def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module, Fit, Tensor | None]:
+    """A copy of the model with the weights of a file, what held-out data added, and f of an example."""
     tensors, header = storage.read(path, _KIND)
     had = bool(header.get("forward"))
     if had != with_forward:
@@ -80,7 +86,7 @@ def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module
             if name in weights:
                 tensor.data = tensor.data.to(weights[name].dtype)
         network.load_state_dict(weights)
-        return network, _unpacked_fit(header, tensors, network)
+        return network, _unpacked_fit(header, tensors, network), tensors.get(_PROBE)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path} is damaged, or of another model: {error}") from None
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from bayesadam._warnings import warn
 from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.fit import Fit, Report, dims_of
-from bayesadam.calibrated.ranges import MASK, departure, inside, lost
+from bayesadam.calibrated.ranges import MASK, departure, example_of, inside, lost
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.batches import numbers_of
@@ -228,6 +228,13 @@ class Calibrated(nn.Module):
     def __repr__(self) -> str:
         return f"Calibrated({type(self.model).__name__}, {self.fit.likelihood.name}, {len(self.layers)} layers)"
 
+    def probe(self) -> Tensor | None:
+        """f of two examples across the range of the held-out inputs, by which a model is known again."""
+        numbers = numbers_of(self.model)
+        example = example_of(self.fit.ranges, numbers.dtype, numbers.device)
+        with torch.no_grad():
+            return None if example is None else self.tapped(example)[0]
+
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], example: object = None, *, level: float = 0.95) -> None:
@@ -243,7 +250,10 @@ class Calibrated(nn.Module):
         """
         suffix = os.path.splitext(os.fspath(path))[1]
         if suffix == ".safetensors":
-            files.write(path, self.fit, self.model, self.tapped.call is not None)
+            f = self.probe()
+            # A network that draws its outputs is not known by them.
+            same = f is not None and torch.equal(f, cast(Tensor, self.probe()))
+            files.write(path, self.fit, self.model, self.tapped.call is not None, f if same else None)
             return
         if suffix not in _PROGRAMS:
             raise SettingError(f"{os.fspath(path)!r} must end in .safetensors, .pt2 or .onnx")
@@ -359,7 +369,7 @@ def load(
             f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "
             "needs none"
         )
-    network, fit = files.read(path, model, forward is not None)
+    network, fit, probe = files.read(path, model, forward is not None)
     try:
         net = Calibrated(Tapped(network, (), forward), fit)
         # What the file holds goes together if it makes an answer out of zeros.
@@ -371,4 +381,22 @@ def load(
             _ = answer.set() if fit.likelihood.is_classes else answer.interval()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise FileError(f"{os.fspath(path)} is damaged: {error}") from None
+    if probe is not None and not _same(probe, net):
+        raise FileError(
+            f"{os.fspath(path)} is of another network: with its weights this model has other outputs. Pass the same "
+            "forward=, and a model with the same settings, activations and buffers that no state dict holds"
+        )
     return net
+
+
+def _same(probe: Tensor, net: Calibrated) -> bool:
+    """Whether outputs are what they were, but for the rounding of another machine."""
+    try:
+        f = net.probe()
+    except Exception:
+        return False
+    if f is None or f.shape != probe.shape:
+        return False
+    few_digits = numbers_of(net.model).dtype in (torch.float16, torch.bfloat16)
+    away, unit = (f.cpu() - probe).abs(), 1 + probe.abs().nan_to_num(0, 0, 0).amax()
+    return bool((away <= (0.05 if few_digits else 1e-3) * unit)[probe.isfinite()].all())

@@ -159,15 +159,17 @@ def fingerprints(inputs: object) -> Tensor:
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
-    """Two examples to trace with, real numbers 0, others the largest seen; None where a shape is not known."""
+    """Two examples, of real numbers across the range, of others the largest; None where a shape is not known."""
     made: dict[str, Tensor] = {}
     for one in ranges:
         sizes = [n for n in one.shape or () if n is not None]
         if one.shape is None or len(sizes) < len(one.shape) or "." in one.name:
             return None
-        of_numbers = one.kind == "float"
-        kind = dtype if of_numbers else getattr(torch, one.dtype)
-        made[one.name] = torch.full((2, *sizes), 0 if of_numbers else one.high, dtype=kind, device=device)
+        shape, across = (2, *sizes), torch.linspace(one.low, one.high, 2 * math.prod(sizes), dtype=torch.float64)
+        if one.kind == "float":
+            made[one.name] = across.reshape(shape).to(device, dtype)
+        else:
+            made[one.name] = torch.full(shape, one.high, dtype=getattr(torch, one.dtype), device=device)
     if all(name.isdecimal() for name in made):
         return tuple(made.values()) or None
     return made.get("", made)
