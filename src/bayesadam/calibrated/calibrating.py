@@ -16,7 +16,7 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibrated import doubtful
 from bayesadam.calibrated.answer import Answer
-from bayesadam.calibrated.fit import Fit, Report, dims_of, grown_temperature, spread_and_noise
+from bayesadam.calibrated.fit import Fit, Report, dims_of, few_digits, grown_temperature, spread_and_noise
 from bayesadam.calibrated.module import Calibrated, Tapped
 from bayesadam.calibrated.ranges import InputRange, fingerprints, ranges_of
 from bayesadam.errors import CalibrationError, MatchError, SettingError
@@ -135,7 +135,7 @@ def calibrate(
     if seen.n >= FEWEST:
         novelty = answer.novelty
         if seen.entropy is not None:
-            novelty = seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy)
+            novelty = few_digits(seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy))
         fit = replace(fit, novelties=novelty.sort().values, scores=_scores(kind, seen, answer))
     return Calibrated(tapped, fit, q)
 

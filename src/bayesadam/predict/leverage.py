@@ -215,6 +215,9 @@ def from_inputs(
 
         h ← (n − 1)/n · h/(1 − h/n)
 
+    One that is there several times keeps its h, as the next of its kind will have it: of few distinct inputs the
+    next is then as novel as those, not less.
+
     Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. The state's leverage
     stands where inputs are fewer than 20, or where there is no other layer; None where there is none either.
 
@@ -230,6 +233,7 @@ def from_inputs(
         log_h = state.log_h(pooled)
         return state.against(log_h), log_h
     kept, factors, columns = [], [], []
+    several = _several([pooled[layer.module] for layer in wide])
     for layer in wide:
         a = pooled[layer.module]
         if not bool(a.any()):
@@ -239,11 +243,24 @@ def from_inputs(
         h = _blockwise(a[None], w[None], layer)[0]
         kept.append(layer)
         factors.append(w)
-        columns.append(((n - 1) / n * h / (1 - h / n).clamp(min=1e-6)).sum(dim=1))
+        columns.append(torch.where(several[:, None], h, (n - 1) / n * h / (1 - h / n).clamp(min=1e-6)).sum(dim=1))
     if not kept:
         return None, torch.zeros(0, 0)
     log_h = _log(torch.stack(columns, dim=1))
     return Leverage(tuple(kept), tuple(factors), "inputs").against(log_h), log_h
+
+
+def _several(inputs: Sequence[Tensor]) -> Tensor:
+    """Whether each example, (n,), has the same inputs (n, width) of every layer as another, but for rounding."""
+    keys, generator = [], torch.Generator().manual_seed(0)
+    for a in inputs:
+        along = (a.double() @ torch.randn(a.shape[1], 3, generator=generator, dtype=torch.float64).to(a.device)).cpu()
+        size = along.abs()[along != 0]
+        keys.append(along / (size.median() if len(size) else 1.0))
+    _, kinds, numbers = torch.unique(
+        (1e4 * torch.stack(keys).sum(dim=0)).round(), dim=0, return_inverse=True, return_counts=True
+    )
+    return (numbers[kinds] > 1).to(inputs[0].device)
 
 
 def _log(h: Tensor) -> Tensor:
