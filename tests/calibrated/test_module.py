@@ -19,7 +19,7 @@ import bayesadam as ba
 from bayesadam import _storage
 from bayesadam.calibrated import files, ranges
 from bayesadam.calibrated.module import Exported
-from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, SettingError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
 from floats import assert_close
@@ -200,6 +200,15 @@ def test_a_forward_that_calls_another_model_is_told():
     q = trained("regression")
     with pytest.warns(BayesAdamWarning, match="call the model that it is given"):
         ba.calibrate(q, waves(100, 200), forward=lambda _, x: q.model(x))
+
+
+def test_an_empty_batch_is_refused_in_words(tmp_path):
+    net, x = calibrated("classification"), torch.zeros(0, 2)
+    for use in (net, lambda batch: net.save(tmp_path / "net.pt2", batch)):
+        with pytest.raises(MatchError, match="the batch is empty"):
+            use(x)
+    with pytest.raises(MatchError, match="the batch is empty"):
+        ba.calibrate(net.model, (x, torch.zeros(0).long()), likelihood="classification")
 
 
 def test_a_calibrated_network_is_not_a_model_to_calibrate():

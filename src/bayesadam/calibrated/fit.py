@@ -72,7 +72,7 @@ class Fit:
         """Novelty and y, given the network's outputs and relative leverages; v and σ² are on the outputs' device."""
         kind = self.likelihood
         novelty = few_digits(kind.novelty(f, ratios.steep))
-        answer = Answer(novelty, f_mean=f, leverage=ratios.steep, likelihood=kind.name)
+        answer = Answer(novelty, f_mean=f, leverage=few_digits(ratios.steep), likelihood=kind.name)
         if isinstance(kind, ClassLikelihood):
             temperature = self.temperature * of_examples(ratios.growth(self.exponent), f)
             return answer._replace(probs=kind.link(f / temperature))
@@ -85,8 +85,8 @@ class Fit:
 
 
 def few_digits(x: Tensor) -> Tensor:
-    """Numbers rounded to about four digits, so that equal inputs tie whatever the batch that they came in."""
-    more = x * (2 ** (10 if x.dtype == torch.float32 else 39) + 1)
+    """Numbers rounded to 16 bits, so that equal inputs tie whatever the batch that they came in."""
+    more = x * (2 ** (8 if x.dtype == torch.float32 else 37) + 1)
     return torch.where(more.isfinite(), more - (more - x), x)
 
 

@@ -68,6 +68,8 @@ class Tapped(nn.Module):
         if first is None:
             raise MatchError("pass the model's inputs as torch tensors: the batch holds none")
         compiling = torch.compiler.is_compiling()
+        if not compiling and not first.shape[0]:
+            raise MatchError("the batch is empty: it has no examples")
         with nullcontext() if compiling else alone_with(self.model):
             self._seen, self._size = {}, first.shape[0]
             self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
