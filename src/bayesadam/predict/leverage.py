@@ -260,7 +260,8 @@ def _several(inputs: Sequence[Tensor]) -> Tensor:
     _, kinds, numbers = torch.unique(
         (1e4 * torch.stack(keys).sum(dim=0)).round(), dim=0, return_inverse=True, return_counts=True
     )
-    return (numbers[kinds] > 1).to(inputs[0].device)
+    several: Tensor = numbers[kinds] > 1
+    return several.to(inputs[0].device)
 
 
 def _log(h: Tensor) -> Tensor:
