@@ -317,3 +317,17 @@ def test_monitors_of_one_model_know_each_other(tmp_path):
     one.save(tmp_path / "monitor.safetensors")
     assert ba.Monitor.load(tmp_path / "monitor.safetensors").same_reference(ba.Monitor(reference=scores))
     assert not one.same_reference(other)
+
+
+def test_streams_of_few_distinct_inputs_raise_no_alarm():
+    """Held-out inputs are left out of their own leverage, and the next of their kind must be as novel as they are."""
+    torch.manual_seed(0)
+    model, alarms = nn.Linear(3, 2), 0
+    for _ in range(20):
+        x, y = torch.randint(2, (1200, 3)).float(), torch.randint(2, (1200,))
+        net = ba.calibrate(model, (x[:200], y[:200]), likelihood="classification")
+        monitor = ba.Monitor(net, alarm=0.01)
+        for rows in (x[200:201], x[201:800], x[800:]):
+            monitor.update(net(rows))
+        alarms += monitor.alarmed
+    assert alarms <= 1

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.errors import BayesAdamWarning, SettingError
+from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
 from calibrated.cases_calibrated import NAMES, blobs, data, seeded, trained, waves
 from cases import jacobian
@@ -88,6 +88,19 @@ def test_novelty_needs_a_reference_and_no_calibration(name):
         assert len(each.novelty(parts, reference=x[:10])) == 110
         if name in ("classification", "regression"):
             assert ba.scores.auroc(found[:60], found[60:]) > 0.7
+
+
+def test_a_reference_that_sets_no_scale_is_refused_or_told():
+    q, x = trained("regression"), waves(60, 300)[0]
+    with pytest.raises(SettingError, match="the inputs themselves"):
+        q.novelty(x, reference=x.clone())
+    with pytest.raises(MatchError, match="1 of 10 inputs of the reference"):
+        q.novelty(x, reference=torch.cat([x[:9], torch.full((1, 1), torch.nan)]))
+    with pytest.raises(MatchError, match="its output must have the batch first"):
+        q.novelty(x, reference=x[0])
+    for few in (x[:3], x[:1].expand(20, 1)):
+        with pytest.warns(BayesAdamWarning, match=f"{len(few.unique())} different inputs"):
+            q.novelty(x, reference=few)
 
 
 def test_outputs_that_are_no_numbers_are_told():

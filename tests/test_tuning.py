@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
@@ -83,3 +83,17 @@ def test_refusals():
         q.tune(waves(50, 0), method="luck")
     with pytest.raises(MatchError, match="no held-out data"):
         q.tune(iter(()))
+
+
+def test_noise_is_of_the_outputs_it_was_tuned_for():
+    q, (x, y) = trained("regression"), data("regression", 100, 200)
+    one = q.tune((x, y[:, :1]), forward=_first)
+    assert one.predict(x, forward=_first).stddev.shape == (100, 1)
+    with pytest.raises(MatchError, match="forward= that posterior"):
+        _ = one.predict(x).stddev
+    with pytest.raises(MatchError, match=r"of \(2,\) outputs, and these are \(1,\)"):
+        _ = q.tune((x, y)).predict(x, forward=_first).stddev
+
+
+def _first(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[:, :1]

@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from bayesadam import _files, _storage
+from bayesadam._alone import unwrap
 from bayesadam._checks import require_kind
 from bayesadam._extras import require
 from bayesadam._schema import MonitorHeader
@@ -110,6 +111,8 @@ class Monitor:
         if not 0 < alarm < 1:
             raise SettingError(f"alarm must lie between 0 and 1, the probability of a false alarm, got {alarm!r}")
         if net is not None:
+            if isinstance(net, torch.nn.Module):
+                net = cast(Calibrated | Program, unwrap(net))
             require_kind(net, (Calibrated, Program), "net")
             reference = net.novelties
             if reference is None:

@@ -387,3 +387,19 @@ def test_inputs_of_few_values_are_scored_as_held_out_ones_were(jitter):
     assert held["interval"].mean() >= 0.9 - error["interval"]
     assert held["flags"].mean() <= 0.05 + error["flags"]
     assert alarms <= 1
+
+
+def test_sets_of_few_distinct_inputs_hold_every_level():
+    """A held-out score and the next of its kind tie, in batches of any size."""
+    torch.manual_seed(0)
+    levels = torch.arange(0.5, 0.99, 0.02).tolist()
+    model, share = nn.Linear(3, 2), torch.zeros(len(levels))
+    for _ in range(30):
+        x = torch.randint(2, (1200, 3)).float()
+        y = (x.sum(1) + torch.randn(1200) > 1.5).long()
+        net = ba.calibrate(model, (x[:200], y[:200]), likelihood="classification")
+        p = net(x[200:])
+        share += torch.stack([p.set(level).gather(1, y[200:, None]).float().mean() for level in levels]) / 30
+    assert float((share - torch.tensor(levels)).min()) > -0.01
+    alone = torch.cat([net(row).p_value for row in x[:8].split(1)])
+    assert torch.equal(alone, net(x[:8]).p_value)

@@ -6,7 +6,9 @@ import copy
 import json
 import pickle
 import zipfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam import _storage
-from bayesadam.calibrated import files
-from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, SettingError
+from bayesadam.calibrated import files, ranges
+from bayesadam.calibrated.module import Exported
+from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
 from floats import assert_close
@@ -147,6 +150,115 @@ def test_saved_and_loaded(name, tmp_path):
     assert all(torch.equal(t, before[key]) for key, t in fresh.state_dict().items())
 
 
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def test_a_network_in_half_precision_is_saved_and_loaded_in_it(tmp_path):
+    torch.manual_seed(0)
+    x, y = blobs(100, 200)
+    net = ba.calibrate(Normed().eval(), (x, y), likelihood="classification").bfloat16()
+    net.save(tmp_path / "net.safetensors")
+    again = ba.load(tmp_path / "net.safetensors", Normed())
+    assert {t.dtype for t in again.model.state_dict().values()} == {torch.bfloat16, torch.int64}
+    assert same_answers(again(x), net(x))
+
+
+@pytest.mark.slow
+def test_a_program_takes_the_numbers_that_the_network_takes(tmp_path):
+    net, x = calibrated("classification").bfloat16(), blobs(5, 300)[0]
+    net.save(tmp_path / "net.pt2", x[:2].bfloat16())
+    assert_close(ba.load(tmp_path / "net.pt2")(x).probs, net(x).probs)
+
+
+class Typed(nn.Module):
+    """Weights of several types, and inputs in one of them."""
+
+    def __init__(self, first: nn.Parameter) -> None:
+        super().__init__()
+        self.first, self.head = first, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.first.to(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_inputs_of_a_type_that_the_model_has_stay(dtype):
+    torch.manual_seed(0)
+    model, x = Typed(nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)), torch.randn(40, 4)
+    net = ba.calibrate(model, (x, torch.arange(40) % 3), likelihood="classification")
+    assert torch.equal(net(x).f_mean, model(x))
+
+
+def test_outputs_may_be_calibrated_without_a_network(tmp_path):
+    x = torch.randn(60, 3)
+    net = ba.calibrate(nn.Identity(), (x[:50], x[:50].argmax(1)), likelihood="classification")
+    net.save(tmp_path / "net.safetensors")
+    assert same_answers(ba.load(tmp_path / "net.safetensors", nn.Identity())(x), net(x))
+
+
+def test_a_forward_that_calls_another_model_is_told():
+    q = trained("regression")
+    with pytest.warns(BayesAdamWarning, match="call the model that it is given"):
+        ba.calibrate(q, waves(100, 200), forward=lambda _, x: q.model(x))
+
+
+def test_an_empty_batch_is_refused_in_words(tmp_path):
+    net, x = calibrated("classification"), torch.zeros(0, 2)
+    for use in (net, lambda batch: net.save(tmp_path / "net.pt2", batch)):
+        with pytest.raises(MatchError, match="the batch is empty"):
+            use(x)
+    with pytest.raises(MatchError, match="the batch is empty"):
+        ba.calibrate(net.model, (x, torch.zeros(0).long()), likelihood="classification")
+
+
+def test_a_calibrated_network_is_not_a_model_to_calibrate():
+    net = calibrated("regression")
+    for wrapped in (net, torch.compile(net, backend="eager"), nn.DataParallel(net)):
+        with pytest.raises(SettingError, match="calibrated already"):
+            ba.calibrate(wrapped, waves(100, 200), likelihood="regression")
+        assert ba.Monitor(wrapped).same_reference(ba.Monitor(net))
+
+
+class Scaled(nn.Linear):
+    """What it multiplies inputs by is in no state dict."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(2, 3)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scale * x)
+
+
+def test_a_model_that_computes_something_else_is_refused(tmp_path):
+    path, (x, y) = tmp_path / "net.safetensors", blobs(100, 200)
+    net = ba.calibrate(Scaled(2.0), (x, y), likelihood="classification", forward=lambda m, z: m(z))
+    net.save(path)
+    assert same_answers(ba.load(path, Scaled(2.0), forward=lambda m, z: m(z))(x), net(x))
+    for scale, forward in ((3.0, lambda m, z: m(z)), (2.0, lambda m, z: m(z).flip(1)), (2.0, lambda m, z: m(z)[:, :2])):
+        with pytest.raises(FileError, match="of another network"):
+            ba.load(path, Scaled(scale), forward=forward)
+
+
+def test_outputs_that_are_drawn_are_refused():
+    with pytest.raises(MatchError, match="is something in it random"):
+        ba.calibrate(trained("classification"), blobs(100, 200), forward=lambda m, x: m(x) + torch.rand(len(x), 1))
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path):
+    net = calibrated("classification")
+    net.model.register_module("memory", Remembering())
+    with pytest.raises(SettingError, match=r"memory\._extra_state.*a dict"):
+        net.save(tmp_path / "net.safetensors")
+
+
+class Remembering(nn.Identity):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
 def test_files_of_others_are_refused(tmp_path):
     net = calibrated("classification")
     net.save(tmp_path / "net.safetensors")
@@ -167,6 +279,145 @@ def test_files_of_others_are_refused(tmp_path):
         ba.load("net.onnx")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pt2"):
         ba.load(tmp_path / "nowhere.pt2")
+
+
+class Jumpy(nn.Linear):
+    """It depends on values in ways that no program can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else 2 * x)
+
+
+@pytest.mark.slow
+def test_what_no_program_can_do_is_refused_in_words(tmp_path):
+    x = torch.randn(40, 6)
+    net = ba.calibrate(Jumpy(6, 3), (x, torch.arange(40) % 3), likelihood="classification")
+    with pytest.raises(SettingError, match=r"torch\.export does not take this network.*\.safetensors"):
+        net.save(tmp_path / "net.pt2", x[:2])
+    assert not list(tmp_path.iterdir())
+
+
+def spoilt(program: Exported, name: str, rows: Callable[[Tensor], Tensor]) -> Callable[[object], dict[str, Tensor]]:
+    """A file whose answers differ in one field, for some of the inputs."""
+
+    def run(batch: object) -> dict[str, Tensor]:
+        assert isinstance(batch, Tensor)
+        outputs, wrong = program(batch), rows(batch)
+        output = outputs[name]
+        wrong = wrong.view(-1, *[1] * (output.dim() - 1))
+        outputs[name] = output ^ wrong if output.dtype == torch.bool else output + 0.01 * wrong * (1 + output.abs())
+        return outputs
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("probs", lambda x: torch.ones(len(x)), "the example"),
+        ("set", lambda x: torch.ones(len(x), dtype=torch.bool), "the example"),
+        ("p_value", lambda x: torch.ones(len(x)), "the example"),
+        ("novelty", lambda x: torch.full((len(x),), float(len(x) == 1)), "a batch of one"),
+        ("leverage", lambda x: torch.full((len(x),), float(len(x) == 3)), "a batch of three"),
+        ("in_range", lambda x: x.abs().amax(1) > 100, "a thousand times"),
+        ("in_range", lambda x: x.isnan().any(1), "NaN"),
+        ("answered", lambda x: x.isnan().any(1), "NaN"),
+    ],
+)
+def test_a_program_is_compared_in_and_out_of_range(name, rows, words):
+    net, x = calibrated("classification", risk=0.05), blobs(2, 300)[0]
+    program = Exported(net, 0.95)
+    files._check(program, "torch", program, x, len(x))
+    with pytest.raises(FileError, match=f"torch's .*{words}.*not kept"), torch.no_grad():
+        files._check(spoilt(program, name, rows), "torch", program, x, len(x))
+
+
+def test_ranks_may_turn_on_the_last_digits():
+    """A file whose novelty differs by rounding has other p-values than torch, and those that follow from its own."""
+    net, x = calibrated("classification"), blobs(2, 300)[0]
+    program = Exported(net, 0.95)
+    with torch.no_grad():
+        net.novelties = net(x[:1]).novelty.expand(50).clone()
+
+    def run(batch: object) -> dict[str, Tensor]:
+        outputs = program(batch)
+        return program.implied({**outputs, "novelty": outputs["novelty"] * (1 + 1e-6)})
+
+    assert not torch.equal(run(x)["p_value"], program(x)["p_value"])
+    files._check(run, "onnxruntime", program, x, len(x))
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_the_network_is_removed(monkeypatch, tmp_path):
+    net, x = calibrated("classification"), blobs(2, 300)[0]
+    (tmp_path / "net.pt2").write_bytes(b"before")
+    other = calibrated("classification", risk=0.3)
+    exported = torch.export.export(Exported(other, 0.5), (x,), strict=False)
+    monkeypatch.setattr(torch.export, "load", lambda *_, **__: exported)
+    with pytest.raises(FileError, match="not kept"):
+        net.save(tmp_path / "net.pt2", x)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"before"]
+
+
+@contextmanager
+def hooked(model: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
+    handle = model.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_nan_is_out_of_range_and_novel_whatever_the_minimum_says(monkeypatch):
+    """The minimum of onnxruntime, and its recurrent layers, skip NaN."""
+    net, (x, _) = calibrated("regression", risk=0.1, tolerance=0.7), waves(3, 300)
+    x[1] = torch.nan
+    monkeypatch.setattr(ranges, "_ends", lambda leaf: (leaf.nan_to_num().amin(1), leaf.nan_to_num().amax(1)))
+    with hooked(net.model, lambda _, args: (args[0].nan_to_num(),)):
+        p = net(x)
+    assert p.in_range.tolist() == [True, False, True]
+    assert not p.answered[1]
+    assert p.novelty.isinf().tolist() == [False, True, False]
+    assert_close(p.p_value[1], torch.tensor(1 / (len(net.novelties) + 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["pooled", "tokens"])
+def test_texts_with_a_mask_through_an_encoder(network, tmp_path):
+    """Torch's own encoder makes nested tensors of texts with padding, which have no shape."""
+    torch.manual_seed(0)
+    net, batch = encoder_case(pooled=network == "pooled")
+    net.save(tmp_path / "net.pt2", {name: t[:2] for name, t in batch.items()})
+    again, expected = ba.load(tmp_path / "net.pt2")(batch), net(batch)
+    assert_close(again.probs, expected.probs)
+    assert_close(again.novelty, expected.novelty)
+
+
+class Encoder(nn.Module):
+    def __init__(self, *, pooled: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.words, self.encoder = nn.Embedding(20, 8), nn.TransformerEncoder(layer, 1)
+        self.head, self.pooled = nn.Linear(8, 3), pooled
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        z = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
+        return self.head(z[:, 0] if self.pooled else z)
+
+
+def encoder_case(*, pooled: bool) -> tuple[ba.Calibrated, dict[str, Tensor]]:
+    mask = (torch.arange(7) < torch.randint(2, 7, (60, 1))).long()
+    batch = {"input_ids": torch.randint(1, 20, (60, 7)) * mask, "attention_mask": mask}
+    y = torch.randint(3, (60,) if pooled else (60, 7))
+    return ba.calibrate(Encoder(pooled=pooled).eval(), (batch, y), likelihood="classification"), batch
+
+
+def test_an_encoder_with_padding_is_calibrated():
+    torch.manual_seed(0)
+    net, batch = encoder_case(pooled=True)
+    alone = net({name: t[3:4] for name, t in batch.items()})
+    assert_close(alone.probs, net(batch).probs[3:4])
+    assert "encoder.layers.0.linear1" in net.layers
 
 
 class Harmful:

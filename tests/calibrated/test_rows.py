@@ -164,6 +164,7 @@ def test_examples_that_are_alike_prove_nothing():
         net(batches(3, 3, 1)[0][0])
 
 
+@pytest.mark.filterwarnings("ignore:4 different inputs:bayesadam.errors.BayesAdamWarning")
 def test_a_category_that_counts_up_is_not_taken_for_a_position():
     torch.manual_seed(0)
     model = Lambda(lambda self, x: self.b(self.table(x)[:, 0].tanh()), table=nn.Embedding(4, 5), b=nn.Linear(5, 2))

@@ -12,6 +12,9 @@ from bayesadam.likelihoods import ClassLikelihood, Component, Moments, NumericLi
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.conformal import threshold
 
+# Scores this near are equal: the last digits depend on the batch that an example came in.
+_ROUNDING = 1e-5
+
 
 class Answer(NamedTuple):
     """What a calibrated network says of a batch; None where it does not apply.
@@ -58,7 +61,7 @@ class Answer(NamedTuple):
         kind = likelihood_of(self.likelihood)
         if not isinstance(kind, ClassLikelihood) or self.probs is None:
             raise SettingError("a set is of classes; of numbers see interval(level)")
-        return 1 - kind.of_classes(self.probs) <= reach.to(self.probs).unsqueeze(-1)
+        return 1 - kind.of_classes(self.probs) <= (reach.to(self.probs) + _ROUNDING).unsqueeze(-1)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out.
@@ -71,7 +74,8 @@ class Answer(NamedTuple):
         """E[y] ± `reach` sd[y]."""
         if self.mean is None or self.stddev is None:
             raise SettingError("an interval is of numbers; of classes see set(level)")
-        kind, half = likelihood_of(self.likelihood), reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
+        kind = likelihood_of(self.likelihood)
+        half = (1 + _ROUNDING) * reach.to(self.mean).view(self.mean.shape[1:]) * self.stddev
         assert isinstance(kind, NumericLikelihood)
         return kind.ends(self.mean - half, self.mean + half)
 

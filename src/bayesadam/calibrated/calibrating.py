@@ -16,7 +16,7 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibrated import doubtful
 from bayesadam.calibrated.answer import Answer
-from bayesadam.calibrated.fit import Fit, Report, dims_of, grown_temperature, spread_and_noise
+from bayesadam.calibrated.fit import Fit, Report, dims_of, few_digits, grown_temperature, spread_and_noise
 from bayesadam.calibrated.module import Calibrated, Tapped
 from bayesadam.calibrated.ranges import InputRange, fingerprints, ranges_of
 from bayesadam.errors import CalibrationError, MatchError, SettingError
@@ -25,7 +25,7 @@ from bayesadam.likelihoods.abstention import abstention, check_abstention, label
 from bayesadam.likelihoods.classes import IGNORED, SHARE_OF_TEXTS, classes_are_second, of_examples
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
-from bayesadam.predict.batches import batches_of, to_device
+from bayesadam.predict.batches import batches_of, numbers_of, to_device
 from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
 from bayesadam.predict.network import Forward
 from bayesadam.predict.tap import layers_of
@@ -90,6 +90,8 @@ def calibrate(
     """
     if not isinstance(posterior, Posterior | nn.Module):
         raise SettingError(f"calibrate takes a Posterior or a torch module, got {type(posterior).__name__}")
+    if isinstance(posterior, nn.Module) and isinstance(unwrap(posterior), Calibrated):
+        raise SettingError("it is calibrated already: pass its .posterior, or its .model, with the same forward=")
     q = posterior if isinstance(posterior, Posterior) else None
     kind = agreed(likelihood, None if q is None else q.likelihood)
     check_abstention(risk, confidence, tolerance, is_classes=kind.is_classes)
@@ -106,6 +108,11 @@ def calibrate(
     state = None if q is None else from_structure(layers, q.curvature)
     leverage, log_h, fresh = from_inputs(layers, seen.pooled, chosen(seen.n), state)
     ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
+    if layers and not seen.pooled:
+        warn(
+            "none of the model's layers ran, so that novelty sees its outputs alone: does forward(model, inputs) call "
+            "the model that it is given, not another of that name?"
+        )
     # What is compared with new inputs rests on those that A has not seen either.
     of_fresh = fresh.to(f.device)[seen.owners]
     # r of the example that each row belongs to.
@@ -149,7 +156,8 @@ def calibrate(
     if seen.n >= FEWEST:
         novelty, scores = answer.novelty[of_fresh], _scores(kind, seen, answer, of_fresh)
         if seen.entropy is not None:
-            novelty = (seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy))[fresh.to(f.device)]
+            novelty = few_digits(seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy))
+            novelty = novelty[fresh.to(f.device)]
         fit = replace(fit, novelties=novelty.sort().values, scores=scores)
     return Calibrated(tapped, fit, q)
 
@@ -195,7 +203,7 @@ class _Observed:
 
 
 def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) -> _Observed:
-    device = next(tapped.parameters()).device
+    device = numbers_of(tapped).device
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     pooled: list[Mapping[str, Tensor]] = []
     entropies, inputs_seen, prints, scored = [], [], [], []

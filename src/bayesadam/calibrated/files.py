@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,13 @@ from bayesadam.calibrated.fit import Fit, Report
 from bayesadam.calibrated.ranges import InputRange, example_of
 from bayesadam.errors import FileError, MissingFileError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
+from bayesadam.likelihoods.moments import rows
+from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Leverage
 from bayesadam.predict.tap import layers_of
+
+if TYPE_CHECKING:
+    from bayesadam.calibrated.module import Exported
 
 AnyPath = str | os.PathLike[str]
 _Range = Annotated[
@@ -58,15 +64,23 @@ _TENSORS = ("weight_", "tensor_")
 # Those of torch before 2.8.
 _OLDER = ("version", "serialized_exported_program.json", f"extra_files/{_ABOUT}")
 _LARGEST_ON_CUDA = 65_535
-_MODEL = "model."
+_MODEL, _PROBE = "model.", "probe"
 _TABLES = ("spread", "noise_variance", "novelties", "scores")
 # How far onnxruntime's numbers may be from torch's.
 _SAME = 1e-3
+# What follows from an answer's numbers, and turns on their last digits.
+_FOLLOWS = ("p_value", "answered", "set")
 
 
-def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool) -> None:
-    """Write the tensors of a network, and of what held-out data added, to a safetensors file."""
-    tensors = {f"{_MODEL}{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
+def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool, probe: Tensor | None) -> None:
+    """Write the tensors of a network, of what held-out data added, and f of an example, to a safetensors file."""
+    tensors = {} if probe is None else {_PROBE: probe}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise SettingError(
+                f"the state dict has {name!r}, a {type(tensor).__name__}, and such files hold tensors: save a .pt2"
+            )
+        tensors[f"{_MODEL}{name}"] = tensor.contiguous()
     tensors |= {name: tensor for name in _TABLES if (tensor := getattr(fit, name)) is not None}
     header: dict[str, Any] = {name: getattr(fit, name) for name in ("exponent", "temperature")}
     header |= {"likelihood": fit.likelihood.name, "dims": list(fit.dims), "forward": with_forward}
@@ -83,17 +97,21 @@ def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool) -> None
     storage.write(path, tensors, header, _KIND)
 
 
-def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module, Fit]:
-    """A copy of the model with the weights of a file, and what held-out data added."""
+def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module, Fit, Tensor | None]:
+    """A copy of the model with the weights of a file, what held-out data added, and f of an example."""
     tensors, header = storage.read(path, _KIND)
     had = bool(header.get("forward"))
     if had != with_forward:
         given = "with forward=, pass the same" if had else "without forward=, leave it out"
         raise SettingError(f"{path} was calibrated {given}: code is not in the file")
     with damage_named(path, "net.save, or of another model"):
-        network = copy.deepcopy(model)
-        network.load_state_dict(storage.under(_MODEL, tensors))
-        return network, _unpacked_fit(header, tensors, network)
+        network, weights = copy.deepcopy(model), storage.under(_MODEL, tensors)
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            # In the types of the file, such as bfloat16: in others the answers would be another network's.
+            if name in weights:
+                tensor.data = tensor.data.to(weights[name].dtype)
+        network.load_state_dict(weights)
+        return network, _unpacked_fit(header, tensors, network), tensors.get(_PROBE)
 
 
 def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Fit:
@@ -169,11 +187,11 @@ def _name_outputs(graph: Any, names: Sequence[str]) -> None:
 
 
 def export(
-    program: nn.Module, fit: Fit, model: nn.Module, path: AnyPath, example: object, about: dict[str, Any]
+    program: Exported, fit: Fit, model: nn.Module, path: AnyPath, example: object, about: dict[str, Any]
 ) -> None:
     """Write a program whose answer is a dict of tensors, traced with an example."""
     suffix = os.path.splitext(os.fspath(path))[1]
-    first = next(model.parameters())
+    first = numbers_of(model)
     example = example_of(fit.ranges, first.dtype, first.device) if example is None else example
     if example is None:
         why = "the held-out inputs that calibrate saw differ in shape, or are not recorded"
@@ -195,22 +213,40 @@ def export(
     example = dict(example) if isinstance(example, Mapping) else example
     with torch.no_grad(), replacing(path) as temporary:
         names = list(program(example))
-        exported = torch.export.export(
-            program, (example,), dynamic_shapes=(pytree.tree_map(dynamic, example),), strict=False
-        )
+        try:
+            exported = torch.export.export(
+                program, (example,), dynamic_shapes=(pytree.tree_map(dynamic, example),), strict=False
+            )
+        except Exception as error:
+            raise _not_traced("torch.export", error) from error
         if suffix == ".pt2":
             extra = {_ABOUT: json.dumps(about, ensure_ascii=False)}
             with open(temporary, "wb") as file:
                 torch.export.save(exported, file, extra_files=extra)
+            with open(temporary, "rb") as written_file:
+                again = torch.export.load(written_file).module()
+            _check(lambda batch: dict(again(batch)), "torch", program, example, size)
             return
         require("onnx")
         require("onnxscript")
-        written = torch.onnx.export(exported, dynamo=True, verbose=False)
+        try:
+            written = torch.onnx.export(exported, dynamo=True, verbose=False)
+        except Exception as error:
+            raise _not_traced("torch.onnx", error) from error
         assert written is not None
         _name_outputs(written.model.graph, names)
         written.model.metadata_props["bayesadam"] = json.dumps(about, ensure_ascii=False)
         written.save(os.fspath(temporary))
-        _check_onnx(temporary, program, example)
+        if (run := _onnxruntime(temporary)) is not None:
+            _check(run, "onnxruntime", program, example, size)
+
+
+def _not_traced(exporter: str, error: Exception) -> SettingError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return SettingError(
+        f"{exporter} does not take this network, and there is no file: {reason}. Leave out of its forward what depends "
+        "on values, such as an if or .item(), or save a .safetensors, which needs no program"
+    )
 
 
 def _doubled(leaf: object) -> object:
@@ -218,24 +254,93 @@ def _doubled(leaf: object) -> object:
     return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1 else leaf
 
 
-def _check_onnx(path: AnyPath, program: nn.Module, example: object) -> None:
-    """Run the file on the example where onnxruntime is installed, and raise where it is not what torch gives."""
+def _onnxruntime(path: AnyPath) -> Callable[[object], dict[str, Tensor]] | None:
+    """The file as a function, where onnxruntime is installed."""
     try:
         import onnxruntime
     except ModuleNotFoundError:
-        return
-    leaves = [leaf.cpu().numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+        return None
     try:
         session = onnxruntime.InferenceSession(os.fspath(path))
-        names = [one.name for one in session.get_inputs()]
-        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
     except Exception as error:
         raise FileError(f"onnxruntime does not run the file, which is not kept: {error}") from error
-    for (name, expected), output in zip(program(example).items(), outputs, strict=True):
-        exact = expected.cpu().double()
-        away = (torch.from_numpy(output).double() - exact).abs()
-        if not bool((away <= _SAME * (1 + exact.abs())).all()) and bool(exact.isfinite().all()):
-            raise FileError(
-                f"onnxruntime's {name!r} is {float(away.max()):.3g} from torch's on the example; the file is not kept: "
-                "save a .pt2, which torch itself runs"
-            )
+    inputs, outputs = ([one.name for one in nodes] for nodes in (session.get_inputs(), session.get_outputs()))
+
+    def run(batch: object) -> dict[str, Tensor]:
+        leaves = [leaf.cpu().numpy() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        answers = session.run(None, dict(zip(inputs, leaves, strict=True)))
+        return {name: torch.from_numpy(answer) for name, answer in zip(outputs, answers, strict=True)}
+
+    return run
+
+
+def _trials(example: object, size: int, *, beyond: bool) -> Iterator[tuple[str, object]]:
+    """The example, batches of other sizes, and `beyond` the held-out range with NaN among them."""
+
+    def batch(n: int, factor: float = 1.0, first: float = 1.0) -> object:
+        def changed(leaf: object) -> object:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != size:
+                return leaf
+            leaf = leaf[torch.arange(n, device=leaf.device) % size]
+            if leaf.is_floating_point():
+                leaf = factor * leaf
+                leaf[0] *= first
+            return leaf
+
+        return pytree.tree_map(changed, example)
+
+    yield "the example", example
+    yield "a batch of one", batch(1)
+    yield "a batch of three", batch(3)
+    if beyond:
+        yield "inputs a thousand times as large", batch(3, 1000.0)
+        yield "NaN", batch(3, first=math.nan)
+
+
+def _check(
+    run: Callable[[object], dict[str, Tensor]], runtime: str, program: Exported, example: object, size: int
+) -> None:
+    """Run a file that was written, and raise where it is not what torch gives.
+
+    Of examples whose f is not a number only `in_range` and `answered` are compared.
+    """
+    # Beyond the range a number may be an index, which on CUDA would end the process.
+    on_cpu = next((leaf.device.type == "cpu" for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)), True)
+    for words, batch in _trials(example, size, beyond=on_cpu):
+        try:
+            expected = program(batch)
+        except Exception:
+            if batch is example:
+                raise
+            # The network itself does not take such a batch.
+            continue
+        try:
+            outputs = {name: tensor.to(expected[name].device) for name, tensor in run(batch).items()}
+        except Exception as error:
+            raise FileError(f"{runtime} does not run the file on {words}, and it is not kept: {error}") from error
+        implied = program.implied(outputs)
+        for name in expected:
+            if (away := _away(name, outputs, expected, implied)) > _SAME:
+                remedy = "" if runtime == "torch" else ": save a .pt2, which torch itself runs"
+                raise FileError(
+                    f"{runtime}'s {name!r} is {away:.3g} from torch's on {words}; the file is not kept{remedy}"
+                )
+
+
+def _away(
+    name: str, outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], implied: Mapping[str, Tensor]
+) -> float:
+    """How far an output is from torch's, relative to 1 and the largest number; ranks and sets from those implied."""
+    output, exact, finite = outputs[name], expected[name], rows(expected["f_mean"]).isfinite().all(dim=1)
+    if output.shape != exact.shape:
+        return math.inf
+    if name in _FOLLOWS:
+        exact = torch.where(finite.view(-1, *[1] * (exact.dim() - 1)), implied[name], exact)
+    if name not in ("in_range", "answered"):
+        output, exact = output[finite], exact[finite]
+    output, exact = output.double(), exact.double()
+    # A variance is what is left of larger numbers.
+    of_size = torch.cat([exact.flatten(), *([expected["mean"][finite].flatten()] if name == "stddev" else [])]).abs()
+    away = (output - exact).abs() / (1 + max(of_size.nan_to_num(0, 0, 0).tolist(), default=0.0))
+    same = (output == exact) | (output.isnan() & exact.isnan())
+    return max(away.masked_fill(same, 0).nan_to_num(math.inf, math.inf).flatten().tolist(), default=0.0)

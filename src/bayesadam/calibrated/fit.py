@@ -72,7 +72,8 @@ class Fit:
     def answer(self, f: Tensor, ratios: Ratios, spread: Tensor | None, noise: Tensor | None) -> Answer:
         """Novelty and y, given the network's outputs and relative leverages; v and σ² are on the outputs' device."""
         kind = self.likelihood
-        answer = Answer(kind.novelty(f, ratios.steep), f_mean=f, leverage=ratios.steep, likelihood=kind.name)
+        novelty = few_digits(kind.novelty(f, ratios.steep))
+        answer = Answer(novelty, f_mean=f, leverage=few_digits(ratios.steep), likelihood=kind.name)
         if isinstance(kind, ClassLikelihood):
             temperature = self.temperature * of_examples(ratios.growth(self.exponent), f)
             return answer._replace(probs=kind.link(f / temperature))
@@ -82,6 +83,12 @@ class Fit:
         c = Component(Moments(f, variance), noise)
         answer = answer._replace(mean=kind.expected(c), stddev=kind.variance(c).sqrt())
         return answer._replace(f_variance=variance, noise_variance=noise)
+
+
+def few_digits(x: Tensor) -> Tensor:
+    """Numbers rounded to 16 bits, so that equal inputs tie whatever the batch that they came in."""
+    more = x * (2 ** (8 if x.dtype == torch.float32 else 37) + 1)
+    return torch.where(more.isfinite(), more - (more - x), x)
 
 
 def dims_of(f: Tensor) -> tuple[int, int]:

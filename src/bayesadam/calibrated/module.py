@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,10 @@ from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
-from bayesadam.calibrated.ranges import MASK, departure, inside
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.calibrated.ranges import MASK, departure, example_of, inside, lost
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
+from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
 from bayesadam.predict.tap import Layer, Layouts, Observed, by_example, first_input, require_layers
@@ -44,6 +46,10 @@ class Tapped(nn.Module):
         self.model, self.call = model.requires_grad_(False).eval(), forward
         # Where the outputs have their classes; the answers have them last.
         self.class_dim = -1
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                # Nested tensors of texts without their padding have no shape, and are not exported.
+                module.use_nested_tensor = False
         self._seen: dict[str, list[Tensor]] | None = None
         self._size, self._mask = 0, None
         self._layout: list[tuple[Hashable, ...]] = []
@@ -66,12 +72,14 @@ class Tapped(nn.Module):
         if torch.compiler.is_compiling():
             return self._once(inputs)[:2]
         with alone_with(self.model):
-            return by_example(self._once, inputs, self._layouts, next(self.model.parameters()).dtype)
+            return by_example(self._once, inputs, self._layouts, numbers_of(self.model).dtype)
 
     def _once(self, inputs: object) -> Observed:
         first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is None:
             raise MatchError("pass the model's inputs as torch tensors: the batch holds none")
+        if not torch.compiler.is_compiling() and not first.shape[0]:
+            raise MatchError("the batch is empty: it has no examples")
         self._seen, self._size, self._layout = {}, first.shape[0], []
         self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
         try:
@@ -101,9 +109,11 @@ class Tapped(nn.Module):
                 self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
 
     def _typed(self, leaf: object) -> object:
-        """Real numbers in the model's type."""
-        dtype = next(self.model.parameters()).dtype
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        """Real numbers in the model's type, unless they are of another that it has too."""
+        types = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and types and leaf.dtype not in types:
+            return leaf.to(types[0])
+        return leaf
 
 
 class Calibrated(nn.Module):
@@ -132,7 +142,7 @@ class Calibrated(nn.Module):
     def __init__(self, tapped: Tapped, fit: Fit, posterior: Posterior | None = None) -> None:
         super().__init__()
         self.tapped, self.fit, self.posterior = tapped, fit, posterior
-        leverage, device = fit.leverage, next(tapped.parameters()).device
+        leverage, device = fit.leverage, numbers_of(tapped).device
         tapped.class_dim = fit.class_dim
         tapped.watch(() if leverage is None else leverage.layers)
         tables = {name: getattr(fit, name) for name in ("spread", "noise_variance", "novelties", "scores")}
@@ -191,24 +201,30 @@ class Calibrated(nn.Module):
         in_range = inside(fit.ranges, inputs)
         if not torch.compiler.is_compiling():
             require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
-        answer = self.answer(f, seen)
+        answer = self.answer(f, seen)._replace(in_range=in_range)
+        if (rows := lost(fit.ranges, inputs)) is not None:
+            answer = answer._replace(novelty=answer.novelty.masked_fill(rows, math.inf))
+        answer = self.judged(answer)
         if not torch.compiler.is_compiling():
             self._tell(inputs, in_range, answer)
-        if answer.answered is not None and in_range is not None:
-            answer = answer._replace(answered=answer.answered & (in_range.view(-1, *[1] * (answer.answered.dim() - 1))))
-        return answer._replace(in_range=in_range)
+        return answer
 
     def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
-        """The answer, given the network's outputs and the pooled inputs of its layers."""
+        """The numbers of an answer, given the network's outputs and the pooled inputs of its layers."""
         fit, ratios = self.fit, Ratios.usual(f)
         if fit.leverage is not None:
             stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
             ratios = relative(log_leverages(seen, stacks, self.order), self.medians, fit.leverage.source)
-        answer = fit.answer(f, ratios, self.spread, self.noise_variance)
+        return fit.answer(f, ratios, self.spread, self.noise_variance)
+
+    def judged(self, answer: Answer) -> Answer:
+        """An answer with what follows from its numbers: p-values, and whether to give it."""
         p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
-        rule = fit.report.abstention
+        rule = self.fit.report.abstention
         doubt = None if rule is None else answer.label_doubt if rule.by_label else answer.doubt
         answered = None if rule is None or doubt is None else rule.answers(doubt)
+        if answered is not None and answer.in_range is not None:
+            answered = answered & answer.in_range.view(-1, *[1] * (answered.dim() - 1))
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
     def _tell(self, inputs: object, in_range: Tensor | None, answer: Answer) -> None:
@@ -238,6 +254,13 @@ class Calibrated(nn.Module):
     def __repr__(self) -> str:
         return f"Calibrated({type(self.model).__name__}, {self.fit.likelihood.name}, {len(self.layers)} layers)"
 
+    def probe(self) -> Tensor | None:
+        """f of two examples across the range of the held-out inputs, by which a model is known again."""
+        numbers = numbers_of(self.model)
+        example = example_of(self.fit.ranges, numbers.dtype, numbers.device)
+        with torch.no_grad():
+            return None if example is None else self.tapped(example)[0]
+
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], example: object = None, *, level: float = 0.95) -> None:
@@ -253,7 +276,10 @@ class Calibrated(nn.Module):
         """
         suffix = os.path.splitext(os.fspath(path))[1]
         if suffix == ".safetensors":
-            files.write(path, self.fit, self.model, self.tapped.call is not None)
+            f = self.probe()
+            # A network that draws its outputs is not known by them.
+            same = f is not None and torch.equal(f, cast(Tensor, self.probe()))
+            files.write(path, self.fit, self.model, self.tapped.call is not None, f if same else None)
             return
         if suffix not in _PROGRAMS:
             raise SettingError(f"{os.fspath(path)!r} must end in .safetensors, .pt2 or .onnx")
@@ -262,12 +288,12 @@ class Calibrated(nn.Module):
         # An example need not be like the held-out inputs.
         warned, self._warned = self._warned, True
         try:
-            files.export(_Exported(self, level), self.fit, self.model, path, example, about)
+            files.export(Exported(self, level), self.fit, self.model, path, example, about)
         finally:
             self._warned = warned
 
 
-class _Exported(nn.Module):
+class Exported(nn.Module):
     """The same with a dict of tensors as its answer, which needs no class of this package."""
 
     reach: Tensor | None
@@ -279,7 +305,15 @@ class _Exported(nn.Module):
 
     def forward(self, inputs: object) -> dict[str, Tensor]:
         """The answer, and the set or the interval."""
-        answer: Answer = self.net(inputs)
+        return self.fields(self.net(inputs))
+
+    def implied(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What follows from numbers that a file gave: ranks and sets may turn on their last digits."""
+        numbers = {name: tensor for name, tensor in outputs.items() if name in Answer._fields}
+        return self.fields(self.net.judged(Answer(**numbers, likelihood=self.net.fit.likelihood.name)))
+
+    def fields(self, answer: Answer) -> dict[str, Tensor]:
+        """An answer as a dict of tensors."""
         # What does not depend on the inputs is in the file without that.
         fields = answer._replace(scores=None, noise_variance=None)._asdict()
         if self.reach is not None and answer.probs is not None:
@@ -299,6 +333,8 @@ class Program(nn.Module):
     def __init__(self, exported: torch.export.ExportedProgram, about: Mapping[str, Any]) -> None:
         super().__init__()
         self.program, self.about = exported.module(), about
+        args, _ = exported.example_inputs
+        self._types = [leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         for name in ("novelties", "scores", "noise_variance"):
             self.register_buffer(name, exported.state_dict.get(f"net.{name}"))
 
@@ -313,7 +349,10 @@ class Program(nn.Module):
 
     def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
-        fields: dict[str, Any] = self.program(inputs)
+        leaves, structure = pytree.tree_flatten(inputs)
+        types = iter(self._types)
+        leaves = [_as(next(types, None), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        fields: dict[str, Any] = self.program(pytree.tree_unflatten(leaves, structure))
         fields = {name: tensor for name, tensor in fields.items() if name in Answer._fields}
         return Answer(
             **fields, noise_variance=self.noise_variance, scores=self.scores, likelihood=self.about["likelihood"]
@@ -322,6 +361,11 @@ class Program(nn.Module):
     def train(self, mode: bool = True) -> Program:
         """Stays as it is: a program has no other mode."""
         return self
+
+
+def _as(dtype: torch.dtype | None, leaf: Tensor) -> Tensor:
+    """Real numbers in the type that a program takes."""
+    return leaf.to(dtype) if dtype is not None and dtype.is_floating_point and leaf.is_floating_point() else leaf
 
 
 @overload
@@ -351,16 +395,34 @@ def load(
             f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "
             "needs none"
         )
-    network, fit = files.read(path, model, forward is not None)
+    network, fit, probe = files.read(path, model, forward is not None)
     with damage_named(os.fspath(path), "net.save"):
         net = Calibrated(Tapped(network, (), forward), fit)
         # What the file holds goes together if it makes an answer out of zeros.
-        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=next(network.parameters()).device)
+        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=numbers_of(network).device)
         # As many examples as there are outputs would hide that a tensor has the shape of the other.
         n = 3 + (last == 3)
         f = zeros(n) if dimensions == 1 else zeros(n, *[1] * (dimensions - 2), last)
         seen = {} if fit.leverage is None else {one.module: zeros(n, one.width) for one in fit.leverage.layers}
-        answer, _ = net.answer(f, seen), str(net.report)
+        answer, _ = net.judged(net.answer(f, seen)), str(net.report)
         if fit.scores is not None:
             _ = answer.set() if fit.likelihood.is_classes else answer.interval()
+    if probe is not None and not _same(probe, net):
+        raise FileError(
+            f"{os.fspath(path)} is of another network: with its weights this model has other outputs. Pass the same "
+            "forward=, and a model with the same settings, activations and buffers that no state dict holds"
+        )
     return net
+
+
+def _same(probe: Tensor, net: Calibrated) -> bool:
+    """Whether outputs are what they were, but for the rounding of another machine."""
+    try:
+        f = net.probe()
+    except Exception:
+        return False
+    if f is None or f.shape != probe.shape:
+        return False
+    few_digits = numbers_of(net.model).dtype in (torch.float16, torch.bfloat16)
+    away, unit = (f.cpu() - probe).abs(), 1 + probe.abs().nan_to_num(0, 0, 0).amax()
+    return bool((away <= (0.05 if few_digits else 1e-3) * unit)[probe.isfinite()].all())

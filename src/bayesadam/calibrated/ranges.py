@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class InputRange:
         """Whether each example of a batch is in range, (batch,), in operations that can be traced; None if unknown."""
         if _kind(leaf.dtype) != self.kind or self._reordered(leaf):
             return torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device)
-        return self.holds(*_ends(leaf.float())) if self.bounded else None
+        return self.holds(*_ends(leaf.float())) & ~_lost(leaf) if self.bounded else None
 
     def _reordered(self, leaf: Tensor) -> bool:
         """Whether it has the same sizes in another order; those of 1 do not count, which move no number."""
@@ -136,6 +137,12 @@ def inside(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
     return whole
 
 
+def lost(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
+    """Whether each example has NaN where no held-out one had, (batch,); None where nothing is compared."""
+    rows = [_lost(leaf) for one, leaf in _pairs(ranges, inputs) if one.bounded and leaf.is_floating_point()]
+    return reduce(torch.logical_or, rows) if rows else None
+
+
 def fingerprints(inputs: object) -> Tensor:
     """A number for each example, (batch,), int64: the same for the same bits and, but by chance, for no others.
 
@@ -152,15 +159,17 @@ def fingerprints(inputs: object) -> Tensor:
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
-    """Two examples to trace with, real numbers 0, others the largest seen; None where a shape is not known."""
+    """Two examples, of real numbers across the range, of others the largest; None where a shape is not known."""
     made: dict[str, Tensor] = {}
     for one in ranges:
         sizes = [n for n in one.shape or () if n is not None]
         if one.shape is None or len(sizes) < len(one.shape) or "." in one.name:
             return None
-        of_numbers = one.kind == "float"
-        kind = dtype if of_numbers else getattr(torch, one.dtype)
-        made[one.name] = torch.full((2, *sizes), 0 if of_numbers else one.high, dtype=kind, device=device)
+        shape, across = (2, *sizes), torch.linspace(one.low, one.high, 2 * math.prod(sizes), dtype=torch.float64)
+        if one.kind == "float":
+            made[one.name] = across.reshape(shape).to(device, dtype)
+        else:
+            made[one.name] = torch.full(shape, one.high, dtype=getattr(torch, one.dtype), device=device)
     if all(name.isdecimal() for name in made):
         return tuple(made.values()) or None
     return made.get("", made)
@@ -182,9 +191,18 @@ def _pairs(ranges: Sequence[InputRange], inputs: object) -> Iterator[tuple[Input
     return ((by_name[name], leaf) for name, leaf in _leaves(inputs) if name in by_name)
 
 
+def _flat(leaf: Tensor) -> Tensor:
+    return leaf.detach().flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+
+
+def _lost(leaf: Tensor) -> Tensor:
+    """Whether each example holds NaN, (batch,), in an operation of its own: the minimum of onnxruntime skips them."""
+    return _flat(leaf).isnan().any(dim=1)
+
+
 def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value of each example, (batch,); NaN where there is one."""
-    flat = leaf.detach().flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+    flat = _flat(leaf)
     # Together, `aminmax` takes four times as long on a CPU.
     return flat.amin(dim=1), flat.amax(dim=1)
 

@@ -119,7 +119,13 @@ class Regression(NumericLikelihood):
                 "σ² of the observations is not known: posterior.tune(held_out) estimates it and "
                 "posterior.replace(noise_variance=...) gives it; .f_mean and .f_variance need none"
             )
-        return _variance_of(c.f) + c.noise_variance.to(c.f.mean)
+        noise, shape = c.noise_variance, c.f.mean.shape[1:]
+        if noise.dim() and shape and shape[-noise.dim() :] != noise.shape:
+            raise MatchError(
+                f"σ² is of {tuple(noise.shape)} outputs, and these are {tuple(shape)}: pass the forward= that "
+                "posterior.tune had, or tune a posterior for these outputs"
+            )
+        return _variance_of(c.f) + noise.to(c.f.mean)
 
     def parts(self, c: Component) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One, N(E[f], Var[f] + σ²)."""

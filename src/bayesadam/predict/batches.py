@@ -54,7 +54,7 @@ def inputs_of(data: Any, model: nn.Module) -> Iterator[Any]:
     """The inputs of a loader's batches without targets, or a batch by itself, none of which is a target."""
     batch = None
     for batch in (_split(b)[0] for b in data) if is_loader(data) else [data]:
-        yield to_device(for_model(batch, model), _like(model).device)
+        yield to_device(for_model(batch, model), numbers_of(model).device)
     if batch is None:
         raise MatchError("there are no inputs: the loader gave no batch (a generator that was used up?)")
 
@@ -82,7 +82,7 @@ def for_model(inputs: Any, model: nn.Module, *, graph: bool = False) -> Any:
     inputs = plain(inputs, graph=graph)
     if not any(map(_is_array, pytree.tree_leaves(inputs))):
         return inputs
-    like = _like(model)
+    like = numbers_of(model)
     return pytree.tree_map(lambda leaf: _tensor(leaf, like) if _is_array(leaf) else leaf, inputs)
 
 
@@ -167,7 +167,7 @@ def _tensor(array: Any, like: Tensor | None = None) -> Tensor:
     return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
 
 
-def _like(model: nn.Module) -> Tensor:
+def numbers_of(model: nn.Module) -> Tensor:
     """An empty tensor of the model's floating type, on its device."""
     with alone_with(model):
         first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bayesadam._checks import count
 from bayesadam._progress import progress
 from bayesadam._warnings import warn
-from bayesadam.errors import SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Component, Prediction, agreed
+from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
 from bayesadam.predict.draws import linearised_draws, sampled
 from bayesadam.predict.leverage import Ratios, from_structure
@@ -22,6 +25,8 @@ from bayesadam.predict.network import Forward, Gaussian
 from bayesadam.predict.tap import Layer, Layouts, layers_of, observed, require_layers
 from bayesadam.weights.draws import fresh_seed, stream_seed
 
+# So many familiar inputs, that differ, set the scale of novelty.
+_FAMILIAR = 10
 Covariance = bool | Literal["joint"]
 
 
@@ -90,6 +95,14 @@ class Function:
         return drawn[0]
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same tensors, or two loaders are one."""
+    if one is other or is_loader(one) or is_loader(other):
+        return one is other
+    pairs = list(zip_longest(tree_leaves(one), tree_leaves(other)))
+    return all(isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b) for a, b in pairs)
+
+
 def novelty(
     posterior: Gaussian, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
 ) -> Tensor:
@@ -100,8 +113,10 @@ def novelty(
 
     Args:
         inputs: a batch or a loader.
-        reference: familiar inputs, ten will do: a batch or a loader.
+        reference: other inputs, which are familiar, ten will do: a batch or a loader.
     """
+    if _same(inputs, reference):
+        raise SettingError("the reference is the inputs themselves, which makes them familiar: pass others, that are")
     posterior.require_whole("novelty")
     kind = agreed(likelihood, posterior.likelihood)
     leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.curvature)
@@ -115,7 +130,13 @@ def novelty(
     familiar = seen(reference, leverage.layers, words=False)
     leverage = leverage.among(set.intersection(*(set(pooled) for _, pooled in familiar)))
     if leverage.layers:
-        leverage = leverage.against(torch.cat([leverage.log_h(pooled) for _, pooled in familiar]))
+        log_h = torch.cat([leverage.log_h(pooled) for _, pooled in familiar])
+        finite = log_h.isfinite().all(dim=1) & torch.cat([rows(f).isfinite().all(dim=1) for f, _ in familiar])
+        if lost := int((~finite).sum()):
+            raise MatchError(f"{lost} of {len(log_h)} inputs of the reference give NaN or infinities: leave them out")
+        if (different := len(torch.unique(log_h, dim=0))) < _FAMILIAR:
+            warn(f"{different} different inputs in the reference set the scale of novelty: pass {_FAMILIAR} or more")
+        leverage = leverage.against(log_h)
     scores = []
     for outputs, pooled in seen(inputs, leverage.layers, words=True):
         require_layers(leverage.layers, pooled)
