@@ -282,10 +282,10 @@ def test_files_of_others_are_refused(tmp_path):
 
 
 class Jumpy(nn.Linear):
-    """It depends on values in ways that no program can."""
+    """It asks for values as no program can."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else 2 * x)
+        return super().forward(x if x.abs().sum() >= 0 else 2 * x)
 
 
 @pytest.mark.slow
