@@ -13,7 +13,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class Data:
     test: Pixels
 
 
+@lru_cache(maxsize=1)
 def data_of(net: Net, device: str, *, made_up: bool = False) -> Data:
     """The data of a network; of a text every twentieth window is tested."""
     if net.data not in TEXTS:
@@ -194,26 +196,29 @@ def train(net: Net, data: Data, seed: int) -> tuple[nn.Module, torch.optim.Optim
     return model.to(memory_format=torch.contiguous_format).eval(), optimizer
 
 
+def trained(name: str, seed: int, path: Path, device: str, *, made_up: bool = False) -> float:
+    """Train a network into a file; its score."""
+    net = replace(NETS[name], epochs=1, batch=64) if made_up else NETS[name]
+    data, start = data_of(net, device, made_up=made_up), time.perf_counter()
+    model, optimizer = train(net, data, seed)
+    seconds, found = time.perf_counter() - start, score(net, model, data)
+    replaced(path, partial(torch.save, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    print(f"{path.name}: {found:.3f} in {seconds:.0f} s", flush=True)
+    return found
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="one epoch of made-up data", device=True)
-    parser.add_argument("nets", nargs="*", choices=[*NETS, []], default=["lenet300"])
+    parser.add_argument("nets", nargs="*", default=["lenet300"], help=f"of {', '.join(NETS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    found: dict[str, float] = {}
-    for name in options.nets:
-        net = replace(NETS[name], epochs=1, batch=64) if options.quick else NETS[name]
-        data = data_of(net, options.device, made_up=options.quick)
-        for seed in options.seeds:
-            path = options.out / f"{name}-{seed}.pt"
-            if path.is_file():
-                continue
-            start = time.perf_counter()
-            model, optimizer = train(net, data, seed)
-            seconds, found[f"{name}-{seed}"] = time.perf_counter() - start, score(net, model, data)
-            held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "score": found[f"{name}-{seed}"]}
-            replaced(path, partial(torch.save, held))
-            print(f"{path.name}: {found[f'{name}-{seed}']:.3f} in {seconds:.0f} s", flush=True)
+    paths = {(name, seed): options.out / f"{name}-{seed}.pt" for name in options.nets for seed in options.seeds}
+    found = {
+        path.stem: trained(*key, path, options.device, made_up=options.quick)
+        for key, path in paths.items()
+        if not path.is_file()
+    }
     write_results(options.out, f"trained-{'-'.join(options.nets)}-{'-'.join(map(str, options.seeds))}", found)
     print(f"{len(found)} networks trained")
 

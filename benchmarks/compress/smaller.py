@@ -1,0 +1,244 @@
+"""Pruned and rounded networks: ours, and others as published, on the same inputs.
+
+    python -m benchmarks.compress.smaller --nets DIR [--only 'resnet18-*'] [--methods ours sparsegpt] [--report]
+
+`DIR` has what `trained` wrote. The rows of a network are one file of `--out`: stopped, it resumes, and several
+processes share the work by `--only`. All methods prune the same matrices and get the same training inputs, without
+labels. A row has the score before and after batch norms are estimated again from these inputs, the seconds of the
+method alone, and on CUDA the memory at most; a method that fails is told and has no row.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from benchmarks.common.harness import arguments, number, replaced
+from benchmarks.compress import published
+from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
+
+FRACTIONS, BITS, COUNTS, SEQUENCES, JOINT = (0.5, 0.75, 0.9, 0.95, 0.98), (8, 4, 3, 2), (100, 300, 1000), 128, 4
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A network, its posterior, and the inputs that a method gets."""
+
+    posterior: ba.Posterior
+    inputs: Tensor
+
+    @property
+    def model(self) -> nn.Module:
+        """The dense network."""
+        return self.posterior.model
+
+    @property
+    def eligible(self) -> list[str]:
+        """The weights that are pruned or rounded."""
+        return list(published.matrices(self.model))
+
+    def pruned(self, fraction: float, **how: Any) -> ba.Posterior:
+        """By this library."""
+        exclude = [name for name in self.posterior.mode if name not in self.eligible]
+        return ba.prune(self.posterior, fraction, exclude=exclude, **how) if fraction else self.posterior
+
+    def conditioned(self, small: nn.Module) -> nn.Module:
+        """The dense network given the zeros of a pruned one."""
+        masks = {name: small.get_parameter(name) != 0 for name in self.eligible}
+        return ba.compress.condition(self.posterior, masks, self.inputs).model
+
+
+# --- methods: of a case, a fraction and bits, None for as they are ----------------------------------------------------
+
+Method = Callable[[Case, float, int | None], nn.Module]
+
+
+def ours(case: Case, fraction: float, bits: int | None) -> nn.Module:
+    small = case.pruned(fraction, inputs=case.inputs)
+    return small.model if bits is None else ba.quantise(small, bits, inputs=case.inputs).model
+
+
+def sparsegpt(case: Case, fraction: float, bits: int | None) -> nn.Module:
+    return published.sparsegpt(case.model, case.inputs, fraction, bits=bits, eligible=case.eligible)
+
+
+def wanda(case: Case, fraction: float, bits: int | None) -> nn.Module:
+    return published.wanda(case.model, case.inputs, fraction, eligible=case.eligible)
+
+
+def gptq(case: Case, fraction: float, bits: int | None, *, search: bool = False) -> nn.Module:
+    return published.gptq(case.model, case.inputs, bits or 0, search=search, eligible=case.eligible)
+
+
+def rtn(case: Case, fraction: float, bits: int | None, *, search: bool = False) -> nn.Module:
+    return published.rtn(case.model, bits or 0, search=search, eligible=case.eligible)
+
+
+def magnitude(case: Case, fraction: float, bits: int | None, *, uniform: bool = False) -> nn.Module:
+    return published.magnitude(case.model, fraction, uniform=uniform, eligible=case.eligible)
+
+
+ALONE: dict[str, Method] = {
+    "ratio alone": lambda case, fraction, bits: case.pruned(fraction).model,
+    "magnitude": magnitude,
+    "magnitude by layer": lambda *job: magnitude(*job, uniform=True),
+}
+PRUNERS: dict[str, Method] = {
+    "ours": ours,
+    "sparsegpt": sparsegpt,
+    "sparsegpt conditioned": lambda case, *job: case.conditioned(sparsegpt(case, *job)),
+    "wanda": wanda,
+    "wanda conditioned": lambda case, *job: case.conditioned(wanda(case, *job)),
+    "magnitude conditioned": lambda case, fraction, bits: (
+        case.pruned(fraction, inputs=case.inputs, ranking="magnitude").model
+    ),
+}
+ROUNDERS: dict[str, Method] = {
+    "ours": ours,
+    "gptq": gptq,
+    "gptq searched": lambda *job: gptq(*job, search=True),
+    "rtn": rtn,
+    "rtn searched": lambda *job: rtn(*job, search=True),
+}
+BOTH: dict[str, Method] = {"ours": ours, "sparsegpt": sparsegpt}
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def jobs(counts: tuple[int, ...], *, quick: bool) -> Iterator[tuple[str, Method, float, int | None, int]]:
+    """The method, the fraction, the bits and how many inputs, of every row."""
+    fractions, bits = ((0.5, 0.9), (3,)) if quick else (FRACTIONS, BITS)
+    yield "dense", lambda case, *_: case.model, 0.0, None, 0
+    for (name, method), fraction in product(ALONE.items(), fractions):
+        yield name, method, fraction, None, 0
+    for n, (name, method), fraction in product(counts[::-1], PRUNERS.items(), fractions):
+        yield name, method, fraction, None, n
+    for (name, method), width in product(ROUNDERS.items(), bits):
+        yield name, method, 0.0, width, counts[-1]
+    for (name, method), fraction in product(BOTH.items(), fractions):
+        yield name, method, fraction, JOINT, counts[-1]
+
+
+def size_of(model: nn.Module, eligible: list[str], bits: int | None) -> int:
+    """Bytes of a file: what is kept and where, or all, at `bits` with a scale of 16 bits a row; all else in float32."""
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if name in eligible:
+            kept, n, wide = int((parameter != 0).sum()), parameter.numel(), bits or 32
+            total += min(kept * wide + n, n * wide) + (16 * len(parameter) if bits else 0)
+        else:
+            total += 32 * parameter.numel()
+    return round(total / 8)
+
+
+def row_of(path: Path, job: tuple[str, Method, float, int | None, int], device: str, *, quick: bool) -> Row:
+    """One method on one network."""
+    (name, _, seed), (title, method, fraction, bits, n) = path.stem.rpartition("-"), job
+    net, is_cuda = NETS[name], device.startswith("cuda")
+    data = data_of(net, device, made_up=quick)
+    posterior = ba.Posterior.from_checkpoint(path, net.build().to(device).eval(), n_data=len(data.train[0]))
+    case = Case(posterior, some_inputs(net, data, max(n, 1), int(seed)))
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    small = method(case, fraction, bits)
+    if is_cuda:
+        torch.cuda.synchronize()
+    row: Row = {"net": name, "seed": int(seed), "method": title, "fraction": fraction, "bits": bits, "inputs": n}
+    row |= {"seconds": time.perf_counter() - start, "score": score(net, small, data)}
+    row["renormed"] = score(net, published.renormed(small, case.inputs), data) if n else None
+    row["memory"] = torch.cuda.max_memory_allocated() if is_cuda else None
+    zeros = [int((small.get_parameter(key) == 0).sum()) for key in case.eligible]
+    row["sparsity"] = sum(zeros) / sum(small.get_parameter(key).numel() for key in case.eligible)
+    return row | {"bytes": size_of(small, case.eligible, bits)}
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("method", "fraction", "bits", "inputs"))
+
+
+def measure(path: Path, out: Path, options: Any) -> None:
+    """All rows of a network that are not there yet."""
+    net = NETS[path.stem.rpartition("-")[0]]
+    counts = (100,) if options.quick else (SEQUENCES,) if net.smaller_is_better else tuple(options.counts)
+    rows: list[Row] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else []
+    done = {key_of(row) for row in rows}
+    for job in jobs(counts, quick=options.quick):
+        if (job[0], *job[2:]) in done or (options.methods and job[0] not in options.methods):
+            continue
+        try:
+            rows.append(row_of(path, job, options.device, quick=options.quick))
+        except Exception as error:
+            print(f"{path.stem}, {job[0]}, {job[2:]} failed: {type(error).__name__}: {error}", flush=True)
+            continue
+        text = json.dumps(rows, indent=1)
+        replaced(out, lambda unfinished, text=text: unfinished.write_text(text, encoding="utf-8"))
+        row = rows[-1]
+        print(f"{path.stem} {key_of(row)}: {row['score']:.3f}, {row['seconds']:.1f} s", flush=True)
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def tables(rows: list[Row]) -> str:
+    """In Markdown, a table a network: score after batch norms again where better on average, of the seeds."""
+    text = []
+    for net in dict.fromkeys(row["net"] for row in rows):
+        mine = [row for row in rows if row["net"] == net]
+        digits = 3 if NETS[net].smaller_is_better else 1
+        dense = number([row["score"] for row in mine if row["method"] == "dense"], digits)
+        for title, chosen, column in (
+            ("pruned by", lambda row: row["bits"] is None and row["method"] != "dense", "fraction"),
+            ("rounded to bits", lambda row: row["bits"] and not row["fraction"], "bits"),
+            (f"at {JOINT} bits, pruned by", lambda row: row["bits"] and row["fraction"], "fraction"),
+        ):
+            cells: dict[tuple[str, int], dict[float, list[Row]]] = {}
+            for row in filter(chosen, mine):
+                cells.setdefault((row["method"], row["inputs"]), {}).setdefault(row[column], []).append(row)
+            if not cells:
+                continue
+            heads = sorted({row[column] for row in filter(chosen, mine)}, reverse=column == "bits")
+            text += [f"\n{net} (dense {dense}), {title}\n", f"| method, inputs | {' | '.join(map(str, heads))} |"]
+            text.append("|" + "---|" * (len(heads) + 1))
+            for (method, n), by in cells.items():
+                for again in ("score", "renormed"):
+                    if again == "score" or any(r["renormed"] not in (None, r["score"]) for c in by.values() for r in c):
+                        label = f"{method}, {n or 'none'}{', norms again' if again == 'renormed' else ''}"
+                        found = (number([r[again] for r in by.get(head, [])], digits) for head in heads)
+                        text.append(f"| {label} | {' | '.join(found)} |")
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="one small network on made-up images", device=True)
+    parser.add_argument("--nets", type=Path, help="folder of the trained networks")
+    parser.add_argument("--only", nargs="+", default=["*"], help="of these, by pattern: resnet18-*")
+    parser.add_argument("--methods", nargs="+", help="of these alone")
+    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="how many images, ascending")
+    parser.add_argument("--report", action="store_true", help="the tables of what is there")
+    options = parser.parse_args()
+    nets, out = options.nets or options.out / "nets", options.out
+    if options.quick and not (nets / "lenet300-0.pt").is_file():
+        trained("lenet300", 0, nets / "lenet300-0.pt", options.device, made_up=True)
+    for path in sorted(nets.glob("*.pt")) if not options.report else ():
+        if any(fnmatchcase(path.stem, pattern) for pattern in options.only):
+            measure(path, out / f"{path.stem}.json", options)
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*-*.json"))]
+    print(tables([row for rows in found for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
