@@ -1,5 +1,6 @@
 """Smaller networks: which weights to remove, a posterior without them, and keeping them removed."""
 
+from bayesadam.compress.conditioning import condition
 from bayesadam.compress.masking import apply_masks, keep_pruned
 from bayesadam.compress.pruning import PruningReport, importance, prune, prune_checkpoint
 from bayesadam.compress.ranking import RANKINGS, masks, weight_scores
@@ -8,6 +9,7 @@ __all__ = [
     "RANKINGS",
     "PruningReport",
     "apply_masks",
+    "condition",
     "importance",
     "keep_pruned",
     "masks",

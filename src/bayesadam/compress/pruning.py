@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesadam._alone import alone_with, unwrap
+from bayesadam._alone import unwrap
+from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._tables import aligned
-from bayesadam.compress.masking import apply_masks
-from bayesadam.compress.ranking import Exclude, Ranking, Scope, eligible, masks, removals, weight_scores
+from bayesadam.compress.conditioning import conditioned, layers_for
+from bayesadam.compress.matrices import Matrix
+from bayesadam.compress.ranking import (
+    Exclude,
+    Ranking,
+    Scope,
+    eligible,
+    is_fraction,
+    masks,
+    parsed,
+    removals,
+    weight_scores,
+)
+from bayesadam.compress.solving import Moments
 from bayesadam.errors import MatchError
+from bayesadam.predict.network import Forward
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import AnyPath, Named, outlined
-from bayesadam.weights.posterior import Posterior, copy_into
+from bayesadam.weights.posterior import Posterior
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# The prior precision of a pruned weight, which is known to be 0: its standard deviation is 1e-15.
-_KNOWN = 1e30
 
 
 @torch.no_grad()
@@ -37,16 +48,29 @@ def prune(
     posterior: Posterior,
     fraction: float | None = None,
     *,
+    inputs: Any = None,
     ranking: Ranking = "snr",
     scope: Scope = "global",
     exclude: Exclude = (),
     pattern: str | None = None,
+    rounds: int = 8,
+    forward: Forward | None = None,
 ) -> Posterior:
-    """A posterior of the pruned network, `.model`, a copy; yours is untouched. The arguments are those of `masks`.
+    """A posterior of the pruned network, `.model`, a copy; yours is untouched.
 
-    Of a pruned weight it is known that it is 0: it has a prior precision of 10³⁰ around 0, so that draws and variances
-    are those of the weights that stay, until `replace` gives the posterior another prior. In the rotated coordinates of
-    `"inputs"` and `"kronecker"` no single weight can be known: only the mean is pruned there.
+    With a few hundred `inputs`, without labels, the weights that stay move to make up for those that go, in rounds:
+    see `condition`. Only what can make up for its losses is pruned then, the matrices of linear layers, convolutions
+    and attention, and the ranking sees what the inputs say of v̂: the diagonal of g A is what a weight that goes would
+    cost if no other could stand in for it, and
+
+        ṽ_ij = g_i / [(A' + λ)⁻¹]_jj,   g_i = Σ_j v̂_ij / Σ_j A'_jj
+
+    what it costs when they do. In each round A' is that of the inputs and the network of then.
+
+    Args:
+        inputs, forward: as in `condition`; None takes the posterior's own input sides, where it has them.
+        rounds: of growing sparsity, in each of which the same share of the weights goes.
+        fraction, ranking, scope, exclude, pattern: as in `masks`.
 
     >>> model = nn.Linear(4, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -57,21 +81,39 @@ def prune(
     (2, 0)
     """
     require_posterior(posterior, "pruning")
-    kept = masks(posterior, fraction, ranking=ranking, scope=scope, exclude=exclude, pattern=pattern)
-    kept = {name: mask.to(posterior.mode[name].device) for name, mask in kept.items()}
-    mode = {name: theta.masked_fill(~kept[name], 0) for name, theta in posterior.mode.items()}
-    prior = dict(posterior.prior_precision)
-    for name, mask in kept.items():
-        if posterior.curvature.independent and not bool(mask.all()):
-            prior[name] = torch.where(mask, torch.as_tensor(prior[name]).to(mode[name]), _KNOWN)
-    with alone_with(posterior.model):
-        model = copy.deepcopy(posterior.model)
-    settings = replace(posterior.settings, prior_precision=prior)
-    # The statistics of the copy's batch norms are looked at anew.
-    small = replace(posterior, mode=mode, settings=settings, model=model, running=None)
-    copy_into(model, small.mean)
-    apply_masks(model, kept)
+    how: Any = {"ranking": ranking, "scope": scope, "exclude": exclude}
+    layers = layers_for(posterior, inputs, posterior.mode, forward)
+    if layers is None:
+        return conditioned(posterior, posterior, masks(posterior, fraction, pattern=pattern, **how), None)
+    moments, alone = posterior.curvature.second_moment, dict[str, Tensor]()
+    look = partial(_alone, moments, alone) if posterior.curvature.independent else None
+    if look is not None:
+        whole = {name: torch.ones(shape, dtype=torch.bool) for name, shape in posterior.shapes.items()}
+        conditioned(posterior, posterior, whole, layers, look)
+    small, only = posterior, {matrix.weight for matrix in layers.matrices.values()}
+    for step in _steps(fraction, pattern, rounds):
+        ranked = replace(small, curvature=Diagonal({**moments, **alone})) if alone else small
+        small = conditioned(posterior, small, masks(ranked, **step, **how, only=only), layers, look)
     return small
+
+
+def _alone(moments: Named, alone: dict[str, Tensor], matrix: Matrix, seen: Moments) -> None:
+    """Put ṽ of a matrix into `alone`."""
+    v, inputs = matrix.into(moments[matrix.weight]), matrix.size[2]
+    total = seen.a.diagonal(dim1=1, dim2=2)[:, :inputs].sum(dim=1).clamp(min=1e-30)
+    g = v.sum(dim=2, keepdim=True) / total[:, None, None]
+    alone.setdefault(matrix.weight, torch.empty_like(moments[matrix.weight]))
+    replace(matrix, bias=None).write(g * seen.alone()[..., :inputs], alone)
+
+
+def _steps(fraction: float | None, pattern: str | None, rounds: int) -> list[dict[str, Any]]:
+    """Of a fraction f, 1 − (1 − f)^(r/rounds); of a pattern n:m, (m − 1):m and so on."""
+    if pattern is not None:
+        keep, size = parsed(pattern)
+        return [{"fraction": fraction, "pattern": f"{n}:{size}"} for n in range(max(size - 1, keep), keep - 1, -1)]
+    count("rounds", rounds, "of growing sparsity")
+    before = [1 - (1 - fraction) ** (r / rounds) for r in range(1, rounds)] if is_fraction(fraction) else []
+    return [{"fraction": each} for each in (*before, fraction)]
 
 
 @dataclass(frozen=True)

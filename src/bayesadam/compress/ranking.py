@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -59,7 +59,9 @@ def weight_scores(
     elif ranking not in RANKINGS:
         raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, or scores; got {ranking!r}")
     elif not posterior.curvature.independent:
-        raise SettingError(f"a {posterior.structure!r} posterior needs ready scores: ranking=posterior.snr()")
+        if ranking != "snr":
+            raise SettingError(f"a {posterior.structure!r} posterior ranks by 'snr', its own |μ|/σ, or by ready scores")
+        ranking = posterior.snr()
     scores = {}
     for name in wanted:
         theta = posterior.mode[name]
@@ -84,6 +86,7 @@ def masks(
     scope: Scope = "global",
     exclude: Exclude = (),
     pattern: str | None = None,
+    only: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """Boolean masks, True where a weight is kept, for every parameter of the posterior and on the parameter's device.
 
@@ -101,11 +104,12 @@ def masks(
         pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
             linear layer, the channels of a convolution at each position of its kernel. Parameters with one dimension,
             biases and norms, are left whole.
+        only: the parameters that may be pruned; None for all.
     """
     require_one_network(posterior, "pruning")
     tensors = posterior.source.weights if posterior.source else {}
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
-    names = eligible(posterior, ranking, exclude, buffers)
+    names = eligible(posterior, ranking, exclude, buffers, only)
     if pattern is None:
         removed = removals(weight_scores(posterior, ranking, names), scope, fraction)
         kept = {name: ~gone for name, gone in removed.items()}
@@ -119,11 +123,17 @@ def masks(
     return whole | {name: mask.to(places[name]) for name, mask in kept.items()}
 
 
-def eligible(posterior: GaussianWeights, ranking: Ranking, exclude: Exclude, buffers: Named) -> list[str]:
+def eligible(
+    posterior: GaussianWeights,
+    ranking: Ranking,
+    exclude: Exclude,
+    buffers: Named,
+    only: Collection[str] | None = None,
+) -> list[str]:
     """The parameters that are not excluded, without the biases that a batch norm follows."""
     whole = _excluded(posterior, (exclude,) if isinstance(exclude, str) else exclude)
-    names = [name for name in posterior.mode if name not in whole]
-    if isinstance(ranking, Mapping) or not posterior.curvature.independent:
+    names = [name for name in (posterior.mode if only is None else only) if name not in whole]
+    if only is not None or isinstance(ranking, Mapping) or not posterior.curvature.independent:
         return names
     biases = biases_before_norms(names, posterior.curvature.second_moment.__getitem__, norm_widths(buffers).values())
     if biases:
@@ -154,13 +164,19 @@ def _excluded(posterior: GaussianWeights, patterns: Sequence[str]) -> set[str]:
     return excluded
 
 
+def parsed(pattern: str) -> tuple[int, int]:
+    """N and M of `"N:M"`."""
+    found = re.fullmatch(r"(\d+):(\d+)", pattern)
+    keep, size = map(int, found.groups()) if found else (0, 0)
+    if not 0 < keep <= size:
+        raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
+    return keep, size
+
+
 def _pattern_masks(
     posterior: GaussianWeights, pattern: str, ranking: Ranking, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    parsed = re.fullmatch(r"(\d+):(\d+)", pattern)
-    keep, size = map(int, parsed.groups()) if parsed else (0, 0)
-    if not 0 < keep <= size:
-        raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
+    keep, size = parsed(pattern)
     kept = {}
     for name in names:
         shape = posterior.shapes[name]
@@ -176,9 +192,14 @@ def _pattern_masks(
     return kept
 
 
+def is_fraction(fraction: object) -> TypeGuard[float]:
+    """Whether it is a share, 0 to 1."""
+    return is_number(fraction) and 0 <= fraction <= 1
+
+
 def removals(scores: Named, scope: Scope, fraction: float | None) -> Named:
     """Masks, True at what to remove; of lazy scores they are lazy too."""
-    if fraction is None or not is_number(fraction) or not 0 <= fraction <= 1:
+    if not is_fraction(fraction):
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -105,26 +106,25 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     return [(Addend, m.weight, z, {**how, "scale": scale}), (Addend, getattr(m, "bias", None), z, how)]
 
 
-def _attention(
-    m: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> tuple[list[_Note], Any]:
-    """Attention written out, so that its four projections are seen, and its result, which replaces the module's own."""
+# Of attention: the weight, the rows of it in use, the input, the bias and the rows of that → the projected input.
+Project = Callable[[Tensor, slice | None, Tensor, Tensor | None, slice | None], Tensor]
+
+
+def attention(
+    m: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, project: Project
+) -> Any:
+    """Attention written out, each of its four projections by `project`; None of a kind that is not known."""
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     query = arguments["query"]
     if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
-        return [], None
-    how: Any = {"layouts": _FIRST if m.batch_first else (batch_second,)}
+        return None
     apart = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
     projected: list[Tensor] = []
-    notes: list[_Note] = []
     for index, a in enumerate((query, arguments["key"], arguments["value"])):
         bias_rows = slice(index * m.embed_dim, (index + 1) * m.embed_dim)
-        bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
         weight, rows = (m.in_proj_weight, bias_rows) if apart is None else (apart[index], None)
-        z = F.linear(a, weight if rows is None else weight[rows], bias)
-        notes.append((Product, weight, z, {**how, "input": a, "rows": rows}))
-        notes.append((Addend, m.in_proj_bias, z, {**how, "rows": bias_rows}))
+        z = project(weight, rows, a, m.in_proj_bias, bias_rows)
         projected.append(z if m.batch_first else z.transpose(0, 1))
     q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -136,6 +136,26 @@ def _attention(
             scores = scores.masked_fill(hidden, -math.inf) if hidden.dtype == torch.bool else scores + hidden
     mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
     mixed = mixed if m.batch_first else mixed.transpose(0, 1)
-    z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
-    notes += [(Product, m.out_proj.weight, z, {**how, "input": mixed}), (Addend, m.out_proj.bias, z, how)]
-    return notes, (z.clone(), output[1])
+    return project(m.out_proj.weight, None, mixed, m.out_proj.bias, None).clone(), output[1]
+
+
+def _attention(
+    m: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[list[_Note], Any]:
+    """The uses of its parameters by attention, and its result, which replaces the module's own."""
+    free: dict[str, Any] = {"layouts": _FIRST if m.batch_first else (batch_second,)}
+    notes: list[_Note] = []
+
+    def project(weight: Tensor, rows: slice | None, a: Tensor, bias: Tensor | None, bias_rows: slice | None) -> Tensor:
+        z = linear(weight, rows, a, bias, bias_rows)
+        notes.append((Product, weight, z, {**free, "input": a, "rows": rows}))
+        notes.append((Addend, bias, z, {**free, "rows": bias_rows}))
+        return z
+
+    return notes, attention(m, args, kwargs, output, project)
+
+
+def linear(weight: Tensor, rows: slice | None, a: Tensor, bias: Tensor | None, bias_rows: slice | None) -> Tensor:
+    """A projection of attention."""
+    bias = bias if bias is None or bias_rows is None else bias[bias_rows]
+    return F.linear(a, weight if rows is None else weight[rows], bias)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from bayesadam.readers import Rotation
 from bayesadam.weights.inputs import InputSide
@@ -89,7 +90,7 @@ class Product(Use):
     """
 
     input: Tensor
-    convolution: nn.modules.conv._ConvNd | None = None
+    convolution: _ConvNd | None = None
     inputs_first: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -126,7 +127,9 @@ class Product(Use):
         if self.convolution is None:
             y = layout(self.input.detach(), size, 0).reshape(size, 1, -1, self.input.shape[-1])
         else:
-            y = layout(self._patches(self.convolution), size, 0).transpose(1, 2).flatten(2, 3)
+            seen = patches(self.convolution, self.input.detach(), self.shape[2:])
+            seen = seen.reshape(len(seen), self.groups, -1, self.shape[2:].numel()).transpose(2, 3)
+            y = layout(seen, size, 0).transpose(1, 2).flatten(2, 3)
         return F.pad(y, (0, 1), value=1.0) if constant else y
 
     def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
@@ -134,17 +137,30 @@ class Product(Use):
         x, y = self.factors(d[None], layout, len(s))
         return torch.einsum("bgpx,bgpy->gxy", x[0] * s.view(-1, 1, 1, 1), y).reshape(shape)
 
-    def _patches(self, module: nn.modules.conv._ConvNd) -> Tensor:
-        """What the convolution sees, (n, g, pixels, channels · kernel), in any number of dimensions."""
-        a = self.input.detach()
-        if module.padding != "valid":
-            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
-        along = [step * dilation for step, dilation in zip(a.stride()[2:], module.dilation, strict=True)]
-        across = [step * stride for step, stride in zip(a.stride()[2:], module.stride, strict=True)]
-        shape = (*a.shape[:2], *module.kernel_size, *self.shape[2:])
-        seen = a.as_strided(shape, (*a.stride()[:2], *along, *across))
-        return seen.reshape(len(a), module.groups, -1, self.shape[2:].numel()).transpose(2, 3)
+
+def patches(module: _ConvNd, a: Tensor, out: torch.Size) -> Tensor:
+    """What a convolution sees, a view (n, channels, *kernel, *out) in any number of dimensions.
+
+    A transposed one is a plain one, with its kernel turned round, of inputs with stride − 1 zeros between them.
+    """
+    dims, stride = len(out), module.stride
+    if isinstance(module, _ConvTransposeNd):
+        reach = [step * (size - 1) for step, size in zip(module.dilation, module.kernel_size, strict=True)]
+        spread = [(size - 1) * step + 1 for size, step in zip(a.shape[2:], stride, strict=True)]
+        wide = a.new_zeros(*a.shape[:2], *spread)
+        places: tuple[Any, ...] = (..., *(slice(None, None, step) for step in stride))
+        wide[places] = a
+        ends: list[int] = []
+        for i in reversed(range(dims)):
+            start = reach[i] - int(module.padding[i])
+            ends += [start, out[i] + reach[i] - spread[i] - start]
+        a, stride = F.pad(wide, ends), (1,) * dims
+    elif module.padding != "valid":
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+    along = [step * dilation for step, dilation in zip(a.stride()[2:], module.dilation, strict=True)]
+    across = [step * hop for step, hop in zip(a.stride()[2:], stride, strict=True)]
+    return a.as_strided((*a.shape[:2], *module.kernel_size, *out), (*a.stride()[:2], *along, *across))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

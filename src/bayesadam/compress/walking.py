@@ -1,0 +1,215 @@
+"""A network and its smaller copy, walked through in step: each layer meets what those before it, changed, now give."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesadam._progress import Bar
+from bayesadam._warnings import warn
+from bayesadam.compress.matrices import Matrix, Use, matrices_of
+from bayesadam.compress.solving import Moments
+from bayesadam.errors import MatchError
+from bayesadam.predict.batches import batch_size, examples, inputs_of
+from bayesadam.predict.network import Call, Forward, evaluating
+from bayesadam.predict.recording import attention, linear
+from bayesadam.predict.tap import first_input, watched
+
+# Examples that go through the network together, and positions of a layer that are looked at.
+_AT_ONCE, _POSITIONS = 128, 1 << 16
+# A layer has too few inputs where they are so few for each weight of an output.
+_FEW = 0.1
+# A matrix, its dense weights and its moments → its new weights.
+Visit = Callable[[Matrix, Tensor, Moments], Tensor]
+
+
+class _Closed(BaseException):
+    """Ends a pass that nobody waits for; no `except Exception` of a model's stops it."""
+
+
+class _Pass(threading.Thread):
+    """A forward pass that stops at every use of a matrix until it is told to go on; `at` is None at its end.
+
+    Only one of all passes runs at a time: this is a generator that yields from inside the hooks of a model.
+    """
+
+    def __init__(self, call: Call, batch: Any) -> None:
+        super().__init__(daemon=True)
+        self.call, self.batch = call, batch
+        self.at: Use | None = None
+        self._go: SimpleQueue[bool] = SimpleQueue()
+        self._stopped: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """The pass."""
+        error = None
+        try:
+            self._wait()
+            with torch.no_grad():
+                self.call.run(self.batch)
+        except _Closed:
+            return
+        except BaseException as raised:
+            error = raised
+        self.at = None
+        self._stopped.put(error)
+
+    def stop(self, at: Use) -> None:
+        """Wait there; called from inside the pass."""
+        self.at = at
+        self._stopped.put(None)
+        self._wait()
+
+    def advance(self) -> None:
+        """Go on to the next use, or to the end."""
+        self._go.put(True)
+        if (error := self._stopped.get()) is not None:
+            raise error
+
+    def close(self) -> None:
+        """Leave it where it is."""
+        self._go.put(False)
+        self.join()
+
+    def _wait(self) -> None:
+        if not self._go.get():
+            raise _Closed
+
+
+@contextmanager
+def _stopping(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Passes stop at each use of these matrices, and then compute the output again, with the weights of then."""
+    listed = {m: [x if x.name in names else None for x in matrices] for m, matrices in matrices_of(model).items()}
+
+    def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        here, waiting = threading.current_thread(), iter(listed[module])
+        if not isinstance(here, _Pass):
+            return None
+
+        def project(
+            weight: Tensor, rows: slice | None, a: Tensor, bias: Tensor | None, bias_rows: slice | None
+        ) -> Tensor:
+            if (matrix := next(waiting)) is not None:
+                own = None if matrix.bias is None else bias
+                here.stop(Use(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
+            return linear(weight, rows, a, bias, bias_rows)
+
+        if isinstance(module, nn.MultiheadAttention):
+            return attention(module, args, kwargs, output, project)
+        if (matrix := next(waiting)) is not None:
+            here.stop(Use(matrix, module, first_input(args, kwargs), output))
+        return module.forward(*args, **kwargs)
+
+    with evaluating(model, differentiable=False), watched([m for m, some in listed.items() if any(some)], see):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """A network, a few hundred inputs of it, and the matrices that they reach.
+
+    Attributes:
+        several: the moments of layers that a pass uses several times: they meet the inputs of the dense network.
+    """
+
+    call: Call
+    batches: list[Any]
+    matrices: Mapping[str, Matrix]
+    several: Mapping[str, Moments]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Any, weights: Collection[str], forward: Forward | None = None) -> Walk:
+        """Over the matrices among some weights."""
+        matrices = {x.name: x for listed in matrices_of(model).values() for x in listed if x.weight in weights}
+        batches = [
+            examples(batch, start, start + _AT_ONCE)
+            for batch in inputs_of(inputs, model)
+            for start in range(0, batch_size(batch), _AT_ONCE)
+        ]
+        walk = cls(Call(model, forward), batches, matrices, {})
+        uses = Counter((use.matrix.name, index) for index, use in walk._uses(matrices))
+        reached = {name for name, _ in uses}
+        if unmet := [name for name in matrices if name not in reached]:
+            warn(f"no input reaches {', '.join(unmet[:4])}: what is removed there is not made up for")
+        moments: dict[str, Moments] = {}
+        for index, use in walk._uses({name for (name, _), n in uses.items() if n > 1}):
+            seen, name = walk._moments(index, use, None), use.matrix.name
+            moments[name] = moments[name] + seen if name in moments else seen
+        return replace(walk, matrices={name: matrices[name] for name in matrices if name in reached}, several=moments)
+
+    def through(self, small: nn.Module, visit: Visit, description: str) -> None:
+        """Visit every matrix in the order of a pass, and write what is returned to the smaller network."""
+        own, left = dict(small.named_parameters()), set(self.matrices)
+        with (
+            _stopping(self.call.model, self.matrices),
+            _stopping(small, self.matrices),
+            Bar(description, len(left)) as bar,
+            ExitStack() as stack,
+        ):
+            pairs = [(_Pass(self.call, b), _Pass(replace(self.call, model=small), b)) for b in self.batches]
+            for step in (each for pair in pairs for each in pair):
+                stack.callback(step.close)
+                step.advance()
+            while left and (now := next((each.at.matrix for _, each in pairs if each.at), None)):
+                here = [(i, *pair) for i, pair in enumerate(pairs) if _name(pair[1].at) == now.name]
+                if now.name in left:
+                    seen = (self._moments(i, each.at, dense.at) for i, dense, each in here if each.at)
+                    moments = self.several[now.name] if now.name in self.several else reduce(add, seen)
+                    now.write(visit(now, self._dense(now), moments), own)
+                    left.discard(now.name)
+                    bar.step()
+                for _, dense, each in here:
+                    each.advance()
+                    if _name(dense.at) == now.name:
+                        dense.advance()
+
+    def _dense(self, matrix: Matrix) -> Tensor:
+        return matrix.with_bias(dict(self.call.model.named_parameters()))
+
+    def _uses(self, names: Collection[str]) -> Iterator[tuple[int, Use]]:
+        """The uses of some matrices by the dense network, with the number of the batch."""
+        if not names:
+            return
+        with _stopping(self.call.model, names):
+            for index, batch in enumerate(self.batches):
+                dense = _Pass(self.call, batch)
+                try:
+                    dense.advance()
+                    while dense.at is not None:
+                        yield index, dense.at
+                        dense.advance()
+                finally:
+                    dense.close()
+
+    def _moments(self, index: int, use: Use, dense: Use | None) -> Moments:
+        """At some positions of a batch, none of them padding, which are the same in both networks.
+
+        Where the dense network does not use the layer then, or at other positions, z is what its weights would give.
+        """
+        n, batch = use.positions, self.batches[index]
+        rows = torch.randperm(n, generator=torch.Generator().manual_seed(index))
+        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+        if isinstance(mask, Tensor) and mask.numel() == n:
+            rows = rows[mask.flatten().cpu()[rows] != 0]
+        rows = rows[: max(1, _POSITIONS // len(self.batches))].to(use.output.device)
+        x, name = use.inputs(rows), use.matrix.name
+        fits = _name(dense) == name and dense is not None and dense.positions == n
+        z = dense.outputs(rows) if fits and dense is not None else x @ self._dense(use.matrix).mT
+        if not bool(x.isfinite().all() & z.isfinite().all()):
+            raise MatchError(f"the inputs or outputs of {name!r} are not finite: look for NaN in the network's inputs")
+        return Moments.of(x, z)
+
+
+def _name(use: Use | None) -> str | None:
+    return None if use is None else use.matrix.name
