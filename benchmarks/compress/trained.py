@@ -80,7 +80,7 @@ class Net:
     decay: float = 0.0
     cycle: bool = True
     masked: bool = False
-    half: bool = True
+    half: bool = False
 
     @property
     def smaller_is_better(self) -> bool:
@@ -88,17 +88,17 @@ class Net:
         return self.data in TEXTS
 
 
-_TEXT: dict[str, Any] = {"batch": 64, "decay": 0.1}
+_TEXT: dict[str, Any] = {"batch": 64, "decay": 0.1, "half": True}
 NETS = {
     "mnist": Net(partial(dropped, (784, 400, 400, 10), 0.2), "mnist", 100, beta2=0.99999, cycle=False),
     "lenet300": Net(partial(dropped, (784, 300, 100, 10)), "mnist", 20, cycle=False),
-    "resnet18": Net(ResNet18, "cifar10", 12, batch=512, lr=2e-3, decay=0.05),
-    "vit": Net(vit, "cifar10", 60, batch=512, decay=0.05, half=False),
+    "resnet18": Net(ResNet18, "cifar10", 12, batch=512, lr=2e-3, decay=0.05, half=True),
+    "vit": Net(vit, "cifar10", 60, batch=512, decay=0.05),
     "gpt": Net(partial(gpt, 384, 6), "manual", 8, **_TEXT),
     "bert": Net(partial(bert, 256, 4), "manual", 12, lr=5e-4, masked=True, **_TEXT),
     "dev-mlp": Net(partial(dropped, (784, 256, 256, 10)), "fashion-mnist", 20, cycle=False),
-    "dev-resnet": Net(narrow_resnet, "cifar10", 8, batch=512, lr=2e-3, decay=0.02),
-    "dev-vit": Net(partial(vit, width=128, depth=4, heads=4), "cifar10", 30, batch=512, decay=0.05, half=False),
+    "dev-resnet": Net(narrow_resnet, "cifar10", 8, batch=512, lr=2e-3, decay=0.02, half=True),
+    "dev-vit": Net(partial(vit, width=128, depth=4, heads=4), "cifar10", 30, batch=512, decay=0.05),
     "dev-gpt": Net(partial(gpt, 256, 4), "manpages", 6, beta2=0.99, **_TEXT),
 }
 
@@ -119,10 +119,8 @@ def data_of(net: Net, device: str, *, made_up: bool = False) -> Data:
     """The data of a network; of a text every twentieth window is tested."""
     if net.data not in TEXTS:
         splits = [load(net.data, split, made_up=made_up) for split in ("train", "test")]
-        spread = 0.25 if net.data == "cifar10" else 1.0
-        train, test = [
-            (x.to(device).sub_(0.5).div_(spread) if spread < 1 else x.to(device), y.to(device)) for x, y in splits
-        ]
+        middle, spread = (0.5, 0.25) if net.data == "cifar10" else (0.0, 1.0)
+        train, test = [(x.to(device).sub(middle).div(spread), y.to(device)) for x, y in splits]
         return Data(train, test)
     draw = torch.Generator().manual_seed(0)
     text = torch.randint(97, 103, (40_000,), generator=draw) if made_up else read_text(net.data).long()
