@@ -116,6 +116,24 @@ class MonitorHeader(TypedDict, total=False):
     draw: dict[str, object]
 
 
+class GridHeader(TypedDict):
+    """A `Grid`, and how a weight of a shape is its matrix."""
+
+    bits: Annotated[int, Check(lambda bits: bits in (2, 3, 4, 8), "2, 3, 4 or 8")]
+    group: Count
+    shape: list[Count]
+    groups: Count
+    inputs_first: bool
+
+
+class PackedHeader(TypedDict, total=False):
+    """A packed network: its grids, the shapes of what is pruned, the first names of what is tied."""
+
+    grids: dict[str, GridHeader]
+    pruned: dict[str, list[CountOrZero]]
+    same: dict[str, str]
+
+
 def typed(value: object, kind: Any, name: str = "the header") -> Any:
     """A value of JSON, with tuples and dataclasses where the type has them; a ValueError names what is of another type.
 
