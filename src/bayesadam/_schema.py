@@ -117,20 +117,19 @@ class MonitorHeader(TypedDict, total=False):
 
 
 class GridHeader(TypedDict):
-    """A `Grid`, and how a weight of a shape is its matrix."""
+    """A `Grid`, and how a weight is its matrix."""
 
     bits: Annotated[int, Check(lambda bits: bits in (2, 3, 4, 8), "2, 3, 4 or 8")]
     group: Count
-    shape: list[Count]
     groups: Count
     inputs_first: bool
 
 
 class PackedHeader(TypedDict, total=False):
-    """A packed network: its grids, the shapes of what is pruned, the first names of what is tied."""
+    """A packed network: shapes, grids, and the first names of what is tied."""
 
+    shapes: dict[str, list[CountOrZero]]
     grids: dict[str, GridHeader]
-    pruned: dict[str, list[CountOrZero]]
     same: dict[str, str]
 
 

@@ -26,6 +26,7 @@ from bayesadam.weights.named import AnyPath, Named
 KIND = storage.Kind(
     "bayesadam.packed", "a packed network", ": give the file that save_packed wrote", schema=PackedHeader
 )
+_WIDTHS = {2: 2, 3: 4, 4: 4, 8: 8}
 Bytes = npt.NDArray[np.uint8]
 # The grid of a weight, and how the weight is a matrix.
 Grids = Mapping[str, tuple[Grid, Matrix]]
@@ -50,25 +51,18 @@ def n_bytes(tensors: Named, grids: Grids | None = None, *, half: bool = False) -
 
 
 def load_packed(path: AnyPath, like: Named | None = None) -> dict[str, Tensor]:
-    """The tensors that `save_packed` wrote; of a file with other names or shapes than `like` nothing is unpacked."""
+    """The tensors that `save_packed` wrote.
+
+    Nothing is unpacked of a file with other names or shapes than `like`: give the model's state dict where you do not
+    trust the file, as a few bytes can be a large tensor of zeros.
+    """
     parts, header = storage.read(path, KIND)
     with damage_named(path, "save_packed"):
-        grids, pruned, same = (header[key] for key in ("grids", "pruned", "same"))
-        plain = storage.under("tensor.", parts)
-        shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
-        shapes |= {name: tuple(shape) for name, shape in pruned.items()}
-        shapes |= {name: tuple(about["shape"]) for name, about in grids.items()}
-        shapes |= {name: shapes[first] for name, first in same.items()}
+        shapes, same = {name: tuple(shape) for name, shape in header["shapes"].items()}, header["same"]
         wanted = shapes if like is None else {name: tuple(tensor.shape) for name, tensor in like.items()}
         if differ := sorted(dict(shapes.items() ^ wanted.items())):
             raise MatchError(f"{path} is of another network: {differ[:4]} differ in shape, or are in one of them alone")
-        found = dict(plain)
-        for name, shape in pruned.items():
-            size = int(np.prod(shape, dtype=object))
-            kept = _kept(parts[f"kept.{name}"], size)
-            values = parts[f"values.{name}"]
-            found[name] = values.new_zeros(size).masked_scatter_(kept, values).reshape(shape)
-        found |= {name: _weight(parts, name, about) for name, about in grids.items()}
+        found = {name: _unpacked(parts, header, name) for name in shapes if name not in same}
         return {name: found[same.get(name, name)] for name in shapes}
 
 
@@ -107,73 +101,71 @@ def to_torchao(model: nn.Module, grids: Grids) -> nn.Module:
 def _packed(tensors: Named, grids: Grids, half: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What the file holds, and its header."""
     parts: dict[str, Tensor] = {}
-    header: dict[str, dict[str, Any]] = {"grids": {}, "pruned": {}, "same": {}}
+    header: dict[str, dict[str, Any]] = {"shapes": {}, "grids": {}, "same": {}}
     first: dict[object, str] = {}
     if strange := [name for name in grids if name not in tensors]:
         raise MatchError(f"the tensors lack {strange[:4]}, which have grids: give the network's state dict")
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise SettingError(f"{name!r} is a {type(tensor).__name__}, and files hold tensors: leave it out")
+        header["shapes"][name] = list(tensor.shape)
         where = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and first.setdefault(where, name) != name:
             header["same"][name] = first[where]
         elif name in grids:
             grid, matrix = grids[name]
-            size = {"bits": grid.bits, "group": grid.group, "shape": list(matrix.shape), "groups": matrix.groups}
-            header["grids"][name] = {**size, "inputs_first": matrix.inputs_first}
-            parts |= {f"scale.{name}": grid.scale, f"zero.{name}": grid.zero} | _streams(name, grid)
+            layout = {"groups": matrix.groups, "inputs_first": matrix.inputs_first}
+            header["grids"][name] = {"bits": grid.bits, "group": grid.group, **layout}
+            codes, kept = (one.cpu().flatten().numpy() for one in (grid.codes, grid.codes != grid.wide(grid.zero)))
+            whole = {"codes": _stream(codes, grid.bits)}
+            apart = {"codes": _stream(codes[kept], grid.bits), "kept": _bitmap(kept)}
+            least = min(whole, apart, key=_size) | {"scale": grid.scale, "zero": grid.zero}
+            parts |= {f"{part}.{name}": stored for part, stored in least.items()}
         else:
             tensor = tensor.detach().cpu()
             if half and tensor.dtype in (torch.float32, torch.float64):
                 small = tensor.half()
                 tensor = small if small.isfinite().equal(tensor.isfinite()) else tensor
-            kept = tensor != 0
-            bitmap, values = _bitmap(kept.flatten().numpy()), tensor[kept]
-            if bitmap.nbytes + values.nbytes < tensor.nbytes:
-                header["pruned"][name] = list(tensor.shape)
-                parts |= {f"kept.{name}": bitmap, f"values.{name}": values}
-            else:
-                parts[f"tensor.{name}"] = tensor
+            some = {"values": tensor[tensor != 0], "kept": _bitmap((tensor != 0).flatten().numpy())}
+            parts |= {f"{part}.{name}": stored for part, stored in min({"values": tensor}, some, key=_size).items()}
     return parts, header
 
 
-def _streams(name: str, grid: Grid) -> dict[str, Tensor]:
-    """The codes, all of them, or a bitmap and those that are not the code of 0."""
-    codes = grid.codes.cpu().numpy().reshape(-1)
-    kept = (grid.codes != grid.wide(grid.zero)).cpu().numpy().reshape(-1)
-    whole = {f"codes.{name}": _stream(codes, grid.bits)}
-    apart = {f"kept.{name}": _bitmap(kept), f"codes.{name}": _stream(codes[kept], grid.bits)}
-    return min(whole, apart, key=lambda parts: sum(part.nbytes for part in parts.values()))
+def _size(parts: Named) -> int:
+    return sum(part.nbytes for part in parts.values())
 
 
-def _weight(parts: Named, name: str, about: Mapping[str, Any]) -> Tensor:
-    """A weight of its `_streams` and scales."""
-    matrix = Matrix(name, None, torch.Size(about["shape"]), None, about["groups"], about["inputs_first"])
-    groups, outputs, inputs = matrix.size
-    rows, bits, codes, kept = groups * outputs, about["bits"], parts[f"codes.{name}"], torch.tensor(True)
-    scale, zero = parts[f"scale.{name}"], parts[f"zero.{name}"]
-    if scale.shape != (rows, -(-inputs // about["group"])):
-        raise ValueError(f"the scales of {name!r} have shape {tuple(scale.shape)}")
+def _unpacked(parts: Named, header: Mapping[str, Any], name: str) -> Tensor:
+    """One tensor of what `_packed` gave."""
+    shape, about, kept = torch.Size(header["shapes"][name]), header["grids"].get(name), None
     if f"kept.{name}" in parts:
-        kept = _kept(parts[f"kept.{name}"], rows * inputs).reshape(rows, inputs)
-        some = _opened(codes, int(kept.sum()), bits)
-        every = torch.zeros(rows, inputs, dtype=torch.uint8).masked_scatter_(kept, some)
-    else:
-        every = _opened(codes, rows * inputs, bits).reshape(rows, inputs)
-    weight = Grid(every, scale, zero, bits, about["group"]).weight().where(kept, 0)
-    return matrix.out_of(weight.reshape(matrix.size))
+        kept = _kept(parts[f"kept.{name}"], shape.numel())
+    n = shape.numel() if kept is None else int(kept.sum())
+    values = parts[f"values.{name}"] if about is None else _opened(parts[f"codes.{name}"], n, about["bits"])
+    if kept is not None:
+        values = values.new_zeros(shape.numel()).masked_scatter_(kept, values)
+    if about is None:
+        return values.reshape(shape)
+    matrix = Matrix(name, None, shape, None, about["groups"], about["inputs_first"])
+    groups, outputs, inputs = matrix.size
+    scale, zero = parts[f"scale.{name}"], parts[f"zero.{name}"]
+    if scale.shape != (groups * outputs, -(-inputs // about["group"])):
+        raise ValueError(f"the scales of {name!r} have shape {tuple(scale.shape)}")
+    weight = Grid(values.reshape(-1, inputs), scale, zero, about["bits"], about["group"]).weight()
+    return matrix.out_of((weight if kept is None else weight.where(kept.reshape(-1, inputs), 0)).reshape(matrix.size))
 
 
 def _stream(codes: Bytes, bits: int) -> Tensor:
-    """Codes at `bits` each, or of Huffman's lengths."""
-    return _shorter(_joined(codes, bits), _joined(codes, _width(bits)))
+    """Codes at `bits` each, or of Huffman's lengths, which are of whole bytes: those of 3 bits are joined as of 4."""
+    each = [np.unpackbits(codes[:, None], axis=1, count=width, bitorder="little") for width in (bits, _WIDTHS[bits])]
+    return _shorter(*(np.packbits(one, bitorder="little") for one in each))
 
 
 def _opened(stream: Tensor, n: int, bits: int) -> Tensor:
     """The n codes of a `_stream`."""
     data, width = stream.numpy(), bits
     if len(data) != -(-n * bits // 8):
-        width = _width(bits)
+        width = _WIDTHS[bits]
         data = _inflated(data, -(-n * width // 8))
     each = np.unpackbits(data, bitorder="little")[: n * width].reshape(n, width)
     codes = np.packbits(each, axis=1, bitorder="little")[:, 0]
@@ -200,15 +192,6 @@ def _kept(stream: Tensor, n: int) -> Tensor:
     kept = torch.zeros(n, dtype=torch.bool)
     kept[((skips.long() + (skips < 255)).cumsum(0) - 1)[skips < 255]] = True
     return kept
-
-
-def _joined(codes: Bytes, bits: int) -> Bytes:
-    return np.packbits(np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little"), bitorder="little")
-
-
-def _width(bits: int) -> int:
-    """Of codes that fill whole bytes, as Huffman's codes are of bytes."""
-    return 4 if bits == 3 else bits
 
 
 def _shorter(bare: Bytes, other: Bytes) -> Tensor:
