@@ -15,7 +15,9 @@ BITS = (2, 3, 4, 8)
 _BLOCK = 128
 _LARGEST = torch.finfo(torch.float16).max
 # Of the scale that holds every weight: clipping pays at few bits.
-_SHARES = tuple(1 - k / 48 for k in range(46))
+_SHARES = tuple(1 - k / 36 for k in range(34))
+# Weights that are looked at together, which fit a processor's cache.
+_TOGETHER = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,9 @@ def grid_of(w: Tensor, bits: int, a: Tensor, *, symmetric: bool = True, group: i
         raise SettingError(f"bits must be one of {BITS}, got {bits}")
     top, inputs = 2**bits - 1, w.shape[1]
     group = min(group or inputs, inputs)
+    if len(w) > (n := -(-_TOGETHER // inputs)):
+        each = (w[start : start + n] for start in range(0, len(w), n))
+        return stacked([grid_of(rows, bits, a, symmetric=symmetric, group=group) for rows in each])
     # Inputs that are always 0 count for a little.
     a = (a + 1e-6 * a.mean() + 1e-30).expand_as(w)
     x, a = (F.pad(t.float(), (0, -inputs % group)).reshape(len(w), -1, group) for t in (w, a))
@@ -70,28 +75,29 @@ def grid_of(w: Tensor, bits: int, a: Tensor, *, symmetric: bool = True, group: i
 
     def rounded(s: Tensor, z: Tensor) -> Tensor:
         """c − z."""
-        return (x * _inverse(s)[..., None] + z[..., None]).round_().clamp_(0, top).sub_(z[..., None])
+        return (x * _inverse(s)[..., None]).add_(z[..., None]).round_().clamp_(0, top).sub_(z[..., None])
 
-    def best(z: Tensor) -> tuple[Tensor, Tensor]:
+    def best(z: Tensor, signs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Of the codes at many scales, with the scale of least squares: that which explains most, and how much."""
         unit = torch.maximum(high * _inverse(top - z), -low * _inverse(z))
         s, most = unit, torch.full_like(unit, -1.0)
-        for share in (*_SHARES, *(-share for share in _SHARES if symmetric)):
+        for share in (share * sign for sign in signs for share in _SHARES):
             v = rounded(unit * share, z)
-            along = (a * v * x).sum(2)
-            tried = along * _inverse((a * v * v).sum(2))
+            along = (v * ax).sum(2)
+            tried = along * _inverse(v.square_().mul_(a).sum(2))
             s, most = torch.where(tried * along > most, tried, s), torch.maximum(tried * along, most)
         return s.clamp(-_LARGEST, _LARGEST).half().float(), most
 
-    if symmetric:
-        z, half = torch.full_like(low, 2.0 ** (bits - 1)), torch.full_like(low, top / 2)
-        (s, most), (other, more) = best(z), best(half)
-        better = (more.sum(1, keepdim=True) > most.sum(1, keepdim=True)) & ~on_codes
-        s, z = torch.where(better, other, s), torch.where(better, half, z)
-    else:
+    ax, z = a * x, torch.full_like(low, 2.0 ** (bits - 1))
+    if not symmetric:
         z = -low * _inverse((high - low) / top)
         z = torch.where(on_codes, z.round(), z).half().float()
-        s, _ = best(z)
+    s, most = best(z, (1, -1) if symmetric else (1,))
+    if symmetric and not on_codes.all():
+        half = torch.full_like(low, top / 2)
+        other, more = best(half, (1,))
+        better = (more.sum(1, keepdim=True) > most.sum(1, keepdim=True)) & ~on_codes
+        s, z = torch.where(better, other, s), torch.where(better, half, z)
     codes = (rounded(s, z) + z[..., None]).flatten(1)[:, :inputs].to(torch.uint8)
     return Grid(codes, s.half(), (z[:, :1] if symmetric else z).half(), bits, group)
 
