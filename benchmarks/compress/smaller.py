@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,18 @@ def size_of(model: nn.Module, eligible: list[str], bits: int | None) -> int:
     return round(total / 8)
 
 
+@lru_cache(maxsize=1)
+def posterior_of(path: Path, device: str, n_data: int) -> ba.Posterior:
+    model = NETS[path.stem.rpartition("-")[0]].build().to(device)
+    return ba.Posterior.from_checkpoint(path, model.eval(), n_data=n_data)
+
+
 def row_of(path: Path, job: tuple[str, Method, float, int | None, int], device: str, *, quick: bool) -> Row:
     """One method on one network."""
     (name, _, seed), (title, method, fraction, bits, n) = path.stem.rpartition("-"), job
     net, is_cuda = NETS[name], device.startswith("cuda")
     data = data_of(net, device, made_up=quick)
-    posterior = ba.Posterior.from_checkpoint(path, net.build().to(device).eval(), n_data=len(data.train[0]))
-    case = Case(posterior, some_inputs(net, data, max(n, 1), int(seed)))
+    case = Case(posterior_of(path, device, len(data.train[0])), some_inputs(net, data, max(n, 1), int(seed)))
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
@@ -194,7 +200,7 @@ def measure(path: Path, out: Path, options: Any) -> None:
 
 
 def tables(rows: list[Row]) -> str:
-    """In Markdown, a table a network: score after batch norms again where better on average, of the seeds."""
+    """In Markdown, a network's scores over its seeds, and where it has batch norms those with them estimated again."""
     text = []
     for net in dict.fromkeys(row["net"] for row in rows):
         mine = [row for row in rows if row["net"] == net]

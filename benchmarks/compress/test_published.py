@@ -90,3 +90,29 @@ def test_convolutions_are_patches_and_later_layers_see_the_pruned_ones():
     again = published.renormed(small, x)
     torch.testing.assert_close(again[1].running_mean, small[0](x).mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
     assert torch.equal(model[1].running_mean, torch.zeros(3))
+
+
+def test_a_layer_of_transformers_is_the_same_matrix(layer):
+    model, x = layer
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    turned = nn.Sequential(utils.Conv1D(5, 12)).double()
+    turned.load_state_dict({"0.weight": model[0].weight.mT, "0.bias": model[0].bias})
+    for method, how in ((published.sparsegpt, 0.5), (published.gptq, 3)):
+        found, expected = method(turned, x, how), method(model, x, how)
+        torch.testing.assert_close(found[0].weight.mT, expected[0].weight, rtol=1e-9, atol=1e-12)
+
+
+def test_dicts_are_inputs_and_tied_heads_are_left_alone():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    model, x = transformers.GPT2LMHeadModel(config).eval(), torch.randint(16, (150, 8))
+    names = list(published.matrices(model))
+    assert len(names) == 4
+    small = published.wanda(model, {"input_ids": x}, 0.25)
+    other = published.wanda(model, x, 0.25)
+    for name in names:
+        assert torch.equal(small.get_parameter(name), other.get_parameter(name))
+        assert int((small.get_parameter(name) == 0).sum()) == small.get_parameter(name).numel() // 4

@@ -66,7 +66,10 @@ def bert(width: int, depth: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Net:
-    """How a network is built and trained: Adam, AdamW where weights decay, the rate constant or one cycle."""
+    """How a network is built and trained: Adam, AdamW where weights decay; the rate is constant or one cycle.
+
+    Of a text, gradients are clipped to a norm of 1; on CUDA, products are of bfloat16 where `half`.
+    """
 
     build: Callable[[], nn.Module]
     data: str
@@ -77,6 +80,7 @@ class Net:
     decay: float = 0.0
     cycle: bool = True
     masked: bool = False
+    half: bool = False
 
     @property
     def smaller_is_better(self) -> bool:
@@ -84,16 +88,16 @@ class Net:
         return self.data in TEXTS
 
 
-_TEXT = {"batch": 64, "decay": 0.1}
+_TEXT: dict[str, Any] = {"batch": 64, "decay": 0.1, "half": True}
 NETS = {
     "mnist": Net(partial(dropped, (784, 400, 400, 10), 0.2), "mnist", 100, beta2=0.99999, cycle=False),
     "lenet300": Net(partial(dropped, (784, 300, 100, 10)), "mnist", 20, cycle=False),
-    "resnet18": Net(ResNet18, "cifar10", 12, batch=512, lr=2e-3, decay=0.05),
+    "resnet18": Net(ResNet18, "cifar10", 12, batch=512, lr=2e-3, decay=0.05, half=True),
     "vit": Net(vit, "cifar10", 60, batch=512, decay=0.05),
     "gpt": Net(partial(gpt, 384, 6), "manual", 8, **_TEXT),
-    "bert": Net(partial(bert, 256, 4), "manual", 12, masked=True, **_TEXT),
+    "bert": Net(partial(bert, 256, 4), "manual", 12, lr=5e-4, masked=True, **_TEXT),
     "dev-mlp": Net(partial(dropped, (784, 256, 256, 10)), "fashion-mnist", 20, cycle=False),
-    "dev-resnet": Net(narrow_resnet, "cifar10", 8, batch=512, lr=2e-3, decay=0.02),
+    "dev-resnet": Net(narrow_resnet, "cifar10", 8, batch=512, lr=2e-3, decay=0.02, half=True),
     "dev-vit": Net(partial(vit, width=128, depth=4, heads=4), "cifar10", 30, batch=512, decay=0.05),
     "dev-gpt": Net(partial(gpt, 256, 4), "manpages", 6, beta2=0.99, **_TEXT),
 }
@@ -115,10 +119,8 @@ def data_of(net: Net, device: str, *, made_up: bool = False) -> Data:
     """The data of a network; of a text every twentieth window is tested."""
     if net.data not in TEXTS:
         splits = [load(net.data, split, made_up=made_up) for split in ("train", "test")]
-        spread = 0.25 if net.data == "cifar10" else 1.0
-        train, test = [
-            (x.to(device).sub_(0.5).div_(spread) if spread < 1 else x.to(device), y.to(device)) for x, y in splits
-        ]
+        middle, spread = (0.5, 0.25) if net.data == "cifar10" else (0.0, 1.0)
+        train, test = [(x.to(device).sub(middle).div(spread), y.to(device)) for x, y in splits]
         return Data(train, test)
     draw = torch.Generator().manual_seed(0)
     text = torch.randint(97, 103, (40_000,), generator=draw) if made_up else read_text(net.data).long()
@@ -169,7 +171,7 @@ def score(net: Net, model: nn.Module, data: Data) -> float:
 
 
 def train(net: Net, data: Data, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A network and what trained it; bfloat16 on CUDA, images of CIFAR-10 moved and flipped."""
+    """A network and what trained it; images of CIFAR-10 are moved and flipped."""
     torch.manual_seed(seed)
     x, y = data.train
     natural, kind = net.data == "cifar10", x.device.type
@@ -188,17 +190,22 @@ def train(net: Net, data: Data, seed: int) -> tuple[nn.Module, torch.optim.Optim
             inputs, labels = masked(x[rows]) if net.masked else (x[rows], y[rows])
             inputs = augmented(inputs).contiguous(memory_format=layout) if natural else inputs
             optimizer.zero_grad()
-            with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+            with torch.autocast(kind, torch.bfloat16, enabled=net.half and kind == "cuda"):
                 loss = loss_of(model, inputs, labels)
             loss.backward()
+            if net.smaller_is_better:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             rates.step()
     return model.to(memory_format=torch.contiguous_format).eval(), optimizer
 
 
-def trained(name: str, seed: int, path: Path, device: str, *, made_up: bool = False) -> float:
+def trained(
+    name: str, seed: int, path: Path, device: str, *, epochs: int | None = None, made_up: bool = False
+) -> float:
     """Train a network into a file; its score."""
     net = replace(NETS[name], epochs=1, batch=64) if made_up else NETS[name]
+    net = replace(net, epochs=epochs or net.epochs)
     data, start = data_of(net, device, made_up=made_up), time.perf_counter()
     model, optimizer = train(net, data, seed)
     seconds, found = time.perf_counter() - start, score(net, model, data)
@@ -211,11 +218,12 @@ def main() -> None:
     parser = arguments(__doc__, quick="one epoch of made-up data", device=True)
     parser.add_argument("nets", nargs="*", default=["lenet300"], help=f"of {', '.join(NETS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--epochs", type=int, help="in place of the network's own")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     paths = {(name, seed): options.out / f"{name}-{seed}.pt" for name in options.nets for seed in options.seeds}
     found = {
-        path.stem: trained(*key, path, options.device, made_up=options.quick)
+        path.stem: trained(*key, path, options.device, epochs=options.epochs, made_up=options.quick)
         for key, path in paths.items()
         if not path.is_file()
     }

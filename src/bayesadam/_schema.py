@@ -116,6 +116,23 @@ class MonitorHeader(TypedDict, total=False):
     draw: dict[str, object]
 
 
+class GridHeader(TypedDict):
+    """A `Grid`, and how a weight is its matrix."""
+
+    bits: Annotated[int, Check(lambda bits: bits in (2, 3, 4, 8), "2, 3, 4 or 8")]
+    group: Count
+    groups: Count
+    inputs_first: bool
+
+
+class PackedHeader(TypedDict, total=False):
+    """A packed network: shapes, grids, and the first names of what is tied."""
+
+    shapes: dict[str, list[CountOrZero]]
+    grids: dict[str, GridHeader]
+    same: dict[str, str]
+
+
 def typed(value: object, kind: Any, name: str = "the header") -> Any:
     """A value of JSON, with tuples and dataclasses where the type has them; a ValueError names what is of another type.
 

@@ -22,6 +22,7 @@ from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, example_of, inside, lost
+from bayesadam.compress.packing import is_packed, load_network
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import p_values, threshold
 from bayesadam.predict.batches import numbers_of
@@ -377,6 +378,7 @@ def load(
 ) -> Calibrated | Program:
     """The calibrated network that `net.save` wrote: to a `.pt2`, which holds the program, or to a `.safetensors`.
 
+    Of a pruned or quantised network's file it is a copy of the model with the weights, an ordinary module.
     A program is code: take it from whom you would take code. One that holds a pickle is refused.
 
     Args:
@@ -395,6 +397,8 @@ def load(
             f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "
             "needs none"
         )
+    if is_packed(path):
+        return cast(Calibrated, load_network(path, model))
     network, fit, probe = files.read(path, model, forward is not None)
     with damage_named(os.fspath(path), "net.save"):
         net = Calibrated(Tapped(network, (), forward), fit)
