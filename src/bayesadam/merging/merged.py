@@ -277,7 +277,8 @@ class _Merging:
         sizes = counted.diagonal(dim1=1, dim2=2).sum(dim=1).cpu()
         self.shares.update({part: (t.numel(), t.numel() * sizes / sizes.sum()) for part, t in starts.items()})
         change = first.out_of(methods.by_inputs(torch.stack(changes), counted, INPUTS_SHARE))
-        return {part: start + moved for (part, start), moved in zip(starts.items(), change, strict=False)}
+        moved = zip(starts.items(), change, strict=False)
+        return {part: start + by for (part, start), by in moved if by is not None}
 
     def _count(self, name: str, curvature: Tensor) -> None:
         shares = counted_shares(curvature, self.scales[:-1]).cpu().sum(dim=1, dtype=torch.float64)
@@ -337,8 +338,9 @@ def _layers(networks: Sequence[Network], trained: Sequence[str]) -> dict[str, st
     """The weight of every weight and bias of a layer whose inputs all models know that trained it."""
     layers: dict[str, str] = {}
     for name in trained:
-        sides = [network.side(name) for network in networks if name in network.owners]
-        if len(biases := {side and side.bias for side in sides}) == 1 and None not in sides:
+        owners = [network for network in networks if name in network.owners]
+        sides = [side for network in owners if (side := network.side(name)) is not None]
+        if len(sides) == len(owners) and len(biases := {side.bias for side in sides}) == 1:
             layers |= {part: name for part in (name, *biases) if part is not None}
     if not layers:
         raise SettingError("method='inputs' needs a few hundred inputs of each model's task: inputs=[x, y]")
