@@ -79,7 +79,7 @@ def merge(
         method: one of the four; None is by inputs if they are given, gradient matching with a base, else Fisher.
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
-        trim: the share of each model's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
+        trim: the share of each tensor's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
         inputs: for each model, which must be a `Posterior`, a few hundred unlabelled inputs of its task, a batch or a
             loader. Posteriors that know theirs already, by `with_inputs`, are merged so by method="inputs".
         **options: how files are read, see `CheckpointKeywords`; a state in a file of its own is given in a pair.
