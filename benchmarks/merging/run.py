@@ -120,13 +120,16 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
     rows["fisher"] = test(merged)
     rows["gradient-matching"] = test(merge(diagonal, base=base.diagonal))
     for trim in TRIMS:
-        trimmed = merge(diagonal, method="fisher", base=base.model, trim=trim)
-        rows[f"fisher, {trim:g} trimmed"] = test(trimmed)
+        rows[f"fisher, {trim:g} trimmed"] = test(merge(diagonal, method="fisher", base=base.model, trim=trim))
+        rows[f"gradient-matching, {trim:g} trimmed"] = test(merge(diagonal, base=base.diagonal, trim=trim))
     rows["gradient-matching, base without state"] = test(merge(diagonal, base=base.model))
     rows["fisher of recorded gradients"] = test(merge(rich, method="fisher"))
     factor_seconds, by_factors = timed(lambda: merge(rich, method="kronecker"), options.device)
     rows["kronecker"] = test(by_factors)
     rows["kronecker, base"] = test(merge(rich, method="kronecker", base=base.diagonal))
+    few = [task(x[: options.inputs]) for task in TASKS[tasks]]
+    input_seconds, by_inputs = timed(lambda: merge(diagonal, inputs=few), options.device)
+    rows["inputs"] = test(by_inputs)
     if options.soap:
         soap = experts(base.model, data, TASKS[tasks], steps=options.steps, seed=seed, soap=True, rate=1e-3)
         turned = [each.kronecker for each in soap]
@@ -141,6 +144,7 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         "chosen": chosen,
         "seconds": seconds,
         "kronecker seconds": factor_seconds,
+        "inputs seconds": input_seconds,
     }
 
 
@@ -163,7 +167,7 @@ def cells_of(options: argparse.Namespace) -> dict[str, Callable[[], Cell]]:
     }
 
 
-DIFFERENCES = (("fisher", "average"), ("fisher", "exact Fisher"), ("kronecker", "fisher"))
+DIFFERENCES = (("fisher", "average"), ("fisher", "exact Fisher"), ("kronecker", "fisher"), ("inputs", "kronecker"))
 
 
 def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[float]]]]:
@@ -213,7 +217,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=400, help="units of the MLP's two layers")
     parser.add_argument("--soap", action="store_true", help="experts trained by SOAP as well")
     options = parser.parse_args()
-    options.fisher = 1000
+    options.fisher, options.inputs = 1000, 300
     if options.quick:
         options.networks, options.data, options.tasks, options.seeds = ["mlp"], ["mnist"], ["mixed"], [0]
         options.steps, options.hidden, options.fisher, options.soap = 60, 16, 50, True

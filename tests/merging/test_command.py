@@ -43,9 +43,18 @@ def test_the_command_merges_and_shows_the_shares(paths, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(out).items())
 
 
+def test_the_command_trims(paths, tmp_path):
+    out, base = tmp_path / "merged.safetensors", str(tmp_path / "base.pt")
+    result = CliRunner().invoke(app, ["merge", *paths, "-o", str(out), "--base", base, "--trim", "0.5"])
+    assert result.exit_code == 0, result.output
+    expected = merge(paths, base=base, trim=0.5)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(out).items())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["-o", "m.safetensors", "--trim", "0.5"], "trim must be a share, 0 to 1, with a base"),
         (["-o", "merged.pt"], "end the path in .safetensors"),
         (["-o", "m.safetensors", "--method", "mean"], "method must be one of"),
         (["-o", "m.safetensors", "--method", "gradient-matching"], "--method 'gradient-matching' needs --base,"),

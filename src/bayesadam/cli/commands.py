@@ -157,6 +157,7 @@ def merge(
     method: Annotated[str | None, Option(metavar="NAME", help="fisher, gradient-matching or kronecker.")] = None,
     base: Annotated[Path | None, Option(metavar="FILE", help="The network before fine-tuning.")] = None,
     weights: Annotated[list[float] | None, Option("--weight", help="How much a network counts, once for each.")] = None,
+    trim: Annotated[float | None, Option(metavar="SHARE", help="The share of least changes to drop.")] = None,
     out: Out = Path("out/merge"),
     quiet: Quiet = False,
     **reading: Any,
@@ -168,7 +169,8 @@ def merge(
     from bayesadam.merging import merge_checkpoints
 
     def work(file: Path) -> object:
-        return merge_checkpoints(checkpoints, file, method=method, base=base, weights=weights or None, **reading)
+        how: Any = {"method": method, "base": base, "weights": weights or None, "trim": trim}
+        return merge_checkpoints(checkpoints, file, **how, **reading)
 
     output.write(work, out, "merged.safetensors", checkpoints, quiet)
 

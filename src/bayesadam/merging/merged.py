@@ -15,7 +15,7 @@ from torch import Tensor
 from bayesadam._checks import is_number, positive
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
 from bayesadam.merging.methods import MergeReport, counted_shares
@@ -24,14 +24,17 @@ from bayesadam.readers import UNKNOWN, CheckpointKeywords, warn_of_memory, worki
 from bayesadam.readers.formats.lazy import meta
 from bayesadam.weights.gaussian import require_safetensors
 from bayesadam.weights.named import AnyPath
+from bayesadam.weights.posterior import Posterior
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# δ as a share of the mean curvature: of all weights and models, or of a parameter's Σ Kᵢ.
-MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
+# δ as a share of the mean curvature: of all weights and models, of a parameter's Σ Kᵢ, or of a layer's Σ Aᵢ.
+MATCHING_SHARE, KRONECKER_SHARE, INPUTS_SHARE = 0.3, 3.0, 0.1
 LEAST_GRADIENTS = 50
 METHODS = ("fisher", "gradient-matching", "kronecker")
+# Of posteriors alone, which know the inputs of their layers; it takes no N, B and base, as Fisher does not.
+INPUTS = "inputs"
 
 
 class Merged(dict[str, Tensor]):
@@ -52,17 +55,20 @@ def merge(
     base: BaseSource | None = None,
     weights: Sequence[float] | None = None,
     trim: float | None = None,
+    inputs: Sequence[Any] | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> Merged:
-    """One network out of several that were fine-tuned from one start, without data and without training.
+    """One network out of several that were fine-tuned from one start, without labels and without training.
 
         fisher             θ = (Σ αᵢ Fᵢ)⁻¹ Σ αᵢ Fᵢ θᵢ, F = v̂; the average where Σ F = 0
         gradient-matching  θ = θ₀ + (F₀ + Σ αᵢ Fᵢ)⁻¹ Σ (F₀ + αᵢ Fᵢ)(θᵢ − θ₀), F = N B v̂ + δ
         kronecker          (Σ αᵢ Kᵢ + δ I)(θ − θ_D) = Σ αᵢ Kᵢ (θᵢ − θ_D), K = N B V in its eigenbases
+        inputs             (W − W_D)(Σ αᵢ Aᵢ + δ I) = Σ αᵢ (Wᵢ − W_D) Aᵢ, W a layer's weight and bias
 
-    θ_D is the merge by the diagonals: the first equation, or with a base the second. δ is a fixed share of the mean
-    curvature, so that a factor common to all models, in N, B or the units of the loss, changes nothing. An N or B that
-    is not known of every model counts for none.
+    θ_D is the merge by the diagonals: the first equation, or with a base the second, but for inputs. Aᵢ is the second
+    moment of the inputs that the layer gets in model i; all that has none is merged by the first equation. δ is a fixed
+    share of the mean curvature, so that a factor common to all models, in N, B or the units of the loss, changes
+    nothing. An N or B that is not known of every model counts for none.
 
     A parameter that only some of the models trained is taken from those. Tensors that none of them trained are
     averaged, batch norm's running statistics among them; integers are the first model's. The factors of a LoRA adapter
@@ -70,12 +76,18 @@ def merge(
 
     Args:
         models: posteriors, paths of what trainers saved, or pairs of paths (weights, optimiser's state).
-        method: one of the three; None is gradient matching with a base, else Fisher.
+        method: one of the four; None is by inputs if they are given, gradient matching with a base, else Fisher.
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
-        trim: the share of each model's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
+        trim: the share of each tensor's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
+        inputs: for each model, which must be a `Posterior`, a few hundred unlabelled inputs of its task, a batch or a
+            loader. Posteriors that know theirs already, by `with_inputs`, are merged so by method="inputs".
         **options: how files are read, see `CheckpointKeywords`; a state in a file of its own is given in a pair.
     """
+    if inputs is not None:
+        if method not in (None, INPUTS):
+            raise SettingError(f"inputs= are for method='inputs', not {method!r}")
+        models, method = _with_inputs(models, inputs), INPUTS
     merging = _Merging.of(models, method, base, weights, trim, options)
     merged: dict[str, Tensor] = {}
     for name in merging.outline:
@@ -112,7 +124,8 @@ class _Merging:
     """Networks that fit together, merged tensor by tensor.
 
     `scales` are the factors on v̂ of each model, α among them, and of the base; `tied` the first name of every tied
-    tensor by its other names; `adapters` the merged factors of LoRA; `shares` grow as tensors are merged.
+    tensor by its other names; `adapters` the merged factors of LoRA; `layers` the weight of each weight and bias that
+    are merged by inputs. `shares` grow as tensors are merged, and `solved` holds what a layer's others are to get.
     """
 
     networks: Sequence[Network]
@@ -123,7 +136,9 @@ class _Merging:
     tied: Mapping[str, str]
     trained: Sequence[str]
     notes: list[str]
+    layers: Mapping[str, str] = field(default_factory=dict)
     adapters: dict[str, Tensor] = field(default_factory=dict)
+    solved: dict[str, Tensor] = field(default_factory=dict)
     shares: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -138,14 +153,19 @@ class _Merging:
     ) -> _Merging:
         """Read the models, check that they fit together, and warn of what makes a merge bad."""
         method = method or ("fisher" if base is None else "gradient-matching")
-        if method not in METHODS:
-            raise SettingError(f"method must be one of {METHODS}, got {method!r}")
-        if (method == "gradient-matching" and base is None) or (method == "fisher" and base is not None and not trim):
+        if method not in (*METHODS, INPUTS):
+            raise SettingError(f"method must be one of {(*METHODS, INPUTS)}, got {method!r}")
+        unscaled = method in ("fisher", INPUTS)
+        if (method == "gradient-matching" and base is None) or (unscaled and base is not None and not trim):
             raise SettingError(
                 "method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none, but to trim"
+                ", and 'inputs' has none"
             )
-        if trim is not None and (not is_number(trim) or not 0 <= trim < 1 or base is None or method == "kronecker"):
-            raise SettingError(f"trim must be a share, 0 to 1, with a base and without 'kronecker', got {trim!r}")
+        trims = method in ("fisher", "gradient-matching") and base is not None
+        if trim is not None and (not is_number(trim) or not 0 <= trim < 1 or not trims):
+            raise SettingError(
+                f"trim must be a share, 0 to 1, with a base and without eigenbases or inputs, got {trim!r}"
+            )
         if weights is not None and len(weights) != len(models):
             raise SettingError(f"weights must have one number for each of the {len(models)} models, got {weights!r}")
         for number in weights or ():
@@ -167,16 +187,18 @@ class _Merging:
             raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
         if method == "kronecker":
             _check_bases(networks, trained)
+        layers = _layers(networks, trained) if method == INPUTS else {}
         for network in networks:
             if network.gaussian is not None:
                 warn_of_memory(network.gaussian.origin, network.label)
         scales, notes = _scales(networks, start, weights, method)
-        merging = cls(networks, method, start, trim, scales, tied, trained, notes)
+        merging = cls(networks, method, start, trim, scales, tied, trained, notes, layers)
         merging._merge_adapters(pairs)
         others = [name for name in plain if name not in trained]
         kinds = {
             "that no model trained were averaged": [n for n in others if outline[n].is_floating_point()],
             f"of integers are those of {networks[0].label}": [n for n in others if not outline[n].is_floating_point()],
+            "without known inputs were merged by their diagonals": [n for n in trained if layers and n not in layers],
             "that not every model trained come from those that did": [
                 name for name in trained if not all(name in network.owners for network in networks)
             ],
@@ -214,10 +236,17 @@ class _Merging:
         first = self.networks[0].weights[name].detach()
         if not first.is_floating_point():
             return first
+        if name in self.layers and name not in self.solved:
+            self.solved.update(self._by_inputs(self.layers[name]))
+        return (self.solved.pop(name) if name in self.layers else self._start(name)).to(first)
+
+    def _start(self, name: str) -> Tensor:
+        """One tensor merged by itself, in the type that is computed in: θ_D where it belongs to a layer."""
+        first = self.networks[0].outline[name]
         theta, curvature = _stacked(self.networks, name, self.scales)
         if name not in self.trained:
             # Without any curvature, which is the average.
-            return methods.fisher(theta, curvature, self.scales[:-1]).view(first.shape).to(first)
+            return methods.fisher(theta, curvature, self.scales[:-1]).view(first.shape)
         if theta.numel():
             self._count(name, curvature)
         if self.base is not None:
@@ -230,7 +259,26 @@ class _Merging:
             merged = methods.gradient_matching(theta, curvature, start, known, self.delta)
         if self.method == "kronecker" and any(network.has_bases(name) for network in self.networks):
             merged = self._kronecker(name, merged.view(first.shape))
-        return merged.view(first.shape).to(first)
+        return merged.view(first.shape)
+
+    def _by_inputs(self, name: str) -> dict[str, Tensor]:
+        """The weight of that name and the bias of its layer, from their merges by the diagonals."""
+        sides = [network.side(name) for network in self.networks]
+        first = next(side for side in sides if side is not None)
+        starts = {part: self._start(part).double() for part in (name, first.bias) if part is not None}
+        basis, changes, moments = first.basis.to(starts[name]), [], []
+        for network, side in zip(self.networks, sides, strict=True):
+            own = {part: network.weights[part].detach().to(start) - start for part, start in starts.items()}
+            changes.append(first.into(own[name], None if first.bias is None else own[first.bias]))
+            # In the coordinates of the first; nothing where it was not trained.
+            turn = torch.zeros_like(basis) if side is None else basis.mT @ side.basis.to(basis)
+            moments.append((turn * (first if side is None else side).spectrum.to(turn)) @ turn.mT)
+        counted = torch.stack(moments) * self.scales[:-1].to(basis)[:, None, None]
+        sizes = counted.diagonal(dim1=1, dim2=2).sum(dim=1).cpu()
+        self.shares.update({part: (t.numel(), t.numel() * sizes / sizes.sum()) for part, t in starts.items()})
+        change = first.out_of(methods.by_inputs(torch.stack(changes), counted, INPUTS_SHARE))
+        moved = zip(starts.items(), change, strict=False)
+        return {part: start + by for (part, start), by in moved if by is not None}
 
     def _count(self, name: str, curvature: Tensor) -> None:
         shares = counted_shares(curvature, self.scales[:-1]).cpu().sum(dim=1, dtype=torch.float64)
@@ -269,6 +317,36 @@ class _Merging:
         self.notes.extend(sorted(kinds))
 
 
+def _with_inputs(models: Sequence[Source], inputs: Sequence[Any]) -> list[Source]:
+    """The posteriors with the inputs of each."""
+    if not isinstance(inputs, list | tuple) or len(inputs) != len(models):
+        raise SettingError(f"inputs must be a list, with a batch or a loader for each of the {len(models)} models")
+    known: list[Source] = []
+    for number, (model, batch) in enumerate(zip(models, inputs, strict=True), 1):
+        if not isinstance(model, Posterior):
+            raise SettingError(
+                "inputs= needs posteriors, which run their models: Posterior.from_checkpoint(path, model)"
+            )
+        try:
+            known.append(model.with_inputs(batch))
+        except BayesAdamError as error:
+            raise type(error)(f"model {number}: {error}") from error
+    return known
+
+
+def _layers(networks: Sequence[Network], trained: Sequence[str]) -> dict[str, str]:
+    """The weight of every weight and bias of a layer whose inputs all models know that trained it."""
+    layers: dict[str, str] = {}
+    for name in trained:
+        owners = [network for network in networks if name in network.owners]
+        sides = [side for network in owners if (side := network.side(name)) is not None]
+        if len(sides) == len(owners) and len(biases := {side.bias for side in sides}) == 1:
+            layers |= {part: name for part in (name, *biases) if part is not None}
+    if not layers:
+        raise SettingError("method='inputs' needs a few hundred inputs of each model's task: inputs=[x, y]")
+    return layers
+
+
 def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
     """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
     curvature, owner = network.curvature, network.owners[name]
@@ -285,7 +363,9 @@ def _scales(
     """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
     scales = torch.tensor([*([1.0] * len(networks) if weights is None else map(float, weights)), 1.0])
     notes: list[str] = []
-    concerned = [*networks, *([base] if base is not None and base.gaussian else [])] if method != "fisher" else []
+    concerned = (
+        [*networks, *([base] if base is not None and base.gaussian else [])] if method not in ("fisher", INPUTS) else []
+    )
     for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
         unknown = [network.label for network in concerned if getattr(network, key) is None]
         if unknown:

@@ -85,6 +85,17 @@ def kronecker(
     return solution
 
 
+def by_inputs(changes: Tensor, inputs: Tensor, share: float) -> Tensor:
+    """X of X (Σ Aᵢ + δ I) = Σ Xᵢ Aᵢ, Aᵢ the second moment of a layer's inputs in model i, α in it (Jin et al. 2023).
+
+    Xᵢ = Wᵢ − W_D, so that directions that no input has stay at W_D. δ is that share of the mean diagonal of Σ Aᵢ.
+    """
+    total = inputs.sum(dim=0)
+    delta = share * float(total.diagonal().mean()) or 1.0
+    factor = torch.linalg.cholesky(total + delta * torch.eye(len(total)).to(total))
+    return torch.cholesky_solve((changes @ inputs).sum(dim=0).mT, factor).mT
+
+
 @dataclass(frozen=True)
 class MergeReport:
     """What a merge of the models `labels` did; prints as a table of layers.

@@ -18,6 +18,7 @@ from bayesadam.readers.checkpoint import APART
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights, of_match
+from bayesadam.weights.inputs import InputSide
 from bayesadam.weights.mixture import require_one_network
 from bayesadam.weights.named import AnyPath, outlined
 from bayesadam.weights.posterior import Posterior
@@ -56,6 +57,10 @@ class Network:
     def curvature(self) -> Diagonal:
         """That of the Gaussian; nothing where there is none."""
         return Diagonal({}) if self.gaussian is None else self.gaussian.curvature
+
+    def side(self, name: str) -> InputSide | None:
+        """What is known of the inputs of a weight."""
+        return self.curvature.inputs.get(self.owners.get(name, ""))
 
     def has_bases(self, name: str) -> bool:
         """Whether a parameter has eigenbases."""
