@@ -6,7 +6,7 @@ from bayesadam.acquiring import acquire
 from bayesadam.anchoring import anchor
 from bayesadam.auditing import audit
 from bayesadam.calibrated import Answer, Calibrated, calibrate, load
-from bayesadam.compress import prune
+from bayesadam.compress import prune, quantise
 from bayesadam.diagnosis import doctor
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspecting import inspect
@@ -46,6 +46,7 @@ __all__ = [
     "merging",
     "optim",
     "prune",
+    "quantise",
     "readers",
     "scores",
     "sklearn",

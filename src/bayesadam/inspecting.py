@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from bayesadam._tables import aligned
+from bayesadam.compress import PruningReport, Quantised
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MatchError, MissingFileError, SettingError
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint
@@ -115,22 +116,38 @@ class Inspection:
         return "\n".join([str(self.diagnosis), "", *aligned(table), "", *legend, self.rule])
 
 
+@overload
+def inspect(source: Quantised) -> PruningReport: ...
+
+
+@overload
 def inspect(
     source: str | os.PathLike[str] | Checkpoint | GaussianWeights,
     *,
     n_data: float | None = None,
     **options: Unpack[CheckpointKeywords],
-) -> Inspection:
+) -> Inspection: ...
+
+
+def inspect(
+    source: str | os.PathLike[str] | Checkpoint | GaussianWeights | Quantised,
+    *,
+    n_data: float | None = None,
+    **options: Unpack[CheckpointKeywords],
+) -> Inspection | PruningReport:
     """Signal-to-noise ratio and dead weights of every parameter; one tensor of a file is in memory at a time.
 
     Of a checkpoint the ratio is that of the paper, |θ| N^½ v̂^¼, without a prior; of a posterior, live or saved, it is
     `Posterior.snr`. Where a file has no weights, σ is shown instead.
 
     Args:
-        source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
+        source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior; of what `quantise`
+            returned it is the report, with the bytes of each tensor.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         **options: how the file is read, see `CheckpointKeywords`.
     """
+    if isinstance(source, Quantised):
+        return source.report
     gaussian, n = _opened(source, n_data, options)
     opened = gaussian.source
     match = None if opened is None else opened.match

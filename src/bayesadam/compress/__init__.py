@@ -3,11 +3,13 @@
 from bayesadam.compress.conditioning import condition
 from bayesadam.compress.masking import apply_masks, keep_pruned
 from bayesadam.compress.pruning import PruningReport, importance, prune, prune_checkpoint
+from bayesadam.compress.quantising import Quantised, quantise
 from bayesadam.compress.ranking import RANKINGS, masks, weight_scores
 
 __all__ = [
     "RANKINGS",
     "PruningReport",
+    "Quantised",
     "apply_masks",
     "condition",
     "importance",
@@ -15,5 +17,6 @@ __all__ = [
     "masks",
     "prune",
     "prune_checkpoint",
+    "quantise",
     "weight_scores",
 ]

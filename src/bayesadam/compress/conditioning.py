@@ -82,8 +82,7 @@ def conditioned(
     def moved(matrix: Matrix, w: Tensor, moments: Moments) -> Tensor:
         if look is not None:
             look(matrix, moments)
-        support = matrix.into(masks[matrix.weight].to(w.device))
-        support = support if matrix.bias is None else F.pad(support, (0, 1), value=True)
+        support = with_column(matrix.into(masks[matrix.weight].to(w.device)), matrix)
         return conditional(moments, w, support, matrix.with_bias(own))
 
     layers.through(model, moved, "conditioning")
@@ -92,9 +91,14 @@ def conditioned(
     return replace(small, mode=mode, settings=replace(settings, form="map"), running=None)
 
 
+def with_column(support: Tensor, matrix: Matrix) -> Tensor:
+    """Where weights may move, and the bias where there is one."""
+    return support if matrix.bias is None else F.pad(support, (0, 1), value=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The input sides of a posterior in place of inputs: A = Q_R diag(Σ_i v̂_ij) Q_Rᵀ of each matrix that has one."""
+    """The input sides of a posterior in place of inputs: A = Q_R diag(Σ_i v̂_ij) Q_Rᵀ, Q_R = I where it has none."""
 
     dense: Posterior
     matrices: Mapping[str, Matrix]
@@ -103,18 +107,19 @@ class Factors:
     @classmethod
     def of(cls, dense: Posterior, weights: Collection[str]) -> Factors:
         """Of the matrices among some weights; a bias that is no column of its matrix stays as it is."""
-        matrices, a = {}, {}
+        matrices, a, curvature = {}, {}, dense.curvature
         for matrix in (x for listed in matrices_of(dense.model).values() for x in listed if x.weight in weights):
-            if matrix.groups == 1 and not (matrix.inputs_first and len(matrix.shape) > 2):
-                side, rotation = dense.curvature.inputs.get(matrix.weight), dense.curvature.bases.get(matrix.weight)
-                if side is not None:
-                    matrices[matrix.name] = replace(matrix, bias=side.bias)
-                    a[matrix.name] = (side.basis * side.spectrum @ side.basis.mT)[None]
-                elif rotation is not None:
-                    values = matrix.into(dense.curvature.second_moment[matrix.weight])[0].sum(dim=0)
-                    basis = rotation.left if matrix.inputs_first else rotation.right
-                    matrices[matrix.name] = replace(matrix, bias=None)
-                    a[matrix.name] = (values.diag() if basis is None else basis * values @ basis.mT)[None]
+            side, rotation = curvature.inputs.get(matrix.weight), curvature.bases.get(matrix.weight)
+            bias: str | None = None
+            basis: Tensor | None = None
+            values = torch.ones(matrix.size[::2])
+            if side is not None:
+                basis, values, bias = side.basis, side.spectrum[None], side.bias
+            elif matrix.weight in curvature.second_moment:
+                values = matrix.into(curvature.second_moment[matrix.weight]).sum(dim=1)
+                basis = None if rotation is None else rotation.left if matrix.inputs_first else rotation.right
+            matrices[matrix.name] = replace(matrix, bias=bias)
+            a[matrix.name] = values.diag_embed() if basis is None else basis * values[:, None] @ basis.mT
         return cls(dense, matrices, a)
 
     def through(self, small: nn.Module, visit: Visit, description: str) -> None:
@@ -132,5 +137,4 @@ def layers_for(
     """What is known of the inputs of some weights: by inputs, or by the posterior's own input sides."""
     if inputs is not None:
         return Walk.of(posterior.model, inputs, weights, forward)
-    factors = Factors.of(posterior, weights)
-    return factors if factors.matrices else None
+    return None if posterior.curvature.independent else Factors.of(posterior, weights)

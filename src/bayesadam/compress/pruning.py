@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,15 +118,18 @@ def _steps(fraction: float | None, pattern: str | None, rounds: int) -> list[dic
 
 @dataclass(frozen=True)
 class PruningReport:
-    """What pruning left: the weights and those kept of each parameter, and of all; prints as a table.
+    """What is left of a network: the weights and those kept of each parameter, and of all; prints as a table.
 
-    Of a file, `notes` say which of its weights were read, and what else was pruned or stays as it was.
+    Of a file, `notes` say which of its weights were read, and what else was pruned or stays as it was. Of a quantised
+    network `bytes` are those of each tensor in its file, and `moved` says how far a layer's outputs moved.
     """
 
     parameters: Mapping[str, tuple[int, int]]
     weights: int
     kept: int
     notes: tuple[str, ...] = ()
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parameters: Named, kept: Named, notes: tuple[str, ...] = ()) -> PruningReport:
@@ -136,9 +139,12 @@ class PruningReport:
         return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()), notes)
 
     def __str__(self) -> str:
-        lines = [["parameter", "weights", "kept", "removed"]]
+        lines = [["parameter", "weights", "kept", "removed", *(("bytes", "outputs moved") if self.bytes else ())]]
+        sizes = {**self.bytes, "total": sum(self.bytes.values())}
         for name, (weights, kept) in {**self.parameters, "total": (self.weights, self.kept)}.items():
-            lines.append([name, f"{weights:,}", f"{kept:,}", f"{1 - kept / max(weights, 1):.1%}"])
+            line = [name, f"{weights:,}", f"{kept:,}", f"{1 - kept / max(weights, 1):.1%}"]
+            moved = f"{self.moved[name]:.2%}" if name in self.moved else ""
+            lines.append([*line, *((f"{sizes[name]:,}", moved) if self.bytes else ())])
         return "\n".join([*(f"{note[0].upper()}{note[1:]}." for note in self.notes), *aligned(lines)])
 
 

@@ -39,6 +39,8 @@ RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
     "magnitude": lambda theta, v, rule: theta.abs(),
     # ½ θ² v̂, optimal brain damage with the empirical Fisher as Hessian: the loss that removing a weight costs.
     "saliency": lambda theta, v, rule: theta.square().mul_(v).mul_(0.5),
+    # |θ| v̂^⅜, between the two.
+    "between": lambda theta, v, rule: v.pow(0.375).mul_(theta).abs_(),
 }
 
 
@@ -131,7 +133,7 @@ def eligible(
     only: Collection[str] | None = None,
 ) -> list[str]:
     """The parameters that are not excluded, without the biases that a batch norm follows."""
-    whole = _excluded(posterior, (exclude,) if isinstance(exclude, str) else exclude)
+    whole = excluded(posterior, exclude)
     names = [name for name in (posterior.mode if only is None else only) if name not in whole]
     if only is not None or isinstance(ranking, Mapping) or not posterior.curvature.independent:
         return names
@@ -141,9 +143,9 @@ def eligible(
     return [name for name in names if name not in biases]
 
 
-def _excluded(posterior: GaussianWeights, patterns: Sequence[str]) -> set[str]:
+def excluded(posterior: GaussianWeights, exclude: Exclude) -> set[str]:
     """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means."""
-    has_model = isinstance(posterior, Posterior)
+    patterns, has_model = (exclude,) if isinstance(exclude, str) else exclude, isinstance(posterior, Posterior)
     by_name = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
     if isinstance(posterior, Posterior):
         by_name = owners(posterior.model)
@@ -154,14 +156,14 @@ def _excluded(posterior: GaussianWeights, patterns: Sequence[str]) -> set[str]:
         # `bias`, `in_proj_bias`, `bias_hh_l0`.
         return "bias" in owner.key.split("_") if pattern == "biases" else fnmatchcase(owner.name, pattern)
 
-    excluded: set[str] = set()
+    chosen: set[str] = set()
     for pattern in patterns:
-        chosen = {name for name, ways in by_name.items() if any(means(pattern, owner) for owner in ways)}
+        meant = {name for name, ways in by_name.items() if any(means(pattern, owner) for owner in ways)}
         # A model may have no norms; of a file the modules' classes are not known.
-        if not chosen and not (has_model and pattern in (*_CLASSES, "biases")):
+        if not meant and not (has_model and pattern in (*_CLASSES, "biases")):
             raise MatchError(f"exclude={pattern!r} matches no parameter; they are {', '.join(sorted(by_name)[:8])}")
-        excluded |= chosen
-    return excluded
+        chosen |= meant
+    return chosen
 
 
 def parsed(pattern: str) -> tuple[int, int]:
