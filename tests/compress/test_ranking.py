@@ -22,6 +22,7 @@ REFERENCES = {
     "snr": lambda t, v: np.abs(t) * np.sqrt(100.0) * v**0.25,
     "magnitude": lambda t, v: np.abs(t),
     "saliency": lambda t, v: 0.5 * t**2 * v,
+    "between": lambda t, v: np.abs(t) * v**0.375,
 }
 
 

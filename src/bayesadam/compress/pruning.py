@@ -49,7 +49,7 @@ def prune(
     fraction: float | None = None,
     *,
     inputs: Any = None,
-    ranking: Ranking = "snr",
+    ranking: Ranking | None = None,
     scope: Scope = "global",
     exclude: Exclude = (),
     pattern: str | None = None,
@@ -70,7 +70,8 @@ def prune(
     Args:
         inputs, forward: as in `condition`; None takes the posterior's own input sides, where it has them.
         rounds: of growing sparsity, in each of which the same share of the weights goes.
-        fraction, ranking, scope, exclude, pattern: as in `masks`.
+        ranking: as in `masks`; None for `"between"` with inputs and `"snr"` without.
+        fraction, scope, exclude, pattern: as in `masks`.
 
     >>> model = nn.Linear(4, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -81,7 +82,8 @@ def prune(
     (2, 0)
     """
     require_posterior(posterior, "pruning")
-    how: Any = {"ranking": ranking, "scope": scope, "exclude": exclude}
+    by_default = "snr" if inputs is None or not posterior.curvature.independent else "between"
+    how: Any = {"ranking": by_default if ranking is None else ranking, "scope": scope, "exclude": exclude}
     layers = layers_for(posterior, inputs, posterior.mode, forward)
     if layers is None:
         return conditioned(posterior, posterior, masks(posterior, fraction, pattern=pattern, **how), None)

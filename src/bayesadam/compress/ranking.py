@@ -98,8 +98,8 @@ def masks(
     Args:
         posterior: over the weights; parameters that it does not hold are never pruned.
         fraction: the share of weights to remove, 0 to 1; None with a pattern.
-        ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"magnitude"`; `"saliency"`, ½ θ² v̂; or ready scores by
-            parameter name, such as `posterior.snr()`.
+        ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"magnitude"`; `"saliency"`, ½ θ² v̂; `"between"`, |θ| v̂^⅜; or
+            ready scores by parameter name, such as `posterior.snr()`.
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
             `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
