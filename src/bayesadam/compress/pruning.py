@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,7 +54,7 @@ def prune(
     scope: Scope = "global",
     exclude: Exclude = (),
     pattern: str | None = None,
-    rounds: int = 8,
+    rounds: int | None = None,
     forward: Forward | None = None,
 ) -> Posterior:
     """A posterior of the pruned network, `.model`, a copy; yours is untouched.
@@ -69,7 +70,8 @@ def prune(
 
     Args:
         inputs, forward: as in `condition`; None takes the posterior's own input sides, where it has them.
-        rounds: of growing sparsity, in each of which the same share of the weights goes.
+        rounds: of growing sparsity, in each of which the same share of the weights goes; None for 8, or as many more
+            as keep that share at a quarter.
         ranking: as in `masks`; None for `"between"` with inputs and `"snr"` without.
         fraction, scope, exclude, pattern: as in `masks`.
 
@@ -108,11 +110,13 @@ def _alone(moments: Named, alone: dict[str, Tensor], matrix: Matrix, seen: Momen
     replace(matrix, bias=None).write(g * seen.alone()[..., :inputs], alone)
 
 
-def _steps(fraction: float | None, pattern: str | None, rounds: int) -> list[dict[str, Any]]:
+def _steps(fraction: float | None, pattern: str | None, rounds: int | None) -> list[dict[str, Any]]:
     """Of a fraction f, 1 − (1 − f)^(r/rounds); of a pattern n:m, (m − 1):m and so on."""
     if pattern is not None:
         keep, size = parsed(pattern)
         return [{"fraction": fraction, "pattern": f"{n}:{size}"} for n in range(max(size - 1, keep), keep - 1, -1)]
+    if rounds is None:
+        rounds = max(8, round(math.log(1 - fraction, 0.75))) if is_fraction(fraction) and fraction < 1 else 8
     count("rounds", rounds, "of growing sparsity")
     before = [1 - (1 - fraction) ** (r / rounds) for r in range(1, rounds)] if is_fraction(fraction) else []
     return [{"fraction": each} for each in (*before, fraction)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from bayesadam.weights.running import biases_before_norms, norm_widths
 from bayesadam.weights.settings import PrecisionRule
 
 Ranking = str | Named
-Scope = Literal["global", "layer"]
+Scope = Literal["global", "layer", "bounded"]
 Exclude = str | Sequence[str]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
@@ -100,7 +101,8 @@ def masks(
         fraction: the share of weights to remove, 0 to 1; None with a pattern.
         ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"magnitude"`; `"saliency"`, ½ θ² v̂; `"between"`, |θ| v̂^⅜; or
             ready scores by parameter name, such as `posterior.snr()`.
-        scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
+        scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter; `"bounded"`, all
+            compete, and each parameter keeps a quarter of what `"layer"` would leave of it, at least one weight.
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
             `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
         pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
@@ -205,14 +207,20 @@ def removals(scores: Named, scope: Scope, fraction: float | None) -> Named:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
-    shapes = {name: like.shape for name, like in outlined(scores).items()}
-    chosen: dict[str, Callable[[str], Tensor]] = {}
-    for group in [list(shapes)] if scope == "global" else [[name] for name in shapes]:
-        total = sum(shapes[name].numel() for name in group)
-        chosen |= dict.fromkeys(group, _lowest(scores, group, round(fraction * total)))
+    like = outlined(scores)
+    sizes, chosen = {name: each.numel() for name, each in like.items()}, dict[str, Callable[[str], Tensor]]()
+    if scope == "bounded":
+        may = {name: _lowest(scores, [name], n - math.ceil((1 - fraction) / 4 * n)) for name, n in sizes.items()}
+        free = Lazy(
+            {name: meta(x.shape, x.dtype) for name, x in like.items()},
+            lambda name: scores[name].masked_fill(~may[name](name), math.inf),
+        )
+    for group in [[name] for name in sizes] if scope == "layer" else [list(sizes)]:
+        n = round(fraction * sum(sizes[name] for name in group))
+        chosen |= dict.fromkeys(group, _lowest(free if scope == "bounded" else scores, group, n))
     if isinstance(scores, Lazy):
-        return Lazy({name: meta(shape, torch.bool) for name, shape in shapes.items()}, lambda name: chosen[name](name))
-    return {name: chosen[name](name) for name in shapes}
+        return Lazy({name: meta(x.shape, torch.bool) for name, x in like.items()}, lambda name: chosen[name](name))
+    return {name: chosen[name](name) for name in sizes}
 
 
 def _lowest(scores: Named, names: Sequence[str], count: int) -> Callable[[str], Tensor]:
