@@ -98,7 +98,7 @@ def test_whole_numbers_rank_exactly() -> None:
         ({"fraction": 1.0001}, "fraction must be a number from 0 to 1"),
         ({"fraction": math.nan}, "fraction must be a number from 0 to 1"),
         ({"fraction": None}, "fraction must be a number from 0 to 1"),
-        ({"scope": "row"}, "scope must be one of 'global', 'layer', got 'row'"),
+        ({"scope": "row"}, "scope must be one of 'global', 'layer', 'bounded', got 'row'"),
         ({"exclude": ("0.wieght",)}, r"'0\.wieght' matches no parameter; they are 0\.bias, 0\.weight"),
         ({"pattern": "2:4"}, "implies the fraction"),
         ({"fraction": None, "pattern": "5:4"}, "pattern must be 'N:M'"),
