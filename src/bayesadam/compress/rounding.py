@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesadam.compress.solving import factor
 from bayesadam.errors import SettingError
 
 BITS = (2, 3, 4, 8)
@@ -137,7 +138,7 @@ def round_to(
     a, goal, stays = a[order][:, order], w.T[order].float(), kept.T[order]
     zero, near, scale = grid.wide(grid.zero).T[order], a.float(), grid.scale
     step, codes = grid.wide(scale).T[order] * stays, grid.codes.T[order].float()
-    off, m = step * (codes - zero) - goal, _factor(a)
+    off, m = step * (codes - zero) - goal, factor(a.flip(0, 1)).flip(0, 1)
     given = (m / m.diagonal()).T.tril(-1).float()
     other, other_off = _swept(goal, given, step, zero, bits, torch.zeros_like(off))
     better = (other_off * (near @ other_off)).sum(0) < (off * (near @ off)).sum(0)
@@ -179,17 +180,6 @@ def _rescaled(scale: Tensor, v: Tensor, off: Tensor, a: Tensor, of_group: Tensor
     change = moved.double() - scale
     gain = (change * (2 * slope + (bend @ change[..., None])[..., 0])).sum(1, keepdim=True)
     return torch.where(gain < 0, moved, scale)
-
-
-def _factor(a: Tensor) -> Tensor:
-    """M, upper triangular, A = M Mᵀ, with as much more on the diagonal as a singular A takes."""
-    more = a.diagonal().mean().clamp(min=1e-300) * torch.eye(len(a)).to(a)
-    m = a
-    for share in (0, 1e-12, 1e-9, 1e-6, 1e-3, 1):
-        m, failed = torch.linalg.cholesky_ex(a.flip(0, 1) + share * more)
-        if not failed:
-            break
-    return m.flip(0, 1)
 
 
 def _inverse(x: Tensor) -> Tensor:

@@ -57,13 +57,24 @@ class Moments:
 
     def alone(self) -> Tensor:
         """1 / [(A' + λ)⁻¹]_jj, (groups, 1, inputs): of the moment A'_jj of an input what no other can stand in for."""
-        factor = torch.linalg.cholesky(self.ridged(torch.zeros_like(self.c)).a.double())
-        return torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2).reciprocal().to(self.a).unsqueeze(1)
+        lower = torch.stack([factor(a) for a in self.ridged(torch.zeros_like(self.c)).a])
+        return torch.cholesky_inverse(lower).diagonal(dim1=1, dim2=2).reciprocal().to(self.a).unsqueeze(1)
 
     def moved(self, w: Tensor) -> Tensor:
         """E (w x' − z)² over E z², of all outputs together."""
         error = self.z.sum() + torch.einsum("goi,goi->", w @ self.a - 2 * self.c, w)
         return error.clamp(min=0) / self.z.sum().clamp(min=torch.finfo(w.dtype).tiny)
+
+
+def factor(a: Tensor) -> Tensor:
+    """L, A = L Lᵀ, float64, with as much more on the diagonal as an A that is not positive definite takes."""
+    a = a.double()
+    lower, more = a, a.diagonal().mean().clamp(min=1e-300) * torch.eye(len(a)).to(a)
+    for share in (0, 1e-12, 1e-9, 1e-6, 1e-3, 1):
+        lower, failed = torch.linalg.cholesky_ex(a + share * more)
+        if not failed:
+            break
+    return lower
 
 
 def conditional(moments: Moments, w: Tensor, support: Tensor, start: Tensor | None = None) -> Tensor:
