@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -144,10 +144,9 @@ class Walk:
         passes: list[list[str]] = [[] for _ in batches]
         seen = Counter[str]()
         try:
-            with closing(walk._uses(matrices)) as uses:
-                for index, use in uses:
-                    passes[index].append(use.matrix.name)
-                    seen[use.matrix.name] += len(walk._rows(index, use))
+            for index, use in walk._uses(matrices):
+                passes[index].append(use.matrix.name)
+                seen[use.matrix.name] += len(walk._rows(index, use))
         except (RuntimeError, TypeError, ValueError, LookupError) as error:
             raise MatchError(
                 f"the network does not run on these inputs ({error}): give a batch as the network is called, without "
@@ -160,10 +159,9 @@ class Walk:
             worst = ", ".join(f"{name} ({seen[name]} positions, {enough[name]} would do)" for _, name in few[:4])
             warn(f"too few inputs for {worst}: give more examples")
         moments: dict[str, Moments] = {}
-        with closing(walk._uses({name for names in passes for name, n in Counter(names).items() if n > 1})) as uses:
-            for index, use in uses:
-                part, name = walk._moments(index, use, None), use.matrix.name
-                moments[name] = moments[name] + part if name in moments else part
+        for index, use in walk._uses({name for names in passes for name, n in Counter(names).items() if n > 1}):
+            part, name = walk._moments(index, use, None), use.matrix.name
+            moments[name] = moments[name] + part if name in moments else part
         return replace(walk, matrices={name: matrices[name] for name in _in_order(passes)}, several=moments)
 
     def through(self, small: nn.Module, visit: Visit, description: str) -> None:
@@ -203,7 +201,7 @@ class Walk:
     def _dense(self, matrix: Matrix) -> Tensor:
         return matrix.with_bias(dict(self.call.model.named_parameters()))
 
-    def _uses(self, names: Collection[str]) -> Generator[tuple[int, Use]]:
+    def _uses(self, names: Collection[str]) -> Iterator[tuple[int, Use]]:
         """The uses of some matrices by the dense network, with the number of the batch."""
         if not names:
             return
