@@ -20,14 +20,14 @@ from floats import assert_close
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """With buffers, a grouped convolution and a layer without a bias."""
-    layers = [nn.Conv2d(4, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 20, bias=False)]
+    layers = [nn.Conv2d(4, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 20, bias=False)]
     model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(20, 5)).to(dtype).eval()
     model[1].running_mean += 0.1
     return model
 
 
 def images(n: int = 200, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(n, 4, 6, 6).cumsum(-1).to(dtype)
+    return torch.randn(n, 4, 5, 5).cumsum(-1).to(dtype)
 
 
 def error(one: nn.Module, other: nn.Module, x: Tensor) -> float:
@@ -56,15 +56,14 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [None, 16])
+@pytest.mark.parametrize(("symmetric", "group"), [(True, None), (False, 16)])
 def test_outputs_are_nearer_than_rounded_ones(bits: int, symmetric: bool, group: int | None, tmp_path: Path) -> None:
     dense, x = posterior_of(network()), images()
     before = copy.deepcopy(dense.model.state_dict())
     small = quantise(dense, bits, inputs=x, symmetric=symmetric, group=group)
     assert error(small.model, dense.model, x) < 0.5 * error(nearest(dense.model, bits), dense.model, x)
     for weight in (small.model[0].weight, small.model[4].weight, small.model[6].weight):
-        for row in weight.flatten(1).split(group or 128, dim=1):
+        for row in weight.flatten(1).split(group or 72, dim=1):
             assert max(len(part.unique()) for part in row) <= 2**bits
     assert equal(reloaded(small, tmp_path, network()), small.model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
@@ -86,11 +85,10 @@ def test_half_precision_is_what_the_file_holds(tmp_path: Path) -> None:
     assert all(torch.equal(p, dense.mode[name].half().float()) for name, p in small.model.named_parameters())
     assert equal(found := reloaded(small, tmp_path, network()), small.model)
     assert torch.equal(found(x), small.model(x))
-    assert small.report.bytes["4.weight"] == 2 * 128 * 20
+    assert small.report.bytes["4.weight"] == 2 * 72 * 20
 
 
-@pytest.mark.parametrize("bits", [8, 3, 2])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (3, False), (2, True), (2, False)])
 def test_a_pruned_network_stays_as_sparse(bits: int, symmetric: bool, tmp_path: Path) -> None:
     dense, x = posterior_of(network(), delta=1.0), images()
     pruned = ba.prune(dense, 0.6, inputs=x, rounds=2)
@@ -101,17 +99,17 @@ def test_a_pruned_network_stays_as_sparse(bits: int, symmetric: bool, tmp_path: 
     assert error(small.model, pruned.model, x) < error(nearest(pruned.model, bits), pruned.model, x)
 
 
-@pytest.mark.parametrize("bits", [16, 4, 2])
+@pytest.mark.parametrize("bits", [16, 4])
 def test_the_file_has_the_size_of_the_report(bits: int, tmp_path: Path) -> None:
-    dense, x = posterior_of(nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))), torch.randn(200, 400)
+    dense, x = posterior_of(nn.Linear(600, 200)), torch.randn(200, 600)
     small = quantise(dense, bits, inputs=x)
     small.save(tmp_path / "small.safetensors")
     total = sum(small.report.bytes.values())
-    assert total == pytest.approx((tmp_path / "small.safetensors").stat().st_size, rel=0.02 if bits > 2 else 0.04)
-    assert total < 1.02 * (164_000 * bits / 8 + 410 * (4 + 2 * 2))
+    assert total == pytest.approx((tmp_path / "small.safetensors").stat().st_size, rel=0.02)
+    assert total < 1.02 * (120_000 * bits / 8 + 200 * (4 + 2 * 2))
     lines = str(ba.inspect(small)).splitlines()
     assert lines[0].split() == ["parameter", "weights", "kept", "removed", "bytes", "outputs", "moved"]
-    assert lines[-1].split()[:2] == ["total", "164,410"]
+    assert lines[-1].split()[:2] == ["total", "120,200"]
     assert f"{total:,}" in lines[-1]
 
 
