@@ -188,3 +188,11 @@ def test_wrong_settings_are_named(keys: dict[str, Any], match: str) -> None:
         quantise(posterior_of(network()), **{"bits": 4, **keys})
     with pytest.raises(MatchError, match="matches no parameter"):
         quantise(posterior_of(network()), 4, exclude="nothing")
+
+
+def test_the_network_of_the_mean_is_rounded() -> None:
+    shrunk = posterior_of(network(), delta=5.0, form="likelihood")
+    x, model = images(), network()
+    model.load_state_dict({**shrunk.model.state_dict(), **shrunk.mean})
+    small, expected = quantise(shrunk, 4, inputs=x), quantise(posterior_of(model), 4, inputs=x)
+    assert_close(dict(small.model.named_parameters()), dict(expected.model.named_parameters()))

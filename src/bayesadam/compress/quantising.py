@@ -113,7 +113,7 @@ def quantise(
     if bits < 16:
         names = {matrix.weight for matrix in listed if matrix.weight not in whole}
         if inputs is not None:
-            walk = Walk.of(posterior.model, inputs, names, forward)
+            walk = Walk.of(copy.deepcopy(model), inputs, names, forward)
             walk.through(model, rounded, "quantising")
             names -= {matrix.weight for matrix in walk.matrices.values()}
         Factors.of(posterior, names).through(model, rounded, "quantising")
