@@ -442,5 +442,5 @@ def test_rounds_are_nearer_than_one_and_one_than_masking() -> None:
     pruned = [ba.prune(dense, 0.7, inputs=x, rounds=rounds).model for rounds in (8, 1)]
     pruned.append(ba.prune(dense, 0.7, exclude="biases").model)
     errors = [error(each, model, x) for each in pruned]
-    assert errors == sorted(errors)
-    assert errors[0] < 0.5 * errors[1] < 0.25 * errors[2]
+    assert errors[0] < 0.8 * errors[1]
+    assert errors[1] < 0.1 * errors[2]
