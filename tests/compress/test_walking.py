@@ -106,7 +106,7 @@ def test_a_layer_without_positions_keeps_its_weights() -> None:
     assert seen == {"head.weight": 9, "layer.weight": 0}
 
 
-def test_passes_run_in_the_order_of_the_network_and_no_gradient_is_kept() -> None:
+def test_passes_run_in_the_networks_order_on_its_device_without_gradients() -> None:
     model, order = mlp(4, 5, 6, 2), list[str]()
 
     def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
@@ -115,6 +115,7 @@ def test_passes_run_in_the_order_of_the_network_and_no_gradient_is_kept() -> Non
         assert not moments.a.requires_grad
         return w
 
-    with torch.inference_mode():
-        walked(model, torch.randn(300, 4), visit)
+    x = torch.randn(300, 4)
+    with torch.inference_mode(), torch.device("meta"):
+        walked(model, x, visit)
     assert order == ["0.weight", "2.weight", "4.weight"]

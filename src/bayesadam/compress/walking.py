@@ -219,7 +219,7 @@ class Walk:
     def _rows(self, index: int, use: Use) -> Tensor:
         """Some positions of a batch, none of them padding, which are the same in both networks."""
         n, batch, shape = use.positions, self.batches[index], use.output.shape[:2]
-        rows = torch.randperm(n, generator=torch.Generator().manual_seed(index))
+        rows = torch.randperm(n, generator=torch.Generator().manual_seed(index), device="cpu")
         mask = batch.get("attention_mask") if isinstance(batch, dict) else None
         if isinstance(mask, Tensor) and mask.numel() == n:
             # Some layers have the sequence first.
