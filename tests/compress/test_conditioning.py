@@ -444,3 +444,13 @@ def test_rounds_are_nearer_than_one_and_one_than_masking() -> None:
     errors = [error(each, model, x) for each in pruned]
     assert errors[0] < 0.8 * errors[1]
     assert errors[1] < 0.1 * errors[2]
+
+
+@pytest.mark.slow
+def test_the_transposed_layer_is_transformers_own() -> None:
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 6).double()
+    own = Conv1D(6, 4).double()
+    own.load_state_dict(layer.state_dict())
+    x = correlated(150, 6)
+    expected = condition(posterior_of(own), some(own), x).mean
+    assert_close(condition(posterior_of(layer), some(layer), x).mean, expected, rtol=1e-12)
