@@ -136,26 +136,15 @@ def test_attention_is_four_linear_layers(batch_first: bool, bias: bool, kdim: in
     heads = Heads(bias=bias, kdim=kdim, vdim=vdim).double()
 
     def to_heads(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {f"out.{key}": named[f"attend.out_proj.{key}"] for key in ("weight", "bias")[: 1 + bias]}
-        apart = (
-            [named[f"attend.{key}_proj_weight"] for key in "qkv"]
-            if kdim != 4
-            else named["attend.in_proj_weight"].chunk(3)
-        )
-        found |= {f"{key}.weight": w for key, w in zip("qkv", apart, strict=True)}
-        return found | (
-            {f"{key}.bias": b for key, b in zip("qkv", named["attend.in_proj_bias"].chunk(3), strict=True)}
-            if bias
-            else {}
-        )
+        found = {name[7:].replace("out_proj", "out").replace("_proj_", "."): t for name, t in named.items()}
+        for key in ("weight", "bias")[: bias + (kdim == 4)]:
+            found |= {f"{x}.{key}": part for x, part in zip("qkv", found.pop(f"in.{key}").chunk(3), strict=True)}
+        return found
 
     heads.load_state_dict(to_heads(model.state_dict()))
     masks, given = some(model), tuple(correlated(150, n, wide) for n, wide in ((5, 4), (7, kdim), (7, vdim)))
-    small, expected = (
-        condition(posterior_of(model), masks, given),
-        condition(posterior_of(heads), to_heads(masks), given),
-    )
-    assert_close(to_heads(small.mean), expected.mean, rtol=1e-8)
+    small = to_heads(condition(posterior_of(model), masks, given).mean)
+    assert_close(small, condition(posterior_of(heads), to_heads(masks), given).mean, rtol=1e-8)
 
 
 def test_the_matrices_that_two_attentions_share_are_left() -> None:

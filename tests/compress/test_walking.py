@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -26,9 +27,10 @@ class Twice(nn.Module):
         return out
 
 
-def walked(model: nn.Module, inputs: Any, visit: Any = lambda matrix, w, moments: w, forward: Any = None) -> None:
+def walked(model: nn.Module, inputs: Any, visit: Any = None, forward: Any = None, small: Any = None) -> None:
+    visit = visit or (lambda matrix, w, moments: w)
     weights = [name for name, p in model.named_parameters() if p.dim() > 1]
-    Walk.of(model, inputs, weights, forward).through(model, visit, "testing")
+    Walk.of(model, inputs, weights, forward).through(small or copy.deepcopy(model), visit, "testing")
 
 
 def raising(at: int) -> Any:
@@ -51,7 +53,7 @@ def failing(matrix: Any, w: Any, moments: Any) -> Any:
 @pytest.mark.parametrize(
     ("at", "keys", "match"),
     [
-        *((at, {}, "the network's own") for at in range(1, 7)),
+        *((at, {}, "the network's own") for at in range(1, 9)),
         (0, {"visit": failing}, "the visitor's own"),
         (0, {"inputs": torch.full((150, 4), torch.nan)}, "are not finite: look for NaN in the network's inputs"),
         (0, {"inputs": torch.full((150, 4), torch.inf)}, r"of 'layer\.weight' are not finite"),
@@ -68,12 +70,12 @@ def failing(matrix: Any, w: Any, moments: Any) -> Any:
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_left_of_a_walk_that_fails(at: int, keys: dict[str, Any], match: str, training: bool) -> None:
-    model = Twice().train(training)
+    model, small = Twice().train(training), Twice().train(training)
     threads, weights = threading.enumerate(), {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises((MatchError, KeyError), match=match) as caught:
-        walked(model, **{"inputs": torch.randn(150, 4), "forward": raising(at) if at else None, **keys})
+        walked(model, **{"inputs": torch.randn(150, 4), "forward": raising(at) if at else None, "small": small, **keys})
     assert threading.enumerate() == threads
-    for module in model.modules():
+    for module in (*model.modules(), *small.modules()):
         assert not module._forward_hooks
         assert module.training == training
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
