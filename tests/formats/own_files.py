@@ -86,6 +86,8 @@ def kinds(folder: Path) -> dict[str, Kind]:
     add("calibrated", net.save, _calibrated)
     numbers = ba.calibrate(regression, (x, x + 0.1 * torch.randn(200, 3)))
     add("numbers", numbers.save, _calibrated)
+    pruned = ba.prune(q, 0.5, inputs=x, rounds=1)
+    add("packed", ba.compress.quantise(pruned, 3, inputs=x).save, _packed)
     monitor = ba.Monitor(reference=np.arange(40.0), alarm=0.05)
     monitor.update(np.arange(20.0))
     add("monitor", monitor.save, _monitor)
@@ -126,6 +128,11 @@ def _calibrated(path: Path) -> Any:
     net = ba.load(path, network())
     answer = net(torch.tensor([[0.1, 0.2, 0.3], [9.0, 9.0, 9.0]]))
     return [list(answer), repr(net), str(net.report), repr(net.fit), dict(net.model.state_dict())]
+
+
+def _packed(path: Path) -> Any:
+    net = ba.load(path, network())
+    return [dict(net.state_dict()), net(torch.ones(2, 3))]
 
 
 def _monitor(path: Path) -> Any:

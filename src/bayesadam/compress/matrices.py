@@ -87,7 +87,7 @@ class Matrix:
 
     def columns(self, a: Tensor) -> Tensor:
         """Inputs (positions, groups · inputs) as (groups, positions, inputs), with a constant 1 where W has a bias."""
-        x = a.reshape(len(a), self.groups, -1).transpose(0, 1)
+        x = a.reshape(len(a), self.groups, self.size[2]).transpose(0, 1)
         return x if self.bias is None else F.pad(x, (0, 1), value=1.0)
 
 
@@ -121,7 +121,7 @@ class Use:
         z = self.output.detach()
         z = self._batched(z).movedim(1, -1) if isinstance(self.module, _ConvNd) else z
         z = widened(z.reshape(-1, z.shape[-1])[rows])
-        return z.reshape(len(z), self.matrix.groups, -1).transpose(0, 1)
+        return z.reshape(len(z), *self.matrix.size[:2]).transpose(0, 1)
 
     def _batched(self, a: Tensor) -> Tensor:
         """Of a convolution, which may have been given one example without a batch."""

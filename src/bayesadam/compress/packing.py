@@ -98,6 +98,12 @@ def to_torchao(model: nn.Module, grids: Grids) -> nn.Module:
     return network
 
 
+def halved(tensor: Tensor) -> Tensor:
+    """Wider floats as float16 where they fit, others as they are."""
+    small, is_wide = tensor.half(), tensor.dtype in (torch.float32, torch.float64)
+    return small if is_wide and small.isfinite().equal(tensor.isfinite()) else tensor
+
+
 def _packed(tensors: Named, grids: Grids, half: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What the file holds, and its header."""
     parts: dict[str, Tensor] = {}
@@ -123,9 +129,7 @@ def _packed(tensors: Named, grids: Grids, half: bool) -> tuple[dict[str, Tensor]
             parts |= {f"{part}.{name}": stored for part, stored in least.items()}
         else:
             tensor = tensor.detach().cpu()
-            if half and tensor.dtype in (torch.float32, torch.float64):
-                small = tensor.half()
-                tensor = small if small.isfinite().equal(tensor.isfinite()) else tensor
+            tensor = halved(tensor) if half else tensor
             some = {"values": tensor[tensor != 0], "kept": _bitmap((tensor != 0).flatten().numpy())}
             parts |= {f"{part}.{name}": stored for part, stored in min({"values": tensor}, some, key=_size).items()}
     return parts, header

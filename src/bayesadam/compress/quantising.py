@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
+from bayesadam._checks import count
 from bayesadam.compress.conditioning import Factors, with_column
 from bayesadam.compress.matrices import Matrix, matrices_of
-from bayesadam.compress.packing import n_bytes, save_packed, to_torchao
+from bayesadam.compress.packing import halved, n_bytes, save_packed, to_torchao
 from bayesadam.compress.pruning import PruningReport
 from bayesadam.compress.ranking import Exclude, excluded
 from bayesadam.compress.rounding import BITS, Grid, round_to, stacked
@@ -85,6 +86,8 @@ def quantise(
     require_posterior(posterior, "quantising")
     if bits not in (*BITS, 16):
         raise SettingError(f"bits must be one of {(*BITS, 16)}, got {bits!r}")
+    if group is not None:
+        count("group", group, "weights along the inputs that share a scale")
     with alone_with(posterior.model):
         model = copy.deepcopy(posterior.model)
     copy_into(model, posterior.mean)
@@ -110,10 +113,13 @@ def quantise(
     if bits < 16:
         names = {matrix.weight for matrix in listed if matrix.weight not in whole}
         if inputs is not None:
-            walk = Walk.of(posterior.model, inputs, names, forward)
+            walk = Walk.of(copy.deepcopy(model), inputs, names, forward)
             walk.through(model, rounded, "quantising")
             names -= {matrix.weight for matrix in walk.matrices.values()}
         Factors.of(posterior, names).through(model, rounded, "quantising")
+    else:
+        for tensor in model.state_dict().values():
+            tensor.copy_(halved(tensor))
     wholes = {x.weight: replace(x, shape=own[x.weight].shape, rows=None) for x in listed}
     grids = {name: (stacked(grids), wholes[name]) for name, grids in parts.items()}
     return Quantised(model, grids, bits == 16, moved)

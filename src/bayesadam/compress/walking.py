@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -90,28 +91,29 @@ class _Pass(threading.Thread):
 @contextmanager
 def _stopping(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Passes stop at each use of these matrices, and then compute the output again, with the weights of then."""
-    listed = {m: [x if x.name in names else None for x in matrices] for m, matrices in matrices_of(model).items()}
+    wanted = {m: [x for x in matrices if x.name in names] for m, matrices in matrices_of(model).items()}
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        here, waiting = threading.current_thread(), iter(listed[module])
+        here = threading.current_thread()
         if not isinstance(here, _Pass):
             return None
 
         def project(
             weight: Tensor, rows: slice | None, a: Tensor, bias: Tensor | None, bias_rows: slice | None
         ) -> Tensor:
-            if (matrix := next(waiting)) is not None:
-                own = None if matrix.bias is None else bias
-                here.stop(Use(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
+            for matrix in wanted[module]:
+                if (matrix.weight, matrix.rows) == (named[id(weight)], rows):
+                    own = None if matrix.bias is None else bias
+                    here.stop(Use(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
             return linear(weight, rows, a, bias, bias_rows)
 
         if isinstance(module, nn.MultiheadAttention):
             return attention(module, args, kwargs, output, project)
-        if (matrix := next(waiting)) is not None:
-            here.stop(Use(matrix, module, first_input(args, kwargs), output))
+        here.stop(Use(wanted[module][0], module, first_input(args, kwargs), output))
         return module.forward(*args, **kwargs)
 
-    with evaluating(model, differentiable=False), watched([m for m, some in listed.items() if any(some)], see):
+    with evaluating(model, differentiable=False), watched([m for m, some in wanted.items() if some], see):
         yield
 
 
@@ -120,6 +122,7 @@ class Walk:
     """A network, a few hundred inputs of it, and the matrices that they reach.
 
     Attributes:
+        matrices: in the order of a pass.
         several: the moments of layers that a pass uses several times: they meet the inputs of the dense network.
     """
 
@@ -138,19 +141,33 @@ class Walk:
             for start in range(0, batch_size(batch), _AT_ONCE)
         ]
         walk = cls(Call(model, forward), batches, matrices, {})
-        uses = Counter((use.matrix.name, index) for index, use in walk._uses(matrices))
-        reached = {name for name, _ in uses}
-        if unmet := [name for name in matrices if name not in reached]:
+        passes: list[list[str]] = [[] for _ in batches]
+        seen = Counter[str]()
+        try:
+            for index, use in walk._uses(matrices):
+                passes[index].append(use.matrix.name)
+                seen[use.matrix.name] += len(walk._rows(index, use))
+        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+            raise MatchError(
+                f"the network does not run on these inputs ({error}): give a batch as the network is called, without "
+                "targets, or a loader of (inputs, targets), or pass forward=lambda model, batch: ..."
+            ) from error
+        if unmet := [name for name in matrices if name not in seen]:
             warn(f"no input reaches {', '.join(unmet[:4])}: what is removed there is not made up for")
+        enough = {name: math.ceil(_FEW * matrices[name].size[2]) for name in seen}
+        if few := sorted((seen[name] / n, name) for name, n in enough.items() if seen[name] < n):
+            worst = ", ".join(f"{name} ({seen[name]} positions, {enough[name]} would do)" for _, name in few[:4])
+            warn(f"too few inputs for {worst}: give more examples")
         moments: dict[str, Moments] = {}
-        for index, use in walk._uses({name for (name, _), n in uses.items() if n > 1}):
-            seen, name = walk._moments(index, use, None), use.matrix.name
-            moments[name] = moments[name] + seen if name in moments else seen
-        return replace(walk, matrices={name: matrices[name] for name in matrices if name in reached}, several=moments)
+        for index, use in walk._uses({name for names in passes for name, n in Counter(names).items() if n > 1}):
+            part, name = walk._moments(index, use, None), use.matrix.name
+            moments[name] = moments[name] + part if name in moments else part
+        return replace(walk, matrices={name: matrices[name] for name in _in_order(passes)}, several=moments)
 
     def through(self, small: nn.Module, visit: Visit, description: str) -> None:
         """Visit every matrix in the order of a pass, and write what is returned to the smaller network."""
         own, left = dict(small.named_parameters()), set(self.matrices)
+        rank = {name: number for number, name in enumerate(self.matrices)}
         with (
             _stopping(self.call.model, self.matrices),
             _stopping(small, self.matrices),
@@ -158,11 +175,18 @@ class Walk:
             ExitStack() as stack,
         ):
             pairs = [(_Pass(self.call, b), _Pass(replace(self.call, model=small), b)) for b in self.batches]
-            for step in (each for pair in pairs for each in pair):
+            steps = [each for pair in pairs for each in pair]
+            for step in steps:
                 stack.callback(step.close)
+            for step in steps:
                 step.advance()
-            while left and (now := next((each.at.matrix for _, each in pairs if each.at), None)):
+            while left and (waiting := [each.at.matrix for _, each in pairs if each.at]):
+                # No batch is still on its way to the first of them.
+                now = min(waiting, key=lambda matrix: rank[matrix.name])
                 here = [(i, *pair) for i, pair in enumerate(pairs) if _name(pair[1].at) == now.name]
+                for _, dense, _ in here:
+                    while dense.at and rank[dense.at.matrix.name] < rank[now.name]:
+                        dense.advance()
                 if now.name in left:
                     seen = (self._moments(i, each.at, dense.at) for i, dense, each in here if each.at)
                     moments = self.several[now.name] if now.name in self.several else reduce(add, seen)
@@ -192,17 +216,23 @@ class Walk:
                 finally:
                     dense.close()
 
+    def _rows(self, index: int, use: Use) -> Tensor:
+        """Some positions of a batch, none of them padding, which are the same in both networks."""
+        n, batch, shape = use.positions, self.batches[index], use.output.shape[:2]
+        rows = torch.randperm(n, generator=torch.Generator().manual_seed(index), device="cpu")
+        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+        if isinstance(mask, Tensor) and mask.numel() == n:
+            # Some layers have the sequence first.
+            mask = mask.mT if shape == mask.shape[::-1] != mask.shape else mask
+            rows = rows[mask.flatten().cpu()[rows] != 0]
+        return rows[: max(1, _POSITIONS // len(self.batches))].to(use.output.device)
+
     def _moments(self, index: int, use: Use, dense: Use | None) -> Moments:
-        """At some positions of a batch, none of them padding, which are the same in both networks.
+        """Of a batch.
 
         Where the dense network does not use the layer then, or at other positions, z is what its weights would give.
         """
-        n, batch = use.positions, self.batches[index]
-        rows = torch.randperm(n, generator=torch.Generator().manual_seed(index))
-        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-        if isinstance(mask, Tensor) and mask.numel() == n:
-            rows = rows[mask.flatten().cpu()[rows] != 0]
-        rows = rows[: max(1, _POSITIONS // len(self.batches))].to(use.output.device)
+        n, rows = use.positions, self._rows(index, use)
         x, name = use.inputs(rows), use.matrix.name
         fits = _name(dense) == name and dense is not None and dense.positions == n
         z = dense.outputs(rows) if fits and dense is not None else x @ self._dense(use.matrix).mT
@@ -213,3 +243,13 @@ class Walk:
 
 def _name(use: Use | None) -> str | None:
     return None if use is None else use.matrix.name
+
+
+def _in_order(passes: Iterable[Iterable[str]]) -> list[str]:
+    """The names in an order that goes with that of every pass, where they agree."""
+    rank: dict[str, int] = {}
+    for names in passes:
+        last = -1
+        for name in names:
+            rank[name] = last = max(rank.get(name, 0), last + 1)
+    return sorted(rank, key=rank.__getitem__)

@@ -1,0 +1,198 @@
+"""Networks of few bits: nearer than rounding to nearest, and in their files what they are in memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.compress import quantise
+from bayesadam.errors import MatchError, SettingError
+from compress.cases_compress import posterior_of
+from floats import assert_close
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """With buffers, a grouped convolution and a layer without a bias."""
+    layers = [nn.Conv2d(4, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 20, bias=False)]
+    model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(20, 5)).to(dtype).eval()
+    model[1].running_mean += 0.1
+    return model
+
+
+def images(n: int = 200, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, 4, 5, 5).cumsum(-1).to(dtype)
+
+
+def error(one: nn.Module, other: nn.Module, x: Tensor) -> float:
+    """E|z' − z|²."""
+    with torch.no_grad():
+        return float((one(x) - other(x)).double().square().mean())
+
+
+def nearest(model: nn.Module, bits: int) -> nn.Module:
+    """Each weight rounded to a multiple of its output's scale."""
+    model = copy.deepcopy(model)
+    for weight in (p for p in model.parameters() if p.dim() > 1):
+        scale = weight.detach().flatten(1).abs().amax(1).div(2 ** (bits - 1) - 1).view(-1, *[1] * (weight.dim() - 1))
+        weight.data = (weight.data / scale).round() * scale
+    return model
+
+
+def reloaded(small: Any, path: Path, model: nn.Module) -> nn.Module:
+    small.save(path / "small.safetensors")
+    return ba.load(path / "small.safetensors", model)
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize(("symmetric", "group"), [(True, None), (False, 16)])
+def test_outputs_are_nearer_than_rounded_ones(bits: int, symmetric: bool, group: int | None, tmp_path: Path) -> None:
+    dense, x = posterior_of(network()), images()
+    before = copy.deepcopy(dense.model.state_dict())
+    small = quantise(dense, bits, inputs=x, symmetric=symmetric, group=group)
+    assert error(small.model, dense.model, x) < 0.5 * error(nearest(dense.model, bits), dense.model, x)
+    for weight in (small.model[0].weight, small.model[4].weight, small.model[6].weight):
+        for row in weight.flatten(1).split(group or 72, dim=1):
+            assert max(len(part.unique()) for part in row) <= 2**bits
+    assert equal(reloaded(small, tmp_path, network()), small.model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_other_types_are_saved_as_they_are(dtype: torch.dtype, bits: int, tmp_path: Path) -> None:
+    dense, x = posterior_of(network(dtype)), images(dtype=dtype)
+    small = quantise(dense, bits, inputs=x)
+    assert {p.dtype for p in small.model.parameters()} == {dtype}
+    assert error(small.model, dense.model, x) < 0.02 * float(dense.model(x).detach().double().var())
+    assert equal(reloaded(small, tmp_path, network(dtype)), small.model)
+
+
+def test_half_precision_is_what_the_file_holds(tmp_path: Path) -> None:
+    dense, x = posterior_of(network()), images()
+    small = quantise(dense, 16)
+    assert all(torch.equal(p, dense.mode[name].half().float()) for name, p in small.model.named_parameters())
+    assert equal(found := reloaded(small, tmp_path, network()), small.model)
+    assert torch.equal(found(x), small.model(x))
+    assert small.report.bytes["4.weight"] == 2 * 72 * 20
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (3, False), (2, True), (2, False)])
+def test_a_pruned_network_stays_as_sparse(bits: int, symmetric: bool, tmp_path: Path) -> None:
+    dense, x = posterior_of(network(), delta=1.0), images()
+    pruned = ba.prune(dense, 0.6, inputs=x, rounds=2)
+    small = quantise(pruned, bits, inputs=x, symmetric=symmetric)
+    for name, weight in pruned.model.named_parameters():
+        assert not small.model.get_parameter(name)[weight == 0].any()
+    assert equal(reloaded(small, tmp_path, network()), small.model)
+    assert error(small.model, pruned.model, x) < error(nearest(pruned.model, bits), pruned.model, x)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_file_has_the_size_of_the_report(bits: int, tmp_path: Path) -> None:
+    dense, x = posterior_of(nn.Linear(600, 200)), torch.randn(200, 600)
+    small = quantise(dense, bits, inputs=x)
+    small.save(tmp_path / "small.safetensors")
+    total = sum(small.report.bytes.values())
+    assert total == pytest.approx((tmp_path / "small.safetensors").stat().st_size, rel=0.02)
+    assert total < 1.02 * (120_000 * bits / 8 + 200 * (4 + 2 * 2))
+    lines = str(ba.inspect(small)).splitlines()
+    assert lines[0].split() == ["parameter", "weights", "kept", "removed", "bytes", "outputs", "moved"]
+    assert lines[-1].split()[:2] == ["total", "120,200"]
+    assert f"{total:,}" in lines[-1]
+
+
+def test_moved_is_of_each_layer_on_what_it_gets() -> None:
+    dense, x = posterior_of(network()), images()
+    small = quantise(dense, 3, inputs=x)
+    for index in (0, 4, 6):
+        with torch.no_grad():
+            z, moved = dense.model[: index + 1](x).double(), small.model[: index + 1](x).double()
+        expected = float((moved - z).square().sum() / z.square().sum())
+        assert small.moved[f"{index}.weight"] == pytest.approx(expected, rel=1e-2)
+
+
+class Mixed(nn.Module):
+    """A tied table and head, attention in one and in four matrices, and a layer that no input reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attend = nn.Embedding(11, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head, self.unused = nn.Linear(8, 11, bias=False), nn.Linear(8, 8)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        out: Tensor = self.head(self.attend(x, x, x)[0])
+        return out
+
+
+@pytest.mark.parametrize("structure", ["walk", "diagonal", "inputs"])
+@pytest.mark.filterwarnings("ignore:no input reaches unused")
+def test_shared_weights_are_left_and_unreached_ones_rounded(structure: str, tmp_path: Path) -> None:
+    model, tokens = Mixed(), torch.randint(11, (90, 4))
+    dense = posterior_of(model, delta=1.0)
+    if structure == "inputs":
+        dense = dense.with_inputs(tokens)
+    small = quantise(dense, 4, inputs=tokens if structure == "walk" else None)
+    assert set(small.grids) == {"attend.in_proj_weight", "attend.out_proj.weight", "unused.weight"}
+    assert small.model.head.weight is small.model.table.weight
+    assert torch.equal(small.model.table.weight, model.table.weight)
+    assert error(small.model, model, tokens) < 0.1 * float(model(tokens).detach().var())
+    assert equal(reloaded(small, tmp_path, Mixed()), small.model)
+
+
+@pytest.mark.parametrize("exclude", ["4.*", ("4.weight", "norms"), "biases"])
+def test_what_is_excluded_is_not_rounded(exclude: Any) -> None:
+    dense = posterior_of(network())
+    small = quantise(dense, 2, exclude=exclude, inputs=images())
+    is_left = exclude != "biases"
+    assert torch.equal(small.model[4].weight, dense.mode["4.weight"]) == is_left
+    assert ("4.weight" in small.grids) != is_left
+    assert "0.weight" in small.grids
+
+
+def test_without_inputs_the_bias_follows_only_what_is_known() -> None:
+    model = nn.Sequential(nn.Linear(30, 10))
+    x = F.pad(torch.randn(200, 29), (1, 0), value=3.0).cumsum(-1)
+    dense = posterior_of(model, delta=1.0)
+    known, unknown = quantise(dense.with_inputs(x), 3), quantise(dense, 3)
+    assert torch.equal(unknown.model[0].bias, model[0].bias)
+    assert not torch.equal(known.model[0].bias, model[0].bias)
+    assert error(known.model, model, x) < 0.5 * error(unknown.model, model, x)
+    assert_close(error(known.model, model, x), error(quantise(dense, 3, inputs=x).model, model, x), rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"bits": 5}, r"bits must be one of \(2, 3, 4, 8, 16\), got 5"),
+        ({"bits": "4"}, "bits must be one of .* got '4'"),
+        ({"group": 0}, "group must be"),
+        ({"group": -8}, "group must be"),
+    ],
+)
+def test_wrong_settings_are_named(keys: dict[str, Any], match: str) -> None:
+    with pytest.raises(SettingError, match=match):
+        quantise(posterior_of(network()), **{"bits": 4, **keys})
+    with pytest.raises(MatchError, match="matches no parameter"):
+        quantise(posterior_of(network()), 4, exclude="nothing")
+
+
+def test_the_network_of_the_mean_is_rounded() -> None:
+    shrunk = posterior_of(network(), delta=5.0, form="likelihood")
+    x, model = images(), network()
+    model.load_state_dict({**shrunk.model.state_dict(), **shrunk.mean})
+    small, expected = quantise(shrunk, 4, inputs=x), quantise(posterior_of(model), 4, inputs=x)
+    assert_close(dict(small.model.named_parameters()), dict(expected.model.named_parameters()))

@@ -1,0 +1,123 @@
+"""Walks through a network and its copy: odd inputs are told, and nothing is left of a walk that ends early."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bayesadam.compress.walking import Walk
+from bayesadam.errors import BayesAdamWarning, MatchError
+from cases import mlp
+
+
+class Twice(nn.Module):
+    """A layer used twice before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.layer(x).tanh()).tanh())
+        return out
+
+
+def walked(model: nn.Module, inputs: Any, visit: Any = None, forward: Any = None, small: Any = None) -> None:
+    visit = visit or (lambda matrix, w, moments: w)
+    weights = [name for name, p in model.named_parameters() if p.dim() > 1]
+    Walk.of(model, inputs, weights, forward).through(small or copy.deepcopy(model), visit, "testing")
+
+
+def raising(at: int) -> Any:
+    """A forward that raises at its call of this number."""
+    calls: list[None] = []
+
+    def forward(model: nn.Module, x: Tensor) -> Any:
+        calls.append(None)
+        if len(calls) == at:
+            raise KeyError("the network's own")
+        return model(x)
+
+    return forward
+
+
+def failing(matrix: Any, w: Any, moments: Any) -> Any:
+    raise KeyError("the visitor's own")
+
+
+@pytest.mark.parametrize(
+    ("at", "keys", "match"),
+    [
+        *((at, {}, "the network's own") for at in range(1, 9)),
+        (0, {"visit": failing}, "the visitor's own"),
+        (0, {"inputs": torch.full((150, 4), torch.nan)}, "are not finite: look for NaN in the network's inputs"),
+        (0, {"inputs": torch.full((150, 4), torch.inf)}, r"of 'layer\.weight' are not finite"),
+        (0, {"inputs": torch.zeros(150, 5)}, r"does not run on these inputs .*forward=lambda"),
+        (
+            0,
+            {"inputs": (torch.zeros(150, 4), torch.zeros(150))},
+            r"without targets, or a loader of \(inputs, targets\)",
+        ),
+        (0, {"inputs": torch.zeros(0, 4)}, "the batch is empty"),
+        (0, {"inputs": iter([])}, "there are no inputs"),
+        (0, {"inputs": "x"}, "no tensor with a batch dimension"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_left_of_a_walk_that_fails(at: int, keys: dict[str, Any], match: str, training: bool) -> None:
+    model, small = Twice().train(training), Twice().train(training)
+    threads, weights = threading.enumerate(), {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises((MatchError, KeyError), match=match) as caught:
+        walked(model, **{"inputs": torch.randn(150, 4), "forward": raising(at) if at else None, "small": small, **keys})
+    assert threading.enumerate() == threads
+    for module in (*model.modules(), *small.modules()):
+        assert not module._forward_hooks
+        assert module.training == training
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert caught.value.__traceback__ is not None
+
+
+def test_too_few_inputs_are_told_with_how_many_would_do() -> None:
+    model = mlp(300, 200, 2)
+    worst = r"0\.weight \(12 positions, 30 would do\), 2\.weight \(12 positions, 20 would do\): give more examples"
+    with pytest.warns(BayesAdamWarning, match=f"^too few inputs for {worst}"):
+        walked(model, torch.randn(12, 300))
+    with pytest.warns(BayesAdamWarning, match=r"^too few inputs for 0\.weight \(20 positions, 30 would do\): give"):
+        walked(model, {"input": torch.randn(20, 2, 300), "attention_mask": torch.tensor([[1, 0]] * 20)}, forward=_call)
+    walked(model, torch.randn(30, 300))
+
+
+def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    return model(batch["input"])
+
+
+def test_a_layer_without_positions_keeps_its_weights() -> None:
+    model, seen = Twice(), dict[str, float]()
+
+    def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
+        seen[matrix.name] = moments.n
+        return w
+
+    with pytest.warns(BayesAdamWarning, match=r"layer\.weight \(0 positions, 1 would do\)"):
+        walked(model, torch.randn(9, 4), visit, lambda model, x: model.head(x) + model.layer(x[:0]).sum())
+    assert seen == {"head.weight": 9, "layer.weight": 0}
+
+
+def test_passes_run_in_the_networks_order_on_its_device_without_gradients() -> None:
+    model, order = mlp(4, 5, 6, 2), list[str]()
+
+    def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
+        order.append(matrix.name)
+        assert not w.requires_grad
+        assert not moments.a.requires_grad
+        return w
+
+    x = torch.randn(300, 4)
+    with torch.inference_mode(), torch.device("meta"):
+        walked(model, x, visit)
+    assert order == ["0.weight", "2.weight", "4.weight"]
