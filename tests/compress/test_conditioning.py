@@ -324,6 +324,27 @@ def test_nothing_removed_moves_nothing_and_nothing_of_the_users_changes(inputs: 
         assert not module._forward_hooks
 
 
+@pytest.mark.parametrize("structure", ["diagonal", "inputs"])
+def test_biases_outside_the_masks_are_removed_too(structure: str) -> None:
+    model, x = deep(), correlated(150, 6)
+    dense = posterior_of(model, delta=1.0)
+    masks = {name: torch.rand(p.shape) > 0.5 for name, p in model.named_parameters()}
+    small = condition(dense, masks, x) if structure == "diagonal" else condition(dense.with_inputs(x), masks)
+    assert all(not p[~masks[name]].any() for name, p in small.model.named_parameters())
+    if structure == "diagonal":
+        assert_close(small.mean, exact(model.eval(), masks, x), rtol=1e-8)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_the_dense_network_is_that_of_the_mean(moved: bool) -> None:
+    dense, x = posterior_of(deep(), delta=20.0, form="map" if moved else "likelihood"), correlated(150, 6)
+    for p in dense.model.parameters() if moved else ():
+        p.data *= 2
+    whole = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in dense.mode.items()}
+    assert_close(condition(dense, whole, x).mean, dense.mean)
+    assert_close(ba.prune(dense, 0.0, inputs=x, rounds=1).mean, dense.mean)
+
+
 @pytest.mark.slow
 def test_an_adapters_base_is_conditioned() -> None:
     peft = pytest.importorskip("peft")

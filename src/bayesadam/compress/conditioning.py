@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
@@ -78,22 +77,17 @@ def conditioned(
     if layers is None:
         return small
     own = dict(model.named_parameters())
+    stays = {name: masks.get(name, torch.ones_like(p, dtype=torch.bool)).to(p.device) for name, p in own.items()}
 
     def moved(matrix: Matrix, w: Tensor, moments: Moments) -> Tensor:
         if look is not None:
             look(matrix, moments)
-        support = with_column(matrix.into(masks[matrix.weight].to(w.device)), matrix)
-        return conditional(moments, w, support, matrix.with_bias(own))
+        return conditional(moments, w, matrix.with_bias(stays) != 0, matrix.with_bias(own))
 
     layers.through(model, moved, "conditioning")
     names = {name for matrix in layers.matrices.values() for name in (matrix.weight, matrix.bias)}
     mode = {name: own[name].detach().to(theta) if name in names else theta for name, theta in small.mean.items()}
     return replace(small, mode=mode, settings=replace(settings, form="map"), running=None)
-
-
-def with_column(support: Tensor, matrix: Matrix) -> Tensor:
-    """Where weights may move, and the bias where there is one."""
-    return support if matrix.bias is None else F.pad(support, (0, 1), value=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,5 +130,9 @@ def layers_for(
 ) -> Walk | Factors | None:
     """What is known of the inputs of some weights: by inputs, or by the posterior's own input sides."""
     if inputs is not None:
-        return Walk.of(posterior.model, inputs, weights, forward)
+        # The model may have other weights than the mean.
+        with alone_with(posterior.model):
+            dense = copy.deepcopy(posterior.model)
+        copy_into(dense, posterior.mean)
+        return Walk.of(dense, inputs, weights, forward)
     return None if posterior.curvature.independent else Factors.of(posterior, weights)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
 from bayesadam._checks import count
-from bayesadam.compress.conditioning import Factors, with_column
+from bayesadam.compress.conditioning import Factors
 from bayesadam.compress.matrices import Matrix, matrices_of
 from bayesadam.compress.packing import halved, n_bytes, save_packed, to_torchao
 from bayesadam.compress.pruning import PruningReport
@@ -98,7 +99,7 @@ def quantise(
 
     def rounded(matrix: Matrix, w: Tensor, moments: Moments) -> Tensor:
         start, has_bias = matrix.with_bias(own), matrix.bias is not None
-        kept = with_column(matrix.into(own[matrix.weight] != 0), matrix)
+        kept = F.pad(matrix.into(own[matrix.weight] != 0), (0, int(has_bias)), value=True)
         goal, a = conditional(moments, w, kept, start), moments.ridged(w).a
         how: Any = {"symmetric": symmetric, "group": group, "bias": has_bias}
         width = matrix.size[2]
