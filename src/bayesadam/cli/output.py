@@ -113,7 +113,7 @@ def batch(path: Path | None, model: nn.Module) -> Any:
     import torch
 
     from bayesadam._storage import map_tensors
-    from bayesadam.predict.batches import examples, for_model
+    from bayesadam.predict.batches import examples, inputs_of
     from bayesadam.predict.network import Call, evaluating
     from bayesadam.readers.formats.torch_files import load_tree
 
@@ -126,7 +126,7 @@ def batch(path: Path | None, model: nn.Module) -> Any:
     else:
         arrays = map_tensors(path)[0] if path.suffix == ".safetensors" else load_tree(path)
     arrays = next(iter(arrays.values())) if isinstance(arrays, Mapping) and len(arrays) == 1 else arrays
-    inputs = for_model(arrays, model)
+    inputs = next(inputs_of(arrays, model))
     try:
         with evaluating(model, differentiable=False), torch.no_grad():
             Call(model).run(examples(inputs, 0, 2))
