@@ -68,6 +68,10 @@ def _reads(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"bayesadam {__version__}")
@@ -102,10 +106,11 @@ def inspect(
     from dataclasses import asdict
 
     from bayesadam import inspecting
+    from bayesadam.cli import networks
     from bayesadam.compress.packing import is_packed
 
     if is_packed(checkpoint):
-        report = output.packed(checkpoint)
+        report = networks.packed(checkpoint)
         output.show(asdict(report), str(report), json)
         return
     inspection = inspecting.inspect(checkpoint, n_data=n_data, **reading)
@@ -155,15 +160,16 @@ def prune(
     if fraction is None and pattern is None:
         raise SettingError("how many weights? Give --fraction, such as 0.75, or --pattern, such as 2:4")
     from bayesadam import compress, readers
+    from bayesadam.cli import networks
 
-    how: Any = {"fraction": fraction, "scope": scope, "exclude": output.names(exclude)}
+    how: Any = {"fraction": fraction, "scope": scope, "exclude": _names(exclude)}
     usual = f"pruned{checkpoint.suffix if checkpoint.is_file() and checkpoint.suffix in _REWRITTEN else '.safetensors'}"
 
     def work(file: Path) -> object:
         if model is None:
             return compress.prune_checkpoint(checkpoint, file, ranking=ranking or "snr", **how, **reading)
-        posterior = output.posterior(checkpoint, model, reading)
-        x = output.batch(inputs, posterior.model)
+        posterior = networks.posterior(checkpoint, model, reading)
+        x = networks.batch(inputs, posterior.model)
         small = compress.prune(posterior, inputs=x, ranking=ranking, pattern=pattern, rounds=rounds, **how)
         readers.write_network(readers.read_checkpoint(checkpoint, **reading), small.model, file)
         return compress.PruningReport.of(small.mean, {name: theta != 0 for name, theta in small.mean.items()})
@@ -189,11 +195,12 @@ def quantise(
     Written as a safetensors file, which ba.load(path, model) reads.
     """
     from bayesadam import compress
+    from bayesadam.cli import networks
 
     def work(file: Path) -> object:
-        posterior = output.posterior(checkpoint, model, reading)
-        x = output.batch(inputs, posterior.model)
-        small = compress.quantise(posterior, bits, inputs=x, exclude=output.names(exclude), group=group)
+        posterior = networks.posterior(checkpoint, model, reading)
+        x = networks.batch(inputs, posterior.model)
+        small = compress.quantise(posterior, bits, inputs=x, exclude=_names(exclude), group=group)
         small.save(file)
         return small.report
 
@@ -261,9 +268,10 @@ def deploy(
     As .pt2 for torch alone, or .onnx for onnxruntime: as --out ends.
     """
     from bayesadam import load
+    from bayesadam.cli import networks
 
     def work(file: Path) -> str:
-        net = load(posterior, output.network(model))
+        net = load(posterior, networks.network(model))
         net.save(file, None if example is None else output.called(example), level=level)
         return str(net.report)
 

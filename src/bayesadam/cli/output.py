@@ -1,6 +1,4 @@
-"""What the commands read, print and write."""
-
-from __future__ import annotations
+"""What the commands print and write."""
 
 import json
 import math
@@ -9,17 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bayesadam._files import damage_named, keep_apart
+from bayesadam._files import keep_apart
 from bayesadam._options import in_options
-from bayesadam.errors import FileError, MissingFileError, SettingError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from bayesadam import Posterior
-    from bayesadam.compress import PruningReport
+from bayesadam.errors import FileError, SettingError
 
 
 def show(report: Mapping[str, Any], text: str, as_json: bool) -> None:
@@ -81,72 +73,3 @@ def called(name: str) -> Any:
     finally:
         sys.path.remove(str(Path.cwd()))
     return make()
-
-
-def network(name: str) -> nn.Module:
-    """The network that a function of the user gives."""
-    from torch import nn
-
-    made = called(name)
-    if not isinstance(made, nn.Module):
-        raise SettingError(f"{name} gave {type(made).__name__}: it must give the model, with its weights")
-    return made
-
-
-def posterior(checkpoint: Path, model: str, reading: Mapping[str, Any]) -> Posterior:
-    """The Gaussian of a checkpoint over the network that a function gives; N = 1 and no prior, as nothing asks."""
-    from bayesadam import Posterior
-
-    return Posterior.from_checkpoint(checkpoint, network(model), n_data=1, prior_precision=0.0, **reading)
-
-
-def names(listed: str) -> tuple[str, ...]:
-    """What stands between commas."""
-    return tuple(name.strip() for name in listed.split(",") if name.strip())
-
-
-def batch(path: Path | None, model: nn.Module) -> Any:
-    """Inputs in a file: an array, or several by the names of the model's keywords; nothing is unpickled."""
-    if path is None:
-        return None
-    import numpy as np
-    import torch
-
-    from bayesadam._storage import map_tensors
-    from bayesadam.predict.batches import examples, inputs_of
-    from bayesadam.predict.network import Call, evaluating
-    from bayesadam.readers.formats.torch_files import load_tree
-
-    if not path.is_file():
-        raise MissingFileError(f"no file at {path}")
-    if path.suffix in (".npy", ".npz"):
-        with damage_named(path, "numpy.save"):
-            read = np.load(path, allow_pickle=False)
-            arrays = read if path.suffix == ".npy" else dict(read)
-    else:
-        arrays = map_tensors(path)[0] if path.suffix == ".safetensors" else load_tree(path)
-    arrays = next(iter(arrays.values())) if isinstance(arrays, Mapping) and len(arrays) == 1 else arrays
-    inputs = next(inputs_of(arrays, model))
-    try:
-        with evaluating(model, differentiable=False), torch.no_grad():
-            Call(model).run(examples(inputs, 0, 2))
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise SettingError(f"{path} is no batch of {type(model).__name__}: {str(error).splitlines()[0]}") from error
-    return inputs
-
-
-def packed(path: Path) -> PruningReport:
-    """The tensors of a packed network's file: how many weights are not 0, and the bytes of each."""
-    from collections import Counter
-    from dataclasses import replace
-
-    from bayesadam import _storage as storage
-    from bayesadam.compress import PruningReport
-    from bayesadam.compress.packing import KIND, load_packed
-
-    tensors, (parts, header) = load_packed(path), storage.read_mapped(path, KIND)
-    sizes, bits = dict.fromkeys(tensors, 0), Counter(grid["bits"] for grid in header["grids"].values())
-    for key, part in parts.items():
-        sizes[key.partition(".")[2]] += part.nbytes
-    notes = tuple(f"{n} of {len(tensors)} tensors have codes of {each} bits" for each, n in sorted(bits.items()))
-    return replace(PruningReport.of(tensors, {name: t != 0 for name, t in tensors.items()}, notes), bytes=sizes)
