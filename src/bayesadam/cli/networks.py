@@ -58,7 +58,8 @@ def batch(path: Path | None, model: nn.Module) -> Any:
 
 def packed(path: Path) -> PruningReport:
     """The tensors of a packed network's file: how many weights are not 0, and the bytes of each."""
-    tensors, (parts, header) = load_packed(path), storage.read_mapped(path, KIND)
+    parts, header = storage.read_mapped(path, KIND)
+    tensors = {name: tensor for name, tensor in load_packed(path).items() if name not in header["same"]}
     sizes, bits = dict.fromkeys(tensors, 0), Counter(grid["bits"] for grid in header["grids"].values())
     for key, part in parts.items():
         sizes[key.partition(".")[2]] += part.nbytes
