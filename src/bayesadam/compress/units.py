@@ -25,9 +25,7 @@ def remove_units(posterior: Posterior, pruner: Any, inputs: Any, *, forward: For
 
         small = copy.deepcopy(posterior.model)
         how = ba.compress.importance(posterior, small)
-        pruner = torch_pruning.pruner.BasePruner(
-            small, example, how, global_pruning=True, pruning_ratio=0.3, ignored_layers=[small.head]
-        )
+        pruner = torch_pruning.pruner.BasePruner(small, example, how, pruning_ratio=0.3, ignored_layers=[small.head])
         small = ba.compress.remove_units(posterior, pruner, inputs)
 
     Args:
