@@ -1,48 +1,62 @@
 #!/usr/bin/env bash
-# Prune a saved checkpoint from the shell, without its model and without data: bash examples/prune_checkpoint.sh
+# Make a saved checkpoint smaller from the shell, without data and then with inputs: bash examples/prune_checkpoint.sh
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export FOLDER=$folder
+cd "$folder"
 
-# Any training that saves weights and Adam's state will do; this one reads digits.
-python - <<'PYTHON'
-import os
+cat > digits.py <<'PYTHON'
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-torch.manual_seed(0)
 digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-model = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
+
+
+def network():
+    return nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
+PYTHON
+
+# Any training that saves weights and Adam's state will do; this one reads digits.
+python - <<'PYTHON'
+import numpy as np
+import torch
+from digits import network, x, y
+from torch import nn
+
+torch.manual_seed(0)
+model = network()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
 for _ in range(600):
     rows = torch.randint(1200, (32,))
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
     optimizer.step()
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, os.environ["FOLDER"] + "/last.pt")
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+np.save("images.npy", x[:1000])
 PYTHON
 
-bayesadam inspect "$folder/last.pt" --n-data 1200
-bayesadam prune "$folder/last.pt" --fraction 0.75 -o "$folder/pruned.safetensors"
+# The file alone.
+bayesadam inspect last.pt --n-data 1200
+bayesadam prune last.pt --fraction 0.75 -o pruned.pt
 
-# What the pruned weights are worth on images that the training did not see.
+# The network and some of its inputs: what is left makes up for what goes.
+bayesadam prune last.pt --fraction 0.95 --model digits:network --inputs images.npy -o small.pt
+bayesadam quantise small.pt --bits 4 --model digits:network --inputs images.npy -o tiny.safetensors
+bayesadam inspect tiny.safetensors
+
+# What they are worth on images that the training did not see.
 python - <<'PYTHON'
-import os
 import torch
-from safetensors.torch import load_file
-from sklearn.datasets import load_digits
-from torch import nn
+from digits import network, x, y
 
-digits = load_digits()
-x, y = torch.tensor(digits.data, dtype=torch.float32)[1200:] / 16, torch.tensor(digits.target)[1200:]
-model = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
-folder = os.environ["FOLDER"]
-files = {"whole": torch.load(folder + "/last.pt")["model"], "pruned": load_file(folder + "/pruned.safetensors")}
-for name, weights in files.items():
+import bayesadam as ba
+
+files = {name: torch.load(f"{name}.pt")["model"] for name in ("last", "pruned", "small")}
+for name, weights in {**files, "tiny": ba.load("tiny.safetensors", network()).state_dict()}.items():
+    model = network()
     model.load_state_dict(weights)
-    zeros = sum(int((w == 0).sum()) for w in weights.values()) / sum(w.numel() for w in weights.values())
-    print(f"{name}: {zeros:.2f} of the weights are 0, accuracy {(model(x).argmax(-1) == y).float().mean():.3f}")
+    zeros = torch.cat([(w == 0).flatten() for w in weights.values()]).double().mean()
+    print(f"{name}: {zeros:.2f} of the weights are 0, accuracy {(model(x[1200:]).argmax(1) == y[1200:]).double().mean():.3f}")
 PYTHON

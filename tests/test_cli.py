@@ -13,8 +13,10 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import bayesadam as ba
@@ -27,7 +29,7 @@ from bayesadam.errors import FileError, SettingError
 from cases import mlp, train
 from processes import PATIENCE, SOURCE, eventually, run_python
 
-COMMANDS = ("inspect", "doctor", "prune", "merge", "export", "deploy", "demo")
+COMMANDS = ("inspect", "doctor", "prune", "quantise", "merge", "export", "deploy", "demo")
 READING = ("--optimizer-file", "--optimizer", "--groups-in-order", "--weights-key", "--optimizer-key")
 
 
@@ -333,6 +335,97 @@ def test_what_cannot_be_written_leaves_what_was_there(error, tmp_path, monkeypat
     with pytest.raises(FileError, match=rf"cannot save to {target}: Permission denied"), replacing(target):
         pass
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+# --- with the network and inputs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(saved) -> torch.Tensor:
+    """`app_of_ours:model`, an average of the weights in `last.pt`, and inputs in every kind of file."""
+    Path("app_of_ours.py").write_text(
+        "from cases import mlp\ndef model():\n    return mlp(4, 20, 1)\n", encoding="utf-8"
+    )
+    tree = torch.load("last.pt")
+    torch.save(tree | {"ema": {name: tensor * 0.5 for name, tensor in tree["model"].items()}}, "last.pt")
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    np.save("x.npy", x.double().numpy())
+    np.savez("x.npz", x=x.numpy())
+    torch.save(x, "x.pt")
+    save_file({"x": x}, "x.safetensors")
+    yield x
+    sys.modules.pop("app_of_ours", None)
+
+
+WITH_MODEL = ("--model", "app_of_ours:model")
+
+
+@pytest.mark.parametrize("ending", ["npy", "npz", "pt", "safetensors"])
+def test_prune_with_inputs_writes_the_weights_that_python_gives(ending, images, capsys):
+    given = ("--fraction", 0.7, "--exclude", "norms", "--rounds", 2, "--inputs", f"x.{ending}", "-o", "small.pt")
+    assert run("prune", "last.pt", *WITH_MODEL, *given) == 0
+    assert capsys.readouterr().out.splitlines()[-3].split()[:3] == ["total", "121", "51"]
+    posterior = ba.Posterior.from_checkpoint("last.pt", mlp(4, 20, 1), prior_precision=0.0)
+    expected = ba.prune(posterior, 0.7, inputs=images, rounds=2).mean
+    tree, before = torch.load("small.pt"), torch.load("last.pt")
+    for name, weight in expected.items():
+        torch.testing.assert_close(tree["model"][name], weight, rtol=1e-5, atol=1e-6)
+        assert (tree["ema"][name] == before["ema"][name] * (weight != 0)).all()
+    assert str(tree["optimizer"]) == str(before["optimizer"])
+    # What comes out is a checkpoint again, whose zeros quantising keeps.
+    assert (
+        run("quantise", "small.pt", *WITH_MODEL, "--bits", 4, "--inputs", "x.npy", "-q", "-o", "tiny.safetensors") == 0
+    )
+    tiny = ba.load("tiny.safetensors", mlp(4, 20, 1))
+    assert not any(p[expected[name] == 0].any() for name, p in tiny.named_parameters())
+
+
+def test_a_pattern_and_a_ranking_with_the_network_alone(images):
+    given = (*WITH_MODEL, "--pattern", "1:2", "--ranking", "saliency", "-o", "small.safetensors")
+    assert run("prune", "last.pt", *given) == 0
+    posterior = ba.Posterior.from_checkpoint("last.pt", mlp(4, 20, 1), prior_precision=0.0)
+    expected = ba.prune(posterior, pattern="1:2", ranking="saliency").mean
+    assert all(load_file("small.safetensors")[name].equal(weight) for name, weight in expected.items())
+
+
+def test_quantise_writes_what_inspect_reads(images, capsys):
+    assert run("quantise", "last.pt", *WITH_MODEL, "--bits", 3, "--exclude", "2.*", "-o", ".") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "quantised.safetensors"
+    posterior = ba.Posterior.from_checkpoint("last.pt", mlp(4, 20, 1), prior_precision=0.0)
+    expected = ba.quantise(posterior, 3, exclude="2.*")
+    found = ba.load("quantised.safetensors", mlp(4, 20, 1)).state_dict()
+    assert all(found[name].equal(tensor) for name, tensor in expected.model.state_dict().items())
+    assert run("inspect", "quantised.safetensors", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] == expected.report.bytes
+    assert report["parameters"] == {name: list(row) for name, row in expected.report.parameters.items()}
+    assert run("inspect", "quantised.safetensors") == 0
+    assert "1 of 4 tensors have codes of 3 bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "how many weights?"),
+        (("--fraction", 0.5, "--inputs", "x.npy"), "give --model"),
+        (("--fraction", 0.5, *WITH_MODEL, "--inputs", "none.npy"), "no file at none.npy"),
+        (("--fraction", 0.5, *WITH_MODEL, "--inputs", "pickled.npy"), "Object arrays cannot be loaded"),
+        (("--fraction", 0.5, *WITH_MODEL, "--inputs", "hostile.pt"), "it is made to run code"),
+        (
+            ("--fraction", 0.5, *WITH_MODEL, "--inputs", "other.npy"),
+            "other.npy is no batch of Sequential: mat1 and mat2 shapes cannot",
+        ),
+    ],
+)
+def test_inputs_that_cannot_be_used(arguments, said, images, capsys):
+    np.save("pickled.npy", np.array([{}, ()], dtype=object), allow_pickle=True)
+    np.save("other.npy", np.zeros((5, 7), np.float32))
+    Path("hostile.pt").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    assert run("prune", "last.pt", *arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not Path("out").exists()
 
 
 # --- deploy ---------------------------------------------------------------------------------------------------------

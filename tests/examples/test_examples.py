@@ -71,10 +71,13 @@ def merge_two(output: str) -> None:
 
 
 def prune_checkpoint(output: str) -> None:
-    lines = {name: line for line in output.splitlines() for name in ("whole", "pruned") if line.startswith(f"{name}: ")}
-    assert {name: number(f"{name}:", line) for name, line in lines.items()} == {"whole": 0, "pruned": 0.75}
-    accuracy = {name: number("accuracy", line) for name, line in lines.items()}
-    assert accuracy["pruned"] > accuracy["whole"] - 0.04 > 0.85
+    names = ("last", "pruned", "small", "tiny")
+    lines = {name: next(line for line in output.splitlines() if line.startswith(f"{name}: ")) for name in names}
+    zeros, accuracy = ([number(after, lines[name]) for name in names] for after in (":", "accuracy"))
+    assert zeros[:2] == [0, 0.75]
+    assert min(zeros[2:]) > 0.93
+    assert min(accuracy) > accuracy[0] - 0.04 > 0.85
+    assert number("total", output[output.index("codes of 4 bits") :].replace(",", "")) == 55210
 
 
 def serve(output: str) -> None:

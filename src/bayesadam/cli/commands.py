@@ -35,6 +35,9 @@ Checkpoint = Annotated[Path, Argument(metavar="CHECKPOINT", help="What the train
 Checkpoints = Annotated[list[Path], Argument(metavar="CHECKPOINT", help="What the trainers saved: weights and states.")]
 NData = Annotated[float | None, Option(metavar="N", help="Training examples, where the file does not say.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
+Factory = Annotated[str | None, Option("--model", metavar="FACTORY", help="module:function that gives the network.")]
+Inputs = Annotated[Path | None, Option(metavar="FILE", help="Inputs to make up for it: .npy .npz .pt .safetensors")]
+Exclude = Annotated[str, Option(metavar="NAMES", help='Leave whole, by commas: "*.norm*,biases".')]
 Out = Annotated[Path, Option("--out", "-o", metavar="PATH", help="The file, or its folder.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the path of the file.")]
 StateFile = Annotated[Path | None, Option("--optimizer-file", metavar="FILE", help="The state, where it is apart.")]
@@ -65,6 +68,10 @@ def _reads(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"bayesadam {__version__}")
@@ -93,10 +100,19 @@ def inspect(
 ) -> None:
     """Signal-to-noise ratio and dead weights, layer by layer.
 
-    Of what a trainer saved, or of a posterior that Posterior.save or `bayesadam export` wrote.
+    Of what a trainer saved, or of a posterior that Posterior.save or `bayesadam export` wrote; bytes by tensor of what
+    `bayesadam quantise` wrote.
     """
-    from bayesadam import inspecting
+    from dataclasses import asdict
 
+    from bayesadam import inspecting
+    from bayesadam.cli import networks
+    from bayesadam.compress.packing import is_packed
+
+    if is_packed(checkpoint):
+        report = networks.packed(checkpoint)
+        output.show(asdict(report), str(report), json)
+        return
     inspection = inspecting.inspect(checkpoint, n_data=n_data, **reading)
     reasons = [*inspection.why, ""] if why else []
     output.show(inspection.to_dict(), "\n".join([*reasons, str(inspection)]), json)
@@ -117,7 +133,7 @@ def doctor(checkpoint: Checkpoint, n_data: NData = None, json: Json = False, **r
         raise typer.Exit(1)
 
 
-_RANKINGS = "snr (default), magnitude, saliency."
+_RANKINGS = "snr, magnitude, saliency; with --inputs between."
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 
@@ -126,28 +142,69 @@ _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 @_reads
 def prune(
     checkpoint: Checkpoint,
-    fraction: Annotated[float, Option(metavar="SHARE", help="The share of weights to remove.")],
-    ranking: Annotated[str, Option(metavar="NAME", show_default=False, help=_RANKINGS)] = "snr",
+    fraction: Annotated[float | None, Option(metavar="SHARE", help="The share of weights to remove.")] = None,
+    pattern: Annotated[str | None, Option(metavar="N:M", help="Or keep N of every M, with --model.")] = None,
+    ranking: Annotated[str | None, Option(metavar="NAME", help=_RANKINGS)] = None,
     scope: Annotated[str, Option(metavar="NAME", help="Or layer: the same share of each.")] = "global",
-    exclude: Annotated[str, Option(metavar="NAMES", help='Leave whole, by commas: "*.norm*,biases".')] = "",
+    exclude: Exclude = "",
+    model: Factory = None,
+    inputs: Inputs = None,
+    rounds: Annotated[int, Option(help="Of growing sparsity, with --inputs.")] = 8,
     out: Out = Path("out/prune"),
     quiet: Quiet = False,
     **reading: Any,
 ) -> None:
-    """Set the weights with the lowest signal-to-noise ratio to zero.
+    """Set weights to zero, and leave all else in the file as it was."""
+    if model is None and (inputs or pattern):
+        raise SettingError("--inputs and --pattern need the network: give --model module:function")
+    if fraction is None and pattern is None:
+        raise SettingError("how many weights? Give --fraction, such as 0.75, or --pattern, such as 2:4")
+    from bayesadam import compress, readers
+    from bayesadam.cli import networks
 
-    All else in the file stays as it was.
-    """
-    from bayesadam.compress import prune_checkpoint
-
-    names = tuple(name.strip() for name in exclude.split(",") if name.strip())
+    how: Any = {"fraction": fraction, "scope": scope, "exclude": _names(exclude)}
     usual = f"pruned{checkpoint.suffix if checkpoint.is_file() and checkpoint.suffix in _REWRITTEN else '.safetensors'}"
 
     def work(file: Path) -> object:
-        settings: Any = {"ranking": ranking, "scope": scope, "exclude": names}
-        return prune_checkpoint(checkpoint, file, fraction, **settings, **reading)
+        if model is None:
+            return compress.prune_checkpoint(checkpoint, file, ranking=ranking or "snr", **how, **reading)
+        posterior = networks.posterior(checkpoint, model, reading)
+        x = networks.batch(inputs, posterior.model)
+        small = compress.prune(posterior, inputs=x, ranking=ranking, pattern=pattern, rounds=rounds, **how)
+        readers.write_network(readers.read_checkpoint(checkpoint, **reading), small.model, file)
+        return compress.PruningReport.of(small.mean, {name: theta != 0 for name, theta in small.mean.items()})
 
-    output.write(work, out, usual, [checkpoint, reading["optimizer_path"]], quiet)
+    output.write(work, out, usual, [checkpoint, reading["optimizer_path"], inputs], quiet)
+
+
+@app.command()
+@_reads
+def quantise(
+    checkpoint: Checkpoint,
+    bits: Annotated[int, Option(metavar="N", help="8, 4, 3 or 2; 16 for half precision.")],
+    model: Annotated[str, Option(metavar="FACTORY", help="module:function that gives the network.")],
+    inputs: Inputs = None,
+    exclude: Exclude = "",
+    group: Annotated[int | None, Option(metavar="N", help="Weights that share a scale; all of an output.")] = None,
+    out: Out = Path("out/quantise"),
+    quiet: Quiet = False,
+    **reading: Any,
+) -> None:
+    """Round weights to few bits; zeros stay zeros.
+
+    Written as a safetensors file, which ba.load(path, model) reads.
+    """
+    from bayesadam import compress
+    from bayesadam.cli import networks
+
+    def work(file: Path) -> object:
+        posterior = networks.posterior(checkpoint, model, reading)
+        x = networks.batch(inputs, posterior.model)
+        small = compress.quantise(posterior, bits, inputs=x, exclude=_names(exclude), group=group)
+        small.save(file)
+        return small.report
+
+    output.write(work, out, "quantised.safetensors", [checkpoint, reading["optimizer_path"], inputs], quiet)
 
 
 @app.command()
@@ -210,15 +267,11 @@ def deploy(
 
     As .pt2 for torch alone, or .onnx for onnxruntime: as --out ends.
     """
-    from torch import nn
-
     from bayesadam import load
+    from bayesadam.cli import networks
 
     def work(file: Path) -> str:
-        network = output.called(model)
-        if not isinstance(network, nn.Module):
-            raise SettingError(f"{model} gave {type(network).__name__}: it must give the model, with its weights")
-        net = load(posterior, network)
+        net = load(posterior, networks.network(model))
         net.save(file, None if example is None else output.called(example), level=level)
         return str(net.report)
 

@@ -5,6 +5,7 @@ from bayesadam.compress.masking import apply_masks, keep_pruned
 from bayesadam.compress.pruning import PruningReport, importance, prune, prune_checkpoint
 from bayesadam.compress.quantising import Quantised, quantise
 from bayesadam.compress.ranking import RANKINGS, masks, weight_scores
+from bayesadam.compress.units import remove_units
 
 __all__ = [
     "RANKINGS",
@@ -18,5 +19,6 @@ __all__ = [
     "prune",
     "prune_checkpoint",
     "quantise",
+    "remove_units",
     "weight_scores",
 ]

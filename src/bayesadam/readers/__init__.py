@@ -14,6 +14,7 @@ from bayesadam.readers.checkpoint import (
     moments_apart,
     read_checkpoint,
     read_curvature,
+    write_network,
     write_pruned,
 )
 from bayesadam.readers.curvature import (

@@ -367,12 +367,26 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             tensors[name].copy_(placed_like(checkpoint.weights[stored], tensors[name]))
 
 
-def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
+def write_network(checkpoint: Checkpoint, model: nn.Module, out: str | os.PathLike[str]) -> None:
+    """Write the file again with the parameters of a pruned network, `write_pruned` with its zeros as the masks."""
+    parameters = unwrap(model).named_parameters(remove_duplicate=False)
+    names, _ = _stored_by_name(checkpoint, unwrap(model))
+    moved = {names[name]: parameter.detach() for name, parameter in parameters if name in names}
+    write_pruned(checkpoint, {name: weight != 0 for name, weight in moved.items()}, out, moved)
+
+
+def write_pruned(
+    checkpoint: Checkpoint,
+    masks: Mapping[str, Tensor],
+    out: str | os.PathLike[str],
+    moved: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
 
     Averages and other copies of the weights in the file are pruned by the same masks, a tied tensor under all its
-    names. Masks are True where a weight stays. To a path that ends in `.safetensors` the weights alone are written, one
-    by one. The checkpoint's own file may be the one written to.
+    names. Masks are True where a weight stays; `moved` has those weights that have changed, by name. To a path that
+    ends in `.safetensors` the weights alone are written, one by one. The checkpoint's own file may be the one written
+    to.
     """
     out, weights = Path(out), checkpoint.weights
     if unknown := sorted(masks.keys() - weights.keys()):
@@ -382,6 +396,8 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
 
     def pruned(name: str, average: Tensor | None = None) -> Tensor:
         weight = (weights[name] if average is None else average).detach()
+        if average is None and moved is not None and name in moved:
+            weight = moved[name].to(weight)
         for other, mask in masks.items():
             if memory[other] != memory[name]:
                 continue

@@ -1,0 +1,67 @@
+"""What a command reads of a network: itself, its posterior, its inputs, its packed file."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bayesadam import Posterior
+from bayesadam import _storage as storage
+from bayesadam._files import damage_named
+from bayesadam.cli.output import called
+from bayesadam.compress import PruningReport
+from bayesadam.compress.packing import KIND, load_packed
+from bayesadam.errors import MissingFileError, SettingError
+from bayesadam.predict.batches import examples, inputs_of
+from bayesadam.predict.network import Call, evaluating
+from bayesadam.readers.formats.torch_files import load_tree
+
+
+def network(name: str) -> nn.Module:
+    """What a function of the user gives, named module:function."""
+    model = called(name)
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"{name} gave {type(model).__name__}: it must give the model, with its weights")
+    return model
+
+
+def posterior(checkpoint: Path, model: str, reading: Mapping[str, Any]) -> Posterior:
+    """A checkpoint's over such a network, with N = 1 and no prior: neither matters where weights are only ordered."""
+    return Posterior.from_checkpoint(checkpoint, network(model), n_data=1, prior_precision=0.0, **reading)
+
+
+def batch(path: Path | None, model: nn.Module) -> Any:
+    """Inputs in a file: an array, or several by the names of the model's keywords; nothing is unpickled."""
+    if path is None:
+        return None
+    if not path.is_file():
+        raise MissingFileError(f"no file at {path}")
+    if path.suffix in (".npy", ".npz"):
+        with damage_named(path, "numpy.save"):
+            read = np.load(path, allow_pickle=False)
+            inputs = read if path.suffix == ".npy" else dict(read)
+    else:
+        inputs = storage.map_tensors(path)[0] if path.suffix == ".safetensors" else load_tree(path)
+    inputs = next(iter(inputs.values())) if isinstance(inputs, Mapping) and len(inputs) == 1 else inputs
+    try:
+        with evaluating(model, differentiable=False), torch.no_grad():
+            Call(model).run(examples(next(inputs_of(inputs, model)), 0, 2))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SettingError(f"{path} is no batch of {type(model).__name__}: {error}") from error
+    return inputs
+
+
+def packed(path: Path) -> PruningReport:
+    """The tensors of a packed network's file: how many weights are not 0, and the bytes of each."""
+    parts, header = storage.read_mapped(path, KIND)
+    tensors = {name: tensor for name, tensor in load_packed(path).items() if name not in header["same"]}
+    sizes, bits = dict.fromkeys(tensors, 0), Counter(grid["bits"] for grid in header["grids"].values())
+    for key, part in parts.items():
+        sizes[key.partition(".")[2]] += part.nbytes
+    notes = tuple(f"{n} of {len(tensors)} tensors have codes of {each} bits" for each, n in sorted(bits.items()))
+    return replace(PruningReport.of(tensors, {name: t != 0 for name, t in tensors.items()}, notes), bytes=sizes)
