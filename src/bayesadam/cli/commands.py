@@ -169,7 +169,7 @@ def prune(
         if model is None:
             return compress.prune_checkpoint(checkpoint, file, ranking=ranking or "snr", **how, **reading)
         posterior = networks.posterior(checkpoint, model, reading)
-        x = networks.batch(inputs, posterior.model)
+        x = networks.batch(inputs)
         small = compress.prune(posterior, inputs=x, ranking=ranking, pattern=pattern, rounds=rounds, **how)
         readers.write_network(readers.read_checkpoint(checkpoint, **reading), small.model, file)
         return compress.PruningReport.of(small.mean, {name: theta != 0 for name, theta in small.mean.items()})
@@ -199,7 +199,7 @@ def quantise(
 
     def work(file: Path) -> object:
         posterior = networks.posterior(checkpoint, model, reading)
-        x = networks.batch(inputs, posterior.model)
+        x = networks.batch(inputs)
         small = compress.quantise(posterior, bits, inputs=x, exclude=_names(exclude), group=group)
         small.save(file)
         return small.report

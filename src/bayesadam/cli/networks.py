@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from bayesadam import Posterior
@@ -17,8 +16,6 @@ from bayesadam.cli.output import called
 from bayesadam.compress import PruningReport
 from bayesadam.compress.packing import KIND, load_packed
 from bayesadam.errors import MissingFileError, SettingError
-from bayesadam.predict.batches import examples, inputs_of
-from bayesadam.predict.network import Call, evaluating
 from bayesadam.readers.formats.torch_files import load_tree
 
 
@@ -35,7 +32,7 @@ def posterior(checkpoint: Path, model: str, reading: Mapping[str, Any]) -> Poste
     return Posterior.from_checkpoint(checkpoint, network(model), n_data=1, prior_precision=0.0, **reading)
 
 
-def batch(path: Path | None, model: nn.Module) -> Any:
+def batch(path: Path | None) -> Any:
     """Inputs in a file: an array, or several by the names of the model's keywords; nothing is unpickled."""
     if path is None:
         return None
@@ -47,13 +44,7 @@ def batch(path: Path | None, model: nn.Module) -> Any:
             inputs = read if path.suffix == ".npy" else dict(read)
     else:
         inputs = storage.map_tensors(path)[0] if path.suffix == ".safetensors" else load_tree(path)
-    inputs = next(iter(inputs.values())) if isinstance(inputs, Mapping) and len(inputs) == 1 else inputs
-    try:
-        with evaluating(model, differentiable=False), torch.no_grad():
-            Call(model).run(examples(next(inputs_of(inputs, model)), 0, 2))
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise SettingError(f"{path} is no batch of {type(model).__name__}: {error}") from error
-    return inputs
+    return next(iter(inputs.values())) if isinstance(inputs, Mapping) and len(inputs) == 1 else inputs
 
 
 def packed(path: Path) -> PruningReport:

@@ -1,4 +1,4 @@
-"""Pruning a posterior, a checkpoint, or whole channels with Torch-Pruning."""
+"""Pruning a posterior, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesadam._alone import unwrap
 from bayesadam._checks import count
-from bayesadam._extras import require
 from bayesadam._tables import aligned
 from bayesadam.compress.conditioning import conditioned, layers_for
 from bayesadam.compress.matrices import Matrix
@@ -30,7 +28,6 @@ from bayesadam.compress.ranking import (
     weight_scores,
 )
 from bayesadam.compress.solving import Moments
-from bayesadam.errors import MatchError
 from bayesadam.predict.network import Forward
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -145,12 +142,13 @@ class PruningReport:
         return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()), notes)
 
     def __str__(self) -> str:
-        lines = [["parameter", "weights", "kept", "removed", *(("bytes", "outputs moved") if self.bytes else ())]]
+        more = [head for head, column in (("bytes", self.bytes), ("outputs moved", self.moved)) if column]
+        lines = [["parameter", "weights", "kept", "removed", *more]]
         sizes = {**self.bytes, "total": sum(self.bytes.values())}
         for name, (weights, kept) in {**self.parameters, "total": (self.weights, self.kept)}.items():
             line = [name, f"{weights:,}", f"{kept:,}", f"{1 - kept / max(weights, 1):.1%}"]
             moved = f"{self.moved[name]:.2%}" if name in self.moved else ""
-            lines.append([*line, *((f"{sizes[name]:,}", moved) if self.bytes else ())])
+            lines.append([*line, *([f"{sizes[name]:,}"] if self.bytes else []), *([moved] if self.moved else [])])
         return "\n".join([*(f"{note[0].upper()}{note[1:]}." for note in self.notes), *aligned(lines)])
 
 
@@ -202,29 +200,3 @@ def _notes(checkpoint: Checkpoint, states: int, is_whole: bool) -> tuple[str, ..
     copies = listed(network.path for network, _ in checkpoint.copies.values())
     dense = [f"{listed(checkpoint.left)} left as it was"] if checkpoint.left else []
     return (read, *([f"pruned by the same masks: {copies}"] if copies else []), *dense, *checkpoint.notes)
-
-
-@torch.no_grad()
-def importance(posterior: Posterior, model: nn.Module, *, ranking: Ranking = "snr") -> Any:
-    """An importance for Torch-Pruning, which takes whole channels out of `model`, the posterior's or a copy of it.
-
-    A channel's is the sum over all weights that would go with it of their scores, as in `masks`. The scores are put
-    into the parameters' gradients as score/θ, which Torch-Pruning cuts along with the weights: its Taylor importance is
-    Σ |θ · gradient|. Clear them when it is done. Scores compare across layers, so prune globally:
-
-        small = copy.deepcopy(posterior.model)
-        how = ba.compress.importance(posterior, small)
-        pruner = torch_pruning.pruner.BasePruner(
-            small, example, how, global_pruning=True, pruning_ratio=0.3, ignored_layers=[small.head]
-        )
-        pruner.step()
-        small.zero_grad()
-    """
-    torch_pruning = require("torch_pruning")
-    scores: dict[str, Tensor] = weight_scores(posterior, ranking)
-    for name, parameter in unwrap(model).named_parameters():
-        score = scores.get(name, torch.zeros_like(parameter)).to(parameter)
-        if score.shape != parameter.shape:
-            raise MatchError(f"{name!r} has shape {tuple(parameter.shape)}, in the posterior {tuple(score.shape)}")
-        parameter.grad = torch.where(parameter == 0, 0, score / parameter)
-    return torch_pruning.importance.GroupTaylorImportance(group_reduction="sum", normalizer=None, bias=True)

@@ -1,4 +1,4 @@
-"""Whole units out of a network, by Torch-Pruning, once the other weights have moved to make up for them."""
+"""Whole units out of a network by Torch-Pruning: an importance, and removal after the others have made up for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
+from bayesadam._extras import require
 from bayesadam.compress.conditioning import condition
+from bayesadam.compress.ranking import Ranking, weight_scores
 from bayesadam.errors import MatchError
 from bayesadam.predict.network import Forward
 from bayesadam.weights.posterior import Posterior
@@ -54,3 +56,21 @@ def remove_units(posterior: Posterior, pruner: Any, inputs: Any, *, forward: For
     for name, parameter in network.named_parameters():
         parameter.data = moved[name].detach().flatten()[places[name].to(moved[name].device)]
     return network
+
+
+@torch.no_grad()
+def importance(posterior: Posterior, model: nn.Module, *, ranking: Ranking = "snr") -> Any:
+    """An importance for Torch-Pruning, which takes whole channels out of `model`, the posterior's or a copy of it.
+
+    A channel's is the sum over all weights that would go with it of their scores, as in `masks`. The scores are put
+    into the parameters' gradients as score/θ, which Torch-Pruning cuts along with the weights: its Taylor importance is
+    Σ |θ · gradient|. Clear them when it is done. `remove_units` has an example.
+    """
+    torch_pruning = require("torch_pruning")
+    scores: dict[str, Tensor] = weight_scores(posterior, ranking)
+    for name, parameter in unwrap(model).named_parameters():
+        score = scores.get(name, torch.zeros_like(parameter)).to(parameter)
+        if score.shape != parameter.shape:
+            raise MatchError(f"{name!r} has shape {tuple(parameter.shape)}, in the posterior {tuple(score.shape)}")
+        parameter.grad = torch.where(parameter == 0, 0, score / parameter)
+    return torch_pruning.importance.GroupTaylorImportance(group_reduction="sum", normalizer=None, bias=True)
