@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+import bayesadam as ba
 from bayesadam.engine.network import forward, unflatten
 from experiments import plots, released
 from experiments.baselines import Data, Network, Problem, Training, diagonal_ggn, read, trained
@@ -23,6 +25,8 @@ FRACTIONS = (
     *(0.75, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.992, 0.995, 0.997, 0.999),
 )
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
+# Badam's networks, whose weights that stay make up for those that go: by these rankings, on so many training images.
+CONDITIONED, BY, N_INPUTS = "badam-conditioned", ("between", "snr", "magnitude"), 1000
 # Badam with other settings than those that the paper found best, no L2 penalty and β₂ = .99999.
 _BETAS, _DECAYS = (0.99, 0.999, 0.9999), (1e-6, 1e-5, 1e-4)
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -31,6 +35,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 RELEASED = "badam-released"
 TITLES = {
+    CONDITIONED: "Badam, conditioned",
     **plots.METHOD_TITLES,
     RELEASED: "Badam, as the released notebook",
     **{f"badam-beta2-{beta:g}": f"Badam, β₂ = {beta:g}" for beta in _BETAS},
@@ -41,7 +46,7 @@ PRINTED: Mapping[str, Mapping[float, float]] = {
     "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
     "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
 }
-_STYLES = {"snr": "-", "magnitude": "--", "path-snr": ":"}
+_STYLES = {"snr": "-", "magnitude": "--", "path-snr": ":", "between": "-."}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
 
@@ -150,6 +155,8 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
 
     The accuracies of a ranking are (seeds, fractions), as plain data.
     """
+    if method == CONDITIONED:
+        return conditioned(problem)
     weights, snr = _TRAINERS.get(method, _from_adam)(problem)
     rankings = {"snr": snr, "magnitude": {name: theta.abs() for name, theta in weights.items()}}
     if method == "mc-dropout":
@@ -162,6 +169,20 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
         name: {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, scores)}
         for name, scores in rankings.items()
     }
+
+
+@torch.no_grad()
+def conditioned(problem: Problem) -> dict[str, Any]:
+    """Curves of `ba.prune` with inputs: this share of the matrices goes, and all biases stay."""
+    # The networks that `read` builds are on the CPU.
+    data = problem.data
+    inputs, x, y = (part.cpu() for part in (data.x[0, :N_INPUTS], data.x_held_out[0], data.y_held_out[0]))
+    fractions, accuracies = [f for f in SHOWN if f >= 0.5], dict[str, list[list[float]]]()
+    for posterior, ranking in product(read(problem, prior_precision=0.0), BY):
+        small = (ba.prune(posterior, f, inputs=inputs, ranking=ranking).model.eval() for f in fractions)
+        right = [float((model(x).argmax(dim=1) == y).double().mean()) for model in small]
+        accuracies.setdefault(ranking, []).append(right)
+    return {ranking: {"fractions": fractions, "accuracy": found} for ranking, found in accuracies.items()}
 
 
 @torch.no_grad()
@@ -187,13 +208,15 @@ def fit_part(
     """The curves of each method."""
     images = load_images(settings.data)
     inputs, classes, seeds = images.train_x.shape[1], images.n_classes, seeds_of(seed, settings.n_seeds)
+    # Methods that share a network share its training.
+    problem = lru_cache(maxsize=1)(partial(problem_of, images, seeds=seeds, device=device))
     for name in names:
         training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
         training = replace(training, **VARIANTS.get(name, {}))
         network = Network(inputs, settings.hidden, classes, dropout=settings.dropout)
         if name == RELEASED:
             network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
-        yield name, curves_of(name, problem_of(images, network, training, seeds, device))
+        yield name, curves_of(name, problem(network, training))
 
 
 def mean_curves(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[float, float]]:
@@ -219,7 +242,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
             printed = (percent(PRINTED[ranking].get(f)) for f in fractions)
             rows.append((f"*what the notebook prints*, {ranking}", *printed))
     title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
-    note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
+    note = "Magnitude is the paper's baseline with Σ = 1; path scores and conditioning are ours. It prints no numbers."
     return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)
 
 

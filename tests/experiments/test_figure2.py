@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+import bayesadam as ba
 from bayesadam.engine.network import member
 from experiments import figure2, plots
 from experiments.__main__ import main
@@ -48,6 +50,24 @@ def test_the_curve_is_that_of_the_lowest_scores_set_to_zero(images):
             outputs = torch.func.functional_call(posterior.model.eval(), weights, (images.test_x,))
             right = (outputs.argmax(dim=1) == images.test_y).double().mean()
             assert curves[ranking]["accuracy"][index][place] == approx(float(right))
+
+
+def test_conditioned_curves_are_those_of_pruned_posteriors(images, monkeypatch):
+    monkeypatch.setattr(figure2, "SHOWN", (0.0, 0.5))
+    monkeypatch.setattr(figure2, "BY", ("snr",))
+    given = problem(images)
+    (curve,) = curves_of(figure2.CONDITIONED, given).values()
+    assert curve["fractions"] == [0.5]
+    for accuracy, posterior in zip(curve["accuracy"], read(given, prior_precision=0.0), strict=True):
+        small = ba.prune(posterior, 0.5, inputs=images.train_x, ranking="snr").model.double().eval()
+        layers = [
+            (layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in small if hasattr(layer, "weight")
+        ]
+        assert sum((weight == 0).sum() for weight, _ in layers) == round(0.5 * (6 * 8 + 8 * 7 + 7 * 3))
+        outputs = images.test_x.double().numpy()
+        for weight, bias in layers:
+            outputs = np.maximum(outputs, 0) @ weight.T + bias
+        assert accuracy == [approx((outputs.argmax(axis=1) == images.test_y.numpy()).mean())]
 
 
 def test_path_scores_are_products_over_paths():
