@@ -9,7 +9,6 @@ chosen by test images: rates and epochs are fixed below.
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 import bayesadam as ba
-from benchmarks.common.harness import arguments, number, replaced, resident, write_results
+from benchmarks.common.harness import arguments, number, resident, write_results
 from benchmarks.common.inputs import load
 from benchmarks.compress import smaller
-from benchmarks.compress.smaller import Case, Method, Row, ours
+from benchmarks.compress.smaller import Case, Job, Method, ours
 from benchmarks.compress.trained import NETS, Data, Net, data_of, loss_of, some_inputs, trained
 
 FRACTIONS, INPUTS, GRADIENTS, EPOCHS = (0.75, 0.9, 0.95, 0.98), 1000, 100, 5
@@ -157,22 +156,14 @@ def costs(paths: Sequence[Path], fractions: Sequence[float], *, quick: bool) -> 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def measure(path: Path, out: Path, questions: Sequence[str], fractions: Sequence[float], *, quick: bool) -> list[Row]:
-    """The rows of a network, and those that are not there yet into its file."""
+def jobs(path: Path, questions: Sequence[str], fractions: Sequence[float], *, quick: bool) -> Iterator[Job]:
+    """Every row of a network."""
     net, seed = NETS[path.stem.rpartition("-")[0]], int(path.stem.rpartition("-")[2])
-    rows: list[Row] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else []
-    done = {smaller.key_of(row) for row in rows}
-    dense = ("", "dense", on(lambda x: x), 0)
-    for question, title, method, n in (dense, *methods(net, data_of(net, "cpu", made_up=quick), seed, quick=quick)):
-        whole = () if question == "inputs" else (0.0,)
-        for fraction in (*whole, *fractions) if question in questions else whole if not question else ():
-            if (title, fraction, None, n) in done:
-                continue
-            rows.append(row := smaller.row_of(path, (title, method, fraction, None, n), "cpu", quick=quick))
-            text = json.dumps(rows, indent=1)
-            replaced(out, lambda unfinished, text=text: unfinished.write_text(text, encoding="utf-8"))
-            print(f"{path.stem}, {title}, {fraction:g}: {row['score']:.2f}, {row['seconds']:.1f} s", flush=True)
-    return rows
+    yield "dense", on(lambda x: x), 0.0, None, 0
+    for question, title, method, n in methods(net, data_of(net, "cpu", made_up=quick), seed, quick=quick):
+        if question in questions:
+            for fraction in (*(() if question == "inputs" else (0.0,)), *fractions):
+                yield title, method, fraction, None, n
 
 
 def main() -> None:
@@ -186,9 +177,11 @@ def main() -> None:
     if options.quick and not (nets / "lenet300-0.pt").is_file():
         trained("lenet300", 0, nets / "lenet300-0.pt", "cpu", made_up=True)
     paths = [path for path in sorted(nets.glob("*.pt")) if any(fnmatchcase(path.stem, only) for only in options.only)]
-    outs = [options.out / f"apart-{path.stem}.json" for path in paths]
-    how = {"questions": options.questions, "fractions": fractions, "quick": options.quick}
-    print(smaller.tables([row for pair in zip(paths, outs, strict=True) for row in measure(*pair, **how)]))
+    rows = []
+    for path in paths:
+        wanted = jobs(path, options.questions, fractions, quick=options.quick)
+        rows += smaller.measure(path, options.out / f"apart-{path.stem}.json", wanted, "cpu", quick=options.quick)
+    print(smaller.tables(rows))
     if "costs" in options.questions:
         found = costs(paths, fractions, quick=options.quick)
         write_results(options.out, "costs", found)

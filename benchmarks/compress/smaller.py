@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -28,7 +28,8 @@ from benchmarks.common.harness import arguments, number, replaced
 from benchmarks.compress import published
 from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
 
-FRACTIONS, BITS, COUNTS, SEQUENCES, JOINT = (0.5, 0.75, 0.9, 0.95, 0.98), (8, 4, 3, 2), (100, 300, 1000), 128, 4
+FRACTIONS, BITS, COUNTS = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99), (8, 4, 3, 2), (100, 300, 1000)
+SEQUENCES, JOINT = 128, 4
 Row = dict[str, Any]
 
 
@@ -63,6 +64,8 @@ class Case:
 # --- methods: of a case, a fraction and bits, None for as they are ----------------------------------------------------
 
 Method = Callable[[Case, float, int | None], nn.Module]
+# What a row is called, its method, the fraction, the bits, and how many inputs.
+Job = tuple[str, Method, float, int | None, int]
 
 
 def ours(case: Case, fraction: float, bits: int | None) -> nn.Module:
@@ -118,8 +121,8 @@ BOTH: dict[str, Method] = {"ours": ours, "sparsegpt": sparsegpt}
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def jobs(counts: tuple[int, ...], *, quick: bool) -> Iterator[tuple[str, Method, float, int | None, int]]:
-    """The method, the fraction, the bits and how many inputs, of every row."""
+def jobs(counts: tuple[int, ...], *, quick: bool) -> Iterator[Job]:
+    """Every row of a network."""
     fractions, bits = ((0.5, 0.9), (3,)) if quick else (FRACTIONS, BITS)
     yield "dense", lambda case, *_: case.model, 0.0, None, 0
     for (name, method), fraction in product(ALONE.items(), fractions):
@@ -150,7 +153,7 @@ def posterior_of(path: Path, device: str, n_data: int) -> ba.Posterior:
     return ba.Posterior.from_checkpoint(path, model.eval(), n_data=n_data)
 
 
-def row_of(path: Path, job: tuple[str, Method, float, int | None, int], device: str, *, quick: bool) -> Row:
+def row_of(path: Path, job: Job, device: str, *, quick: bool) -> Row:
     """One method on one network."""
     (name, _, seed), (title, method, fraction, bits, n) = path.stem.rpartition("-"), job
     net, is_cuda = NETS[name], device.startswith("cuda")
@@ -176,24 +179,22 @@ def key_of(row: Row) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("method", "fraction", "bits", "inputs"))
 
 
-def measure(path: Path, out: Path, options: Any) -> None:
-    """All rows of a network that are not there yet."""
-    net = NETS[path.stem.rpartition("-")[0]]
-    counts = (100,) if options.quick else (SEQUENCES,) if net.smaller_is_better else tuple(options.counts)
+def measure(path: Path, out: Path, wanted: Iterable[Job], device: str, *, quick: bool) -> list[Row]:
+    """The rows of a network, and those that are not there yet into its file."""
     rows: list[Row] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else []
     done = {key_of(row) for row in rows}
-    for job in jobs(counts, quick=options.quick):
-        if (job[0], *job[2:]) in done or (options.methods and job[0] not in options.methods):
+    for job in wanted:
+        if (job[0], *job[2:]) in done:
             continue
         try:
-            rows.append(row_of(path, job, options.device, quick=options.quick))
+            rows.append(row := row_of(path, job, device, quick=quick))
         except Exception as error:
             print(f"{path.stem}, {job[0]}, {job[2:]} failed: {type(error).__name__}: {error}", flush=True)
             continue
         text = json.dumps(rows, indent=1)
         replaced(out, lambda unfinished, text=text: unfinished.write_text(text, encoding="utf-8"))
-        row = rows[-1]
         print(f"{path.stem} {key_of(row)}: {row['score']:.3f}, {row['seconds']:.1f} s", flush=True)
+    return rows
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -241,7 +242,10 @@ def main() -> None:
         trained("lenet300", 0, nets / "lenet300-0.pt", options.device, made_up=True)
     for path in sorted(nets.glob("*.pt")) if not options.report else ():
         if any(fnmatchcase(path.stem, pattern) for pattern in options.only):
-            measure(path, out / f"{path.stem}.json", options)
+            is_text = NETS[path.stem.rpartition("-")[0]].smaller_is_better
+            counts = (100,) if options.quick else (SEQUENCES,) if is_text else tuple(options.counts)
+            listed = (job for job in jobs(counts, quick=options.quick) if job[0] in (options.methods or (job[0],)))
+            measure(path, out / f"{path.stem}.json", listed, options.device, quick=options.quick)
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*-*.json"))]
     print(tables([row for rows in found for row in rows]))
 
