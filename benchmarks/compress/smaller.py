@@ -10,6 +10,8 @@ method alone, and on CUDA the memory at most; a method that fails is told and ha
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -89,6 +91,17 @@ def rtn(case: Case, fraction: float, bits: int | None, *, search: bool = False) 
     return published.rtn(case.model, bits or 0, search=search, eligible=case.eligible)
 
 
+def hqq(case: Case, fraction: float, bits: int | None) -> nn.Module:
+    """HQQ's own search for a scale and a zero of each row, without inputs; rounding of the package hqq."""
+    quantizer, small = importlib.import_module("hqq.core.quantize").Quantizer, copy.deepcopy(case.model)
+    for name, layer in published.matrices(small).items():
+        if name in case.eligible:
+            w = published.matrix_of(layer)
+            codes = quantizer.quantize(w, bits, group_size=None, axis=1, bitpack=False, device=w.device.type)
+            published.write(layer, quantizer.dequantize(*codes))
+    return small
+
+
 def magnitude(case: Case, fraction: float, bits: int | None, *, uniform: bool = False) -> nn.Module:
     return published.magnitude(case.model, fraction, uniform=uniform, eligible=case.eligible)
 
@@ -114,6 +127,7 @@ ROUNDERS: dict[str, Method] = {
     "gptq searched": lambda *job: gptq(*job, search=True),
     "rtn": rtn,
     "rtn searched": lambda *job: rtn(*job, search=True),
+    "hqq": hqq,
 }
 BOTH: dict[str, Method] = {"ours": ours, "sparsegpt": sparsegpt}
 
