@@ -112,7 +112,7 @@ def round_to(
     mask: Tensor | None = None,
     symmetric: bool = True,
     group: int | None = None,
-    sweeps: int = 6,
+    sweeps: int = 2,
     bias: bool = False,
 ) -> Grid:
     """Weights on a grid near the minimum of tr (q − w) A (q − w)ᵀ.
