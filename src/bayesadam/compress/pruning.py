@@ -27,7 +27,9 @@ from bayesadam.compress.ranking import (
     removals,
     weight_scores,
 )
+from bayesadam.compress.sensitivity import sensitivities
 from bayesadam.compress.solving import Moments
+from bayesadam.compress.walking import Walk
 from bayesadam.predict.network import Forward
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
@@ -61,9 +63,10 @@ def prune(
     and attention, and the ranking sees what the inputs say of v̂: the diagonal of g A is what a weight that goes would
     cost if no other could stand in for it, and
 
-        ṽ_ij = g_i / [(A' + λ)⁻¹]_jj,   g_i = Σ_j v̂_ij / Σ_j A'_jj
+        ṽ_ij = g_i / [(A' + λ)⁻¹]_jj,   g_i = ρ_i Σ_j v̂_ij / Σ_j A'_jj
 
-    what it costs when they do. In each round A' is that of the inputs and the network of then.
+    what it costs when they do. In each round A' is that of the inputs and the network of then, and ρ_i the share that
+    is left of how much the outputs depend on unit i, by gradients of the outputs, without labels: see `sensitivities`.
 
     Args:
         inputs, forward: as in `condition`; None takes the posterior's own input sides, where it has them.
@@ -86,25 +89,43 @@ def prune(
     layers = layers_for(posterior, inputs, posterior.mode, forward)
     if layers is None:
         return conditioned(posterior, posterior, masks(posterior, fraction, pattern=pattern, **how), None)
-    moments, alone = posterior.curvature.second_moment, dict[str, Tensor]()
-    look = partial(_alone, moments, alone) if posterior.curvature.independent else None
-    if look is not None:
+    walk = layers if isinstance(layers, Walk) and posterior.curvature.independent else None
+    alone, before, look = dict[str, Tensor](), dict[str, Tensor](), None
+    if walk is not None:
+        look = partial(_alone, alone)
         whole = {name: torch.ones(shape, dtype=torch.bool) for name, shape in posterior.shapes.items()}
-        conditioned(posterior, posterior, whole, layers, look)
-    small, only = posterior, {matrix.weight for matrix in layers.matrices.values()}
-    for step in _steps(fraction, pattern, rounds):
-        ranked = replace(small, curvature=Diagonal({**moments, **alone})) if alone else small
+        conditioned(posterior, posterior, whole, walk, look)
+        before = sensitivities(walk.call, walk.batches, walk.matrices)
+    small, now, only = posterior, before, {matrix.weight for matrix in layers.matrices.values()}
+    for number, step in enumerate(_steps(fraction, pattern, rounds)):
+        ranked = small
+        if walk is not None:
+            if number:
+                now = sensitivities(replace(walk.call, model=small.model), walk.batches, walk.matrices)
+            ranked = replace(small, curvature=Diagonal(_moments(posterior, walk.matrices, alone, before, now)))
         small = conditioned(posterior, small, masks(ranked, **step, **how, only=only), layers, look)
     return small
 
 
-def _alone(moments: Named, alone: dict[str, Tensor], matrix: Matrix, seen: Moments) -> None:
-    """Put ṽ of a matrix into `alone`."""
-    v, inputs = matrix.into(moments[matrix.weight]), matrix.size[2]
+def _alone(alone: dict[str, Tensor], matrix: Matrix, seen: Moments) -> None:
+    """Put 1/[(A' + λ)⁻¹]_jj over Σ_j A'_jj of a matrix, (groups, 1, inputs), into `alone`."""
+    inputs = matrix.size[2]
     total = seen.a.diagonal(dim1=1, dim2=2)[:, :inputs].sum(dim=1).clamp(min=1e-30)
-    g = v.sum(dim=2, keepdim=True) / total[:, None, None]
-    alone.setdefault(matrix.weight, torch.empty_like(moments[matrix.weight]))
-    replace(matrix, bias=None).write(g * seen.alone()[..., :inputs], alone)
+    alone[matrix.name] = seen.alone()[..., :inputs] / total[:, None, None]
+
+
+def _moments(
+    posterior: Posterior, matrices: Mapping[str, Matrix], alone: Named, before: Named, now: Named
+) -> dict[str, Tensor]:
+    """ṽ of the matrices, and v̂ of all else; sensitivities are those of the dense network and of the pruned one."""
+    moments = dict(posterior.curvature.second_moment)
+    for name, matrix in matrices.items():
+        v = matrix.into(moments[matrix.weight])
+        share = torch.where(before[name] > 0, now[name] / before[name], 1) if name in before and name in now else 1.0
+        new = {matrix.weight: moments[matrix.weight].clone()}
+        replace(matrix, bias=None).write(alone[name] * v.sum(dim=2, keepdim=True) * share, new)
+        moments |= new
+    return moments
 
 
 def _steps(fraction: float | None, pattern: str | None, rounds: int | None) -> list[dict[str, Any]]:
