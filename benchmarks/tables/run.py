@@ -171,8 +171,7 @@ def main() -> None:
     names = ["diabetes", "wine"] if options.quick else sorted(names, key=lambda name: TABLES[name].rows)
     if options.gap:
         names = [name for name in names if not TABLES[name].is_classes]
-    options.splits = 2 if options.quick else options.splits
-    folder: Path = options.out / ("tables-gap" if options.gap else "tables")
+    options.splits, folder = 2 if options.quick else options.splits, Path(options.out, f"tables{'-gap' * options.gap}")
     results = contest(names, rows, folder, options)
     print("\n\n".join(beside_best(name, rows) for name, rows in results.items()), end="\n\n")
     print(*(ranking(results, classes=classes) for classes in (False, True)), sep="\n\n")
