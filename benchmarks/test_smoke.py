@@ -27,7 +27,7 @@ PEERS = {
     "benchmarks.tables.run": "ngboost",
 }
 MODULES = ("ivon", "vowpalwabbit", "mabwiser.mab", "calvera.bandits", "laplace", "laplace.curvature", "asdl")
-MODULES += ("backpack", "curvlinops", "torchmetrics", "ngboost")
+MODULES += ("backpack", "curvlinops", "torchmetrics", "ngboost", "catboost", "mapie.regression", "hqq.core.quantize")
 LIMIT = 1800
 
 
