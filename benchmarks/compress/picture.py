@@ -1,24 +1,18 @@
-"""Accuracy against bytes, from the rows of `smaller`: the picture of the README.
+"""Accuracy against bytes: a panel a network, a line a method, a point a fraction or a number of bits.
 
-    python -m benchmarks.compress.picture --rows DIR [--nets resnet18 gpt mnist] [--out out/bench]
-
-A panel a network, a line a method, a point a fraction or a number of bits; means over the seeds, with their spread.
+Means over the seeds, with their spread.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.common.harness import arguments, replaced
-from benchmarks.compress.smaller import JOINT, Row
-
+Row = dict[str, Any]
 TITLES = {
     "mnist": "MNIST, perceptron",
     "lenet300": "MNIST, LeNet-300-100",
@@ -27,12 +21,12 @@ TITLES = {
     "gpt": "GPT, bytes",
     "bert": "BERT, bytes",
 }
-OURS, INK = "#0072B2", "#222222"
+OURS, INK, TEXTS = "#0072B2", "#222222", ("gpt", "bert")
 # Rows of a line, what it is called, and how it is drawn.
 LINES: tuple[tuple[Callable[[Row], bool], str, dict[str, Any]], ...] = (
     (
-        lambda row: row["method"] == "ours" and row["bits"] == JOINT,
-        f"bayesadam, pruned and {JOINT} bits",
+        lambda row: row["method"] == "ours" and row["bits"] == 4,
+        "bayesadam, pruned and 4 bits",
         {"color": OURS, "marker": "o", "linewidth": 2},
     ),
     (
@@ -41,8 +35,8 @@ LINES: tuple[tuple[Callable[[Row], bool], str, dict[str, Any]], ...] = (
         {"color": OURS, "marker": "s", "linestyle": "--"},
     ),
     (
-        lambda row: row["method"] == "sparsegpt" and row["bits"] == JOINT,
-        f"SparseGPT, pruned and {JOINT} bits",
+        lambda row: row["method"] == "sparsegpt" and row["bits"] == 4,
+        "SparseGPT, pruned and 4 bits",
         {"color": "#D55E00", "marker": "o"},
     ),
     (
@@ -72,30 +66,21 @@ def panel(axes: Axes, rows: list[Row]) -> None:
         )
         spread = [stdev(scores) if len(scores) > 1 else 0.0 for _, scores in seen]
         axes.errorbar([x for x, _ in seen], [fmean(y) for _, y in seen], spread, label=label, markersize=4, **style)
+    # Lines end where a method has lost the network.
+    worst, best = (1.4, 0.98) if rows[0]["net"] in TEXTS else (0.85, 1.01)
+    axes.set_ylim(worst * fmean(dense), best * fmean(dense))
     axes.set_xscale("log")
     axes.set_xlabel("MB")
 
 
-def main() -> None:
-    parser = arguments(__doc__, quick="nothing is left out")
-    parser.add_argument("--rows", type=Path, required=True, help="folder of what `smaller` wrote")
-    parser.add_argument("--nets", nargs="+", choices=TITLES, default=["resnet18", "gpt", "mnist"])
-    options = parser.parse_args()
-    figure = Figure(figsize=(4 * len(options.nets), 3.4), layout="constrained")
-    for index, net in enumerate(options.nets):
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.rows.glob(f"{net}-*.json"))]
-        axes = figure.add_subplot(1, len(options.nets), index + 1)
-        panel(axes, [row for rows in found for row in rows])
-        is_text = net in ("gpt", "bert")
-        axes.set_title(f"{TITLES[net]}: {'bits a byte' if is_text else 'test accuracy, %'}", color=INK, fontsize=10)
-        if is_text:
-            axes.invert_yaxis()
+def drawn(rows: Sequence[Row], nets: Sequence[str]) -> Figure:
+    """The panels of some networks."""
+    figure = Figure(figsize=(max(4 * len(nets), 8), 3.6), layout="constrained")
+    for index, net in enumerate(nets):
+        axes = figure.add_subplot(1, len(nets), index + 1)
+        panel(axes, [row for row in rows if row["net"] == net])
+        what = "bits a byte" if net in TEXTS else "test accuracy, %"
+        axes.set_title(f"{TITLES.get(net, net)}: {what}", color=INK, fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    path = options.out / "smaller.png"
-    replaced(path, lambda unfinished: figure.savefig(unfinished, dpi=120, format="png"))
-    print(f"picture: {path}")
-
-
-if __name__ == "__main__":
-    main()
+    return figure

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from benchmarks.common.harness import arguments, number, replaced
-from benchmarks.compress import published
+from benchmarks.compress import picture, published
 from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
 
 FRACTIONS, BITS, COUNTS = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99), (8, 4, 3, 2), (100, 300, 1000)
@@ -150,14 +151,16 @@ def jobs(counts: tuple[int, ...], *, quick: bool) -> Iterator[Job]:
 
 
 def size_of(model: nn.Module, eligible: list[str], bits: int | None) -> int:
-    """Bytes of a file: what is kept and where, or all, at `bits` with a scale of 16 bits a row; all else in float32."""
+    """Bytes of a file: what is kept, the entropy of where, with bits a scale of 16 a row; all else in float32."""
     total = 0.0
     for name, parameter in model.named_parameters():
+        n, wide = parameter.numel(), 32
         if name in eligible:
-            kept, n, wide = int((parameter != 0).sum()), parameter.numel(), bits or 32
-            total += min(kept * wide + n, n * wide) + (16 * len(parameter) if bits else 0)
+            kept, wide = int((parameter != 0).sum()), bits or 32
+            where = sum(-part * math.log2(part / n) for part in (kept, n - kept) if part)
+            total += min(kept * wide + where, n * wide) + (16 * len(parameter) if bits else 0)
         else:
-            total += 32 * parameter.numel()
+            total += n * wide
     return round(total / 8)
 
 
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="of these alone")
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="how many images, ascending")
     parser.add_argument("--report", action="store_true", help="the tables of what is there")
+    parser.add_argument("--picture", nargs="+", metavar="NET", help="accuracy against bytes of these, smaller.png")
     options = parser.parse_args()
     nets, out = options.nets or options.out / "nets", options.out
     if options.quick and not (nets / "lenet300-0.pt").is_file():
@@ -261,7 +265,11 @@ def main() -> None:
             listed = (job for job in jobs(counts, quick=options.quick) if job[0] in (options.methods or (job[0],)))
             measure(path, out / f"{path.stem}.json", listed, options.device, quick=options.quick)
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*-*.json"))]
-    print(tables([row for rows in found for row in rows]))
+    rows = [row for rows in found for row in rows]
+    print(tables(rows))
+    if options.picture:
+        figure = picture.drawn(rows, options.picture)
+        replaced(out / "smaller.png", lambda unfinished: figure.savefig(unfinished, dpi=120, format="png"))
 
 
 if __name__ == "__main__":
