@@ -403,3 +403,21 @@ def test_sets_of_few_distinct_inputs_hold_every_level():
     assert float((share - torch.tensor(levels)).min()) > -0.01
     alone = torch.cat([net(row).p_value for row in x[:8].split(1)])
     assert torch.equal(alone, net(x[:8]).p_value)
+
+
+@pytest.mark.filterwarnings("ignore:the inputs lie")
+def test_rows_far_out_towards_a_class_are_flagged(tmp_path):
+    """They have no entropy, and familiar rows keep their rate of alarms, also where values tie."""
+    model = nn.Linear(6, 3)
+    x = torch.randn(20_400, 6, generator=seeded(0)).mul(2).round().div(2)
+    y = (3 * model(x).detach()).softmax(dim=1).multinomial(1, generator=seeded(1)).flatten()
+    net = ba.calibrate(model, (x[:400], y[:400]), likelihood="classification")
+    net.save(tmp_path / "net.safetensors")
+    far = 6 * x[400:600][x[400:600].norm(dim=1) > 2]
+    for each in (net, ba.load(tmp_path / "net.safetensors", model)):
+        assert each.leverages is not None
+        assert bool((each(far).p_value <= 0.05).all())
+        for level in (0.01, 0.05, 0.2):
+            assert float((each(x[400:]).p_value <= level).double().mean()) < level + 3 * (level / 267) ** 0.5
+    small = ba.calibrate(model, (x[:90], y[:90]), likelihood="classification")
+    assert small.leverages is None

@@ -22,6 +22,7 @@ class Answer(NamedTuple):
     Attributes:
         novelty: how unlike the held-out inputs each example is, (batch,).
         p_value: the share of held-out examples at least as novel, (batch,): of examples like them at most α have p ≤ α.
+            Of classes it asks leverage too, see `either`.
         probs: of the classes, or of y = 1 for each binary output.
         mean: E[y] of numbers.
         stddev: of y, observation noise included.

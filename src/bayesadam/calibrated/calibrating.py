@@ -33,6 +33,8 @@ from bayesadam.weights.posterior import Posterior
 
 # Positions of each text that count where there are more possible tokens than these, and of any example, such as pixels.
 _POSITIONS, _MANY_CLASSES, _MOST_POSITIONS = 4, 100, 1024
+# From so many held-out examples on p-values of classes ask leverage too: rows far out towards a class look certain.
+_ASKED = 100
 _IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
 
 
@@ -159,6 +161,9 @@ def calibrate(
             novelty = few_digits(seen.entropy + SHARE_OF_TEXTS * ratios.steep.log().to(seen.entropy))
             novelty = novelty[fresh.to(f.device)]
         fit = replace(fit, novelties=novelty.sort().values, scores=scores)
+        if kind.is_classes and leverage is not None and len(novelty) >= _ASKED:
+            r = few_digits(ratios.steep)[fresh.to(ratios.steep.device)]
+            fit = replace(fit, leverages=r.sort().values)
     return Calibrated(tapped, fit, q)
 
 

@@ -65,7 +65,7 @@ _TENSORS = ("weight_", "tensor_")
 _OLDER = ("version", "serialized_exported_program.json", f"extra_files/{_ABOUT}")
 _LARGEST_ON_CUDA = 65_535
 _MODEL, _PROBE = "model.", "probe"
-_TABLES = ("spread", "noise_variance", "novelties", "scores")
+_TABLES = ("spread", "noise_variance", "novelties", "leverages", "scores")
 # How far onnxruntime's numbers may be from torch's.
 _SAME = 1e-3
 # What follows from an answer's numbers, and turns on their last digits.

@@ -62,6 +62,8 @@ class Fit:
     noise_variance: Tensor | None = None
     # Of the held-out inputs, ascending; and of their targets, 1 − p of classes, |y − E[y]|/sd of numbers.
     novelties: Tensor | None = None
+    # r of the same inputs, ascending, where p-values ask it too.
+    leverages: Tensor | None = None
     scores: Tensor | None = None
     # Of the outputs, see `dims_of`, and where the network has the classes of several positions; and of the inputs.
     dims: tuple[int, int] = (0, 0)

@@ -24,7 +24,7 @@ from bayesadam.calibrated.fit import Fit, Report, dims_of
 from bayesadam.calibrated.ranges import MASK, departure, example_of, inside, lost
 from bayesadam.compress.packing import is_packed, load_network
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.likelihoods.conformal import p_values, threshold
+from bayesadam.likelihoods.conformal import either, p_values, threshold
 from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.network import Forward, output_tensor
@@ -136,6 +136,7 @@ class Calibrated(nn.Module):
     spread: Tensor | None
     noise_variance: Tensor | None
     novelties: Tensor | None
+    leverages: Tensor | None
     scores: Tensor | None
     medians: Tensor
     order: Tensor
@@ -146,7 +147,7 @@ class Calibrated(nn.Module):
         leverage, device = fit.leverage, numbers_of(tapped).device
         tapped.class_dim = fit.class_dim
         tapped.watch(() if leverage is None else leverage.layers)
-        tables = {name: getattr(fit, name) for name in ("spread", "noise_variance", "novelties", "scores")}
+        tables = {name: getattr(fit, name) for name in ("spread", "noise_variance", "novelties", "leverages", "scores")}
         tables["medians"] = None if leverage is None else leverage.medians
         tables["order"] = None if leverage is None else leverage.order
         self._stacks = [] if leverage is None else [layers for layers, _ in leverage.stacks]
@@ -221,6 +222,8 @@ class Calibrated(nn.Module):
     def judged(self, answer: Answer) -> Answer:
         """An answer with what follows from its numbers: p-values, and whether to give it."""
         p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
+        if p_value is not None and self.leverages is not None and answer.leverage is not None:
+            p_value = either(p_value, p_values(self.leverages, answer.leverage))
         rule = self.fit.report.abstention
         doubt = None if rule is None else answer.label_doubt if rule.by_label else answer.doubt
         answered = None if rule is None or doubt is None else rule.answers(doubt)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from bayesadam.errors import SettingError
 
+# w, the share of alarms that is left to the second of two p-values.
+SECOND = 0.2
+
 
 def threshold(scores: Tensor, level: float) -> Tensor:
     """The ⌈(n + 1) level⌉-th smallest of n scores along the first dimension; ∞ where there are too few.
@@ -31,6 +34,11 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """(1 + the number of reference scores at least as large)/(n + 1), (batch,), in operations that ONNX has."""
     larger = (reference.to(scores) >= scores[:, None]).sum(dim=1)
     return (1 + larger).to(scores.dtype) / (len(reference) + 1)
+
+
+def either(first: Tensor, second: Tensor) -> Tensor:
+    """min(p₁/(1 − w), p₂/w, 1): of inputs for which both hold at most α have p ≤ α, whatever ties the two."""
+    return torch.minimum(first / (1 - SECOND), second / SECOND).clamp(max=1)
 
 
 def chance_of_novel(count: int, of: int, rank: int, n: int) -> float:
