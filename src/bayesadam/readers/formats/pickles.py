@@ -94,16 +94,20 @@ Builders = Mapping[str, Callable[..., Any]]
 class Window:
     """Bytes and a position in them: reading beyond the end, or a line that is absurdly long, is an error."""
 
-    def __init__(self, view: memoryview) -> None:
-        self.view, self.position = view, 0
+    def __init__(self, view: memoryview, position: int = 0) -> None:
+        self.view, self.position = view, position
 
-    def read(self, count: int) -> bytes:
-        """Exactly this many bytes."""
+    def part(self, count: int) -> memoryview:
+        """The next bytes, exactly so many."""
         begin = self.position
-        if not 0 <= count <= len(self.view) - begin:
+        if not 0 <= begin <= begin + count <= len(self.view):
             raise BadPickle("it ends too early")
         self.position += count
-        return bytes(self.view[begin : self.position])
+        return self.view[begin : self.position]
+
+    def read(self, count: int) -> bytes:
+        """A copy of them."""
+        return bytes(self.part(count))
 
     def readline(self) -> bytes:
         """Up to the end of a line."""
