@@ -15,11 +15,8 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers import (
-    read_checkpoint,
-    read_curvature,
-    write_pruned,
-)
+from bayesadam.readers import read_checkpoint, read_curvature, write_pruned
+from bayesadam.readers.formats.lazy import Lazy
 from cases import train, trained
 
 
@@ -222,6 +219,17 @@ def test_a_file_may_be_pruned_in_place_and_stays_readable(tmp_path: Path) -> Non
         model[2].weight.mul_(torch.eye(3))
     check(read, model, optimizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt"]
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_each_mask_is_computed_once(pair: Any, tmp_path: Path, ending: str) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    computed: list[str] = []
+    outline = {name: torch.empty_like(p, dtype=torch.bool, device="meta") for name, p in model.named_parameters()}
+    masks = Lazy(outline, lambda name: (computed.append(name), torch.ones(outline[name].shape, dtype=torch.bool))[1])
+    write_pruned(read_checkpoint(path), masks, tmp_path / f"out{ending}")
+    assert sorted(computed) == sorted(outline)
 
 
 class Tied(nn.Module):
