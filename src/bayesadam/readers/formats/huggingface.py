@@ -122,10 +122,15 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
     return [*answers, [list(names)]]
 
 
-def _trainer_orders(model: nn.Module) -> Orders:
-    """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
+def _orders(model: nn.Module, stored: Collection[str] | None = None) -> Orders:
+    """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them.
+
+    Of an adapter, of those that are `stored`, trained or not: what else was trained is lost, and no order fits.
+    """
     named = dict(model.named_parameters())
-    return [*decay_orders(model, [name for name in named if named[name].requires_grad]), [list(named)]]
+    held = [name for name in named if stored is None or name in stored]
+    trained = decay_orders(model, [name for name in held if named[name].requires_grad])
+    return [*trained, *([] if stored is None else decay_orders(model, held)), [list(named)]]
 
 
 def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
@@ -169,7 +174,7 @@ def _is_trainer(path: Path, head: bytes) -> bool:
 def _read_model(path: Path, *, is_trainer: bool) -> Contents:
     weights, ordered = _read_weights(path)
     # The user's script made Accelerate's optimiser: its order follows no rule.
-    rules = Rules(partial(own_names, list(weights)), _trainer_orders if is_trainer else None)
+    rules = Rules(partial(own_names, list(weights)), _orders if is_trainer else None)
     return _contents(path, weights, ordered, rules)
 
 
@@ -216,7 +221,8 @@ def _read_adapter(path: Path) -> Contents:
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = _read_weights(folders[0], _ADAPTER_WEIGHTS)
     shapes = {key: tensor.shape for key, tensor in weights.items()}
-    rules = Rules(partial(_adapter_names, path, shapes), partial(_adapter_orders, path, shapes), partial=True)
+    renamed = partial(_adapter_names, path, shapes)
+    rules = Rules(renamed, lambda model: _orders(model, set(renamed(model).values())), partial=True)
     return _contents(path, weights, False, rules)
 
 
@@ -236,14 +242,6 @@ def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Modul
         which = " and ".join(map(repr, fitting))
         raise MatchError(f"{path} may be the model's {which}: pass the model with that one alone, {load}")
     return {key: compared[fitting[0]][0][key] for key in shapes}
-
-
-def _adapter_orders(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> Orders:
-    """The Trainer's orders of what the file holds: what else was trained is lost, and no order fits."""
-    adapted, named = set(_adapter_names(path, shapes, model).values()), dict(model.named_parameters())
-    stored = [name for name in named if name in adapted]
-    trained = [name for name in stored if named[name].requires_grad]
-    return [*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]]
 
 
 def _compared(shapes: Mapping[str, torch.Size], model: nn.Module, name: str) -> tuple[dict[str, str], str]:
