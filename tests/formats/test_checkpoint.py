@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,14 +223,18 @@ def test_a_file_may_be_pruned_in_place_and_stays_readable(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_each_mask_is_computed_once(pair: Any, tmp_path: Path, ending: str) -> None:
+def test_each_mask_is_computed_and_each_weight_read_once(pair: Any, tmp_path: Path, ending: str) -> None:
     model, optimizer = pair
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    computed: list[str] = []
-    outline = {name: torch.empty_like(p, dtype=torch.bool, device="meta") for name, p in model.named_parameters()}
-    masks = Lazy(outline, lambda name: (computed.append(name), torch.ones(outline[name].shape, dtype=torch.bool))[1])
-    write_pruned(read_checkpoint(path), masks, tmp_path / f"out{ending}")
-    assert sorted(computed) == sorted(outline)
+    checkpoint, accessed = read_checkpoint(path), []
+    values = {"weights": checkpoint.weights, "masks": {n: torch.ones_like(p) > 0 for n, p in model.named_parameters()}}
+
+    def counted(kind: str) -> Lazy:
+        outline = {name: tensor.to("meta") for name, tensor in values[kind].items()}
+        return Lazy(outline, lambda name: (accessed.append((kind, name)), values[kind][name])[1])
+
+    write_pruned(replace(checkpoint, weights=counted("weights")), counted("masks"), tmp_path / f"out{ending}")
+    assert sorted(accessed) == sorted((kind, name) for kind in values for name in values[kind])
 
 
 class Tied(nn.Module):

@@ -386,7 +386,7 @@ def write_pruned(
     kind = format_of(checkpoint.path)
     if out.suffix == ".safetensors" and kind.name != "safetensors":
         with replacing(out) as temporary:
-            write_tensors(temporary, weights, pruned)
+            write_tensors(temporary, outline_of(weights), pruned)
         return
     if kind.name == "safetensors" and out.suffix != ".safetensors":
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
