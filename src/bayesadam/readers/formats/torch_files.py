@@ -36,7 +36,7 @@ from bayesadam.readers.formats.pickles import (
     StandIn,
     Storage,
     Window,
-    storage_type,
+    described,
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format, format_of, states_beside
@@ -152,23 +152,13 @@ def _load_zip(view: memoryview, builders: Builders) -> Any:
         raise BadPickle("its numbers are of a big-endian machine")
 
     def persistent(reference: Any) -> Storage:
-        kind, key = _described(reference)
+        kind, key = described(reference)
         name = f"{root}data/{key}"
         if name not in storages:
             storages[name] = as_memory(members[name], kind.itemsize)
         return Storage(storages[name], kind)
 
     return unpickle(Window(members[f"{root}data.pkl"]), builders, persistent)
-
-
-def _described(reference: Any) -> tuple[torch.dtype, str]:
-    """The type and the key by which a file refers to a storage."""
-    if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] not in ("storage", b"storage"):
-        raise BadPickle("a reference to something else than a storage")
-    _, kind, key = reference[:3]
-    if not isinstance(key, str | int):
-        raise BadPickle("a storage without a key")
-    return storage_type(kind), str(key)
 
 
 def _load_pickles(view: memoryview, builders: Builders) -> Any:
@@ -182,16 +172,16 @@ def _load_pickles(view: memoryview, builders: Builders) -> Any:
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
     kinds: dict[str, torch.dtype] = {}
-    storages: dict[str, Storage] = {}
+    storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent(reference: Any) -> Any:
         if isinstance(reference, tuple) and reference[:1] == ("module",):
             return reference[1]
-        kind, key = _described(reference)
+        kind, key = described(reference)
         kinds[key] = kind
         if key not in storages:
             return None
-        storage = Storage(storages[key].memory, kind)
+        storage = Storage(storages[key], kind)
         return storage.part(*reference[5][1:]) if len(reference) > 5 and reference[5] is not None else storage
 
     # The storages, whose types the pickle has, come after it, each behind its length: the pickle is read once for
@@ -200,8 +190,8 @@ def _load_pickles(view: memoryview, builders: Builders) -> Any:
     unpickle(window, {}, persistent)
     for key in map(str, unpickle(window, builders)):
         (count,) = struct.unpack("<q", window.read(8))
-        entries = window.part(count * kinds[key].itemsize)
-        storages[key] = Storage(as_memory(entries, kinds[key].itemsize), kinds[key])
+        size = kinds[key].itemsize
+        storages[key] = as_memory(window.part(count * size), size)
     return unpickle(Window(view, begin), builders, persistent)
 
 
