@@ -151,12 +151,13 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
         if is_alike and not same_weights(saved, read):
             raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
-    names = {(behind[key][0].path, behind[key][1]): name for name, key in stored.items()}
+    places = {name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()}
+    names = {place: name for name, place in places.items()}
     copies = {
         (*copy.path, key): (copy, name)
         for copy, original in copies_of(choice.networks, contents.networks).items()
         for key, other in matching(copy, original).items()
-        if (name := names.get((original.path, other))) is not None
+        if (name := names.get((*original.path, other))) is not None
     }
     chosen = tuple(network.path for network in choice.networks)
     others = {"weights_key": [network.path for network in contents.networks], "optimizer_key": list(state.states)}
@@ -166,7 +167,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         path,
         kind.name,
         stored_names=stored,
-        places={name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()},
+        places=places,
         ordered=all(network.ordered for network in choice.networks),
         networks=chosen,
         left=tuple(n.path for n in contents.networks if n.path not in {*chosen, *(c.path for c, _ in copies.values())}),
