@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,8 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers import (
-    read_checkpoint,
-    read_curvature,
-    write_pruned,
-)
+from bayesadam.readers import read_checkpoint, read_curvature, write_pruned
+from bayesadam.readers.formats.lazy import Lazy
 from cases import train, trained
 
 
@@ -222,6 +220,21 @@ def test_a_file_may_be_pruned_in_place_and_stays_readable(tmp_path: Path) -> Non
         model[2].weight.mul_(torch.eye(3))
     check(read, model, optimizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt"]
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_each_mask_is_computed_and_each_weight_read_once(pair: Any, tmp_path: Path, ending: str) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint, accessed = read_checkpoint(path), []
+    values = {"weights": checkpoint.weights, "masks": {n: torch.ones_like(p) > 0 for n, p in model.named_parameters()}}
+
+    def counted(kind: str) -> Lazy:
+        outline = {name: tensor.to("meta") for name, tensor in values[kind].items()}
+        return Lazy(outline, lambda name: (accessed.append((kind, name)), values[kind][name])[1])
+
+    write_pruned(replace(checkpoint, weights=counted("weights")), counted("masks"), tmp_path / f"out{ending}")
+    assert sorted(accessed) == sorted((kind, name) for kind in values for name in values[kind])
 
 
 class Tied(nn.Module):

@@ -22,7 +22,7 @@ from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, origin_of, read_match
 from bayesadam.readers.formats.contents import Keys, Network, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
-from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of
+from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of, tensors_of
 from bayesadam.readers.formats.registry import format_of
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
@@ -143,13 +143,21 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
     stored = clean_names(behind)
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
     optimizer = state.states[choice.state]
-    _check_owner(path, weights, optimizer)
-    names = {(behind[key][0].path, behind[key][1]): name for name, key in stored.items()}
+    with damage_told():
+        # A saved posterior has a few of its weights. Other shapes are refused by name once states are matched.
+        states = outline_of(optimizer["state"])
+        saved = {n: state[PROBE_KEY] for n, state in states.items() if n in weights and PROBE_KEY in state}
+        read = {name: probe(weights[name]) for name in saved}
+        is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
+        if is_alike and not same_weights(saved, read):
+            raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
+    places = {name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()}
+    names = {place: name for name, place in places.items()}
     copies = {
         (*copy.path, key): (copy, name)
         for copy, original in copies_of(choice.networks, contents.networks).items()
         for key, other in matching(copy, original).items()
-        if (name := names.get((original.path, other))) is not None
+        if (name := names.get((*original.path, other))) is not None
     }
     chosen = tuple(network.path for network in choice.networks)
     others = {"weights_key": [network.path for network in contents.networks], "optimizer_key": list(state.states)}
@@ -159,7 +167,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         path,
         kind.name,
         stored_names=stored,
-        places={name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()},
+        places=places,
         ordered=all(network.ordered for network in choice.networks),
         networks=chosen,
         left=tuple(n.path for n in contents.networks if n.path not in {*chosen, *(c.path for c, _ in copies.values())}),
@@ -171,18 +179,6 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         notes=(*dict.fromkeys((*contents.notes, *state.notes)), *choice.notes),
         choices="; ".join(f"{o}= may be {', '.join(map(dotted, k))}" for o, k in others.items() if len(k) > 1),
     )
-
-
-@damage_told()
-def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: StateDict) -> None:
-    """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
-    states = outline_of(optimizer["state"])
-    saved = {n: state[PROBE_KEY] for n, state in states.items() if n in weights and PROBE_KEY in state}
-    read = {name: probe(weights[name]) for name in saved}
-    # Other shapes are refused by name once states are matched.
-    is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
-    if is_alike and not same_weights(saved, read):
-        raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
 @damage_told()
@@ -199,6 +195,7 @@ def match_checkpoint(
     slots = slots_of(state, reader)
     if model is None:
         pairing = _pair_file(checkpoint, slots, options)
+        # Without a model every weight that may have been trained is a parameter.
         listed = {*candidates(weights, len(slots)), *pairing.names.values()}
         tensors = {name: weights[name].detach() for name in weights if name in listed}
         parameters = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in tensors.items()}
@@ -209,8 +206,31 @@ def match_checkpoint(
         pairing = _pair_file(checkpoint, slots, options)
         inner = {name: key for key, name in stored.items()}
         pairing = Pairing({key: inner[name] for key, name in pairing.names.items() if name in inner}, pairing.why)
-    else:
-        pairing = _pair_model(checkpoint, slots, options, unwrap(model), parameters, stored)
+        return match_pairs(parameters, state, reader, pairing)
+    given, in_order = options.get("param_names"), options.get("groups_in_order", False)
+    if given is None and names_in(state) is None:
+        given = _by_rule(checkpoint, slots, unwrap(model))
+    named = pair_by_names(state, parameters, given)
+    shapes = shapes_listed(parameters, len(slots))
+    pairing = named or pair(slots, shapes, ordered=True, in_order=in_order)
+    filed = {name: shapes[name] for name in stored if name in shapes}
+    # The class may have changed since.
+    if named is None and checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
+        other = pair(slots, filed, ordered=True, in_order=in_order).names
+        for key, name in pairing.names.items():
+            if other.get(key) != name:
+                raise MatchError(
+                    f"{checkpoint.path} has the weights in another order than the model: the state under key {key!r} "
+                    f"would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
+                )
+    trained = {slot.key for slot in slots if slot.needed}
+    lost = [name for key, name in pairing.names.items() if name not in stored and key in trained]
+    if checkpoint.rules.partial and lost:
+        # The posterior would be about weights that were never trained.
+        raise MatchError(
+            f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and "
+            "use Posterior.from_state_dict, or read the posterior from the live model and optimiser"
+        )
     return match_pairs(parameters, state, reader, pairing)
 
 
@@ -249,43 +269,6 @@ def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: Checkpoin
         raise type(error)(f"{error}{remedy}") from None
 
 
-def _pair_model(
-    checkpoint: Checkpoint,
-    slots: Sequence[Slot],
-    options: CheckpointKeywords,
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    stored: Mapping[str, str],
-) -> Pairing:
-    """The keys with the model's names; `stored` are the file's names by the model's."""
-    given = options.get("param_names")
-    if given is None and names_in(checkpoint.optimizer) is None:
-        given = _by_rule(checkpoint, slots, model)
-    pairing = pair_by_names(checkpoint.optimizer, parameters, given)
-    if pairing is None:
-        shapes, in_order = shapes_listed(parameters, len(slots)), options.get("groups_in_order", False)
-        pairing = pair(slots, shapes, ordered=True, in_order=in_order)
-        filed = {name: shapes[name] for name in stored if name in shapes}
-        # The class may have changed since.
-        if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            other = pair(slots, filed, ordered=True, in_order=in_order).names
-            for key, name in pairing.names.items():
-                if other.get(key) != name:
-                    raise MatchError(
-                        f"{checkpoint.path} has the weights in another order than the model: the state under key "
-                        f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
-                    )
-    trained = {slot.key for slot in slots if slot.needed}
-    lost = [name for key, name in pairing.names.items() if name not in stored and key in trained]
-    if checkpoint.rules.partial and lost:
-        # The posterior would be about weights that were never trained.
-        raise MatchError(
-            f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and "
-            "use Posterior.from_state_dict, or read the posterior from the live model and optimiser"
-        )
-    return pairing
-
-
 def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) -> tuple[str, ...] | None:
     """The parameters' names in the order in which the trainer gives them to its optimiser; None without a rule."""
     if checkpoint.rules.orders is None:
@@ -306,11 +289,9 @@ def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) ->
 
 def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str, str], bool]:
     """The name in the checkpoint by the name in the model, and whether the model is a part of what was trained."""
-    tensors, rules = _tensors_of(model), checkpoint.rules
-    outline, stored = (
-        outline_of(checkpoint.weights),
-        {checkpoint.stored_names[name]: name for name in checkpoint.weights},
-    )
+    tensors, rules = tensors_of(model), checkpoint.rules
+    outline = outline_of(checkpoint.weights)
+    stored = {checkpoint.stored_names[name]: name for name in checkpoint.weights}
     if rules.names is not None:
         renamed = rules.names(model)
         names = {renamed.get(key, key): name for key, name in stored.items()}
@@ -343,15 +324,11 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str,
     return {name.removeprefix(fitting[0]): name for name in outline if name.startswith(fitting[0])}, True
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-
-
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
     names, _ = _stored_by_name(checkpoint, inner)
-    tensors = _tensors_of(inner)
+    tensors = tensors_of(inner)
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(tensors[name]) for name in names if name in tensors}
     absent = [name for name in tensors if name not in names and memory_of(tensors[name]) not in saved]
@@ -392,16 +369,17 @@ def write_pruned(
     if unknown := sorted(masks.keys() - weights.keys()):
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
     memory = identities(weights)
-    masked = {memory[name] for name in masks}
+    masked: dict[tuple[object, ...], list[str]] = {}
+    for name in masks:
+        masked.setdefault(memory[name], []).append(name)
 
     def pruned(name: str, average: Tensor | None = None) -> Tensor:
         weight = (weights[name] if average is None else average).detach()
         if average is None and moved is not None and name in moved:
             weight = moved[name].to(weight)
-        for other, mask in masks.items():
-            if memory[other] != memory[name]:
-                continue
-            if mask.dtype != torch.bool or mask.shape != weight.shape:
+        # A mask may be computed when it is accessed.
+        for other in masked.get(memory[name], ()):
+            if (mask := masks[other]).dtype != torch.bool or mask.shape != weight.shape:
                 raise MatchError(f"the mask of {other!r} must be torch.bool of shape {tuple(weight.shape)}")
             weight = weight.masked_fill(~mask.cpu(), 0)
         return weight
@@ -409,7 +387,7 @@ def write_pruned(
     kind = format_of(checkpoint.path)
     if out.suffix == ".safetensors" and kind.name != "safetensors":
         with replacing(out) as temporary:
-            write_tensors(temporary, weights, pruned)
+            write_tensors(temporary, outline_of(weights), pruned)
         return
     if kind.name == "safetensors" and out.suffix != ".safetensors":
         raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
@@ -420,10 +398,6 @@ def write_pruned(
     changed = {keys: place for keys, place in places.items() if memory[place[0]] in masked}
     with replacing(out) as temporary:
         kind.rewrite(checkpoint.path, changed.keys(), lambda keys: pruned(*changed[keys]), temporary)
-
-
-# Steps that a loss scaler skipped are in the trainer's count and not in the optimiser's: so many, or this share.
-_SKIPPED, _SHARE = 20, 0.05
 
 
 def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
@@ -438,9 +412,10 @@ def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:
         if weights is not None and state is not None and weights != state:
             apart.append(f"{path} says {word} {weights}, {checkpoint.optimizer_path} {word} {state}")
     counted, steps = checkpoint.recorded.step, origin_of(match).steps
+    # A loss scaler's skipped steps are in the trainer's count and not in the optimiser's: at most 20, or 5 %.
     if counted is not None and steps is not None and (path / STATE).is_file():
         skipped = counted - steps[1]
-        if not -1 < skipped <= max(_SKIPPED, _SHARE * counted):
+        if not -1 < skipped <= max(20, 0.05 * counted):
             apart.append(f"{path / STATE} counts {counted} steps, the optimiser {steps[1]:g}")
     if not apart:
         return None

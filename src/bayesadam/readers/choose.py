@@ -76,22 +76,27 @@ def choose(
     is_named = len(asked) == 1 and optimizer_key is not None
     if is_clear and (is_named or fit(clear, states[clear.state])):
         return clear
-    pairs = _pairs(asked, tuple(originals.values()), usual_states if len(usual_states) == 1 else states)
+    # Every choice that nothing contradicts: the networks asked for, else one, else the fewest in some order.
+    pairs: list[Choice] = []
+    for path, state in (usual_states if len(usual_states) == 1 else states).items():
+        for size in range(1, min(len(originals), _MOST_TOGETHER) + 1):
+            orders = [asked] if asked else itertools.permutations(originals.values(), size)
+            choices = [Choice(order, path, (why,)) for order in orders if (why := fit(Choice(order, path), state))]
+            pairs += choices
+            if choices or asked:
+                break
     if len(pairs) == 1:
         return Choice(pairs[0].networks, pairs[0].state, (*notes, f"{pairs[0]}: the only choice that fits"))
     if not pairs and is_clear:
         # The error comes where the states are matched.
         return clear
     rows = "".join(f"\n  {row} ({row.notes[0]})" for row in pairs[:_MOST_ROWS])
+    weights, kept = (" and ".join(repr(dotted(path)) for path in list(paths)[:6]) for paths in (originals, states))
     raise FileError(
-        f"{source} holds weights under {_listed(list(originals))} and states under {_listed(list(states))}"
+        f"{source} holds weights under {weights} and states under {kept}"
         f"{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, with "
         f"{rows or 'weights_key= and optimizer_key='}"
     )
-
-
-def _listed(paths: Sequence[Keys]) -> str:
-    return " and ".join(repr(dotted(path)) for path in paths[:6])
 
 
 def _under(choices: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]:
@@ -147,19 +152,6 @@ def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
         if same or (originals and words[network] & _COPIES):
             copies[network] = (same or originals)[0]
     return copies
-
-
-def _pairs(asked: tuple[Network, ...], networks: tuple[Network, ...], states: Mapping[Keys, StateDict]) -> list[Choice]:
-    """Every choice that nothing contradicts: the networks asked for, else one, else the fewest in some order."""
-    pairs: list[Choice] = []
-    for path, state in states.items():
-        for size in range(1, min(len(networks), _MOST_TOGETHER) + 1):
-            orders = [asked] if asked else itertools.permutations(networks, size)
-            choices = [Choice(order, path, (why,)) for order in orders if (why := fit(Choice(order, path), state))]
-            pairs += choices
-            if choices or asked:
-                break
-    return pairs
 
 
 def fit(choice: Choice, state: StateDict) -> str:

@@ -58,6 +58,8 @@ _TARGET = re.compile(r"_target(?=[._]|$)|(?<![a-z])target_")
 
 Shapes = Mapping[str, torch.Size]
 Runs = Sequence[tuple[Sequence["Slot"], Shapes]]
+# An optimiser's name, its reader, its groups and the states by the keys in them.
+Source = tuple[str, StateReader, Sequence[Group], Mapping[Any, State]]
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,9 @@ def match_optimizers(
     if not parameters:
         raise MatchError(f"{type(model).__name__} has no parameters")
     names: dict[Hashable, str] = {parameter: name for name, parameter in parameters.items()}
-    listed = listed_optimizers(optimizers)
-    titles = tuple(type(optimizer).__name__ for optimizer in listed)
-    matched: dict[str, Entry | str] = {}
-    for optimizer, title in zip(listed, titles, strict=True):
-        record = reader_of(optimizer) if reader is None else reader_named(reader)
+    sources: list[Source] = []
+    for optimizer in listed_optimizers(optimizers):
+        title, record = type(optimizer).__name__, reader_of(optimizer) if reader is None else reader_named(reader)
         if record is None and any(is_tracked(state) for state in optimizer.state.values()):
             record = TRACKED
         if record is None:
@@ -175,16 +175,14 @@ def match_optimizers(
                 "readers.register(StateReader(...)) if it keeps a second moment of the gradients, one number a weight; "
                 f"else {ADVICE}"
             )
-        trained = _entries(parameters, optimizer.param_groups, optimizer.state, record, names, title)
-        if twice := [name for name in trained if name in matched]:
-            raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
-        matched |= trained
-    if not matched:
+        sources.append((title, record, optimizer.param_groups, optimizer.state))
+    whose = " and ".join(title for title, *_ in sources)
+    if not any(key in names for *_, groups, _ in sources for group in groups for key in group["params"]):
         raise MatchError(
-            f"no parameter of {' and '.join(titles)} belongs to this {type(model).__name__}: pass the model that it "
-            "trained (for a copy use Posterior.from_state_dict)"
+            f"no parameter of {whose} belongs to this {type(model).__name__}: pass the model that it trained (for a "
+            "copy use Posterior.from_state_dict)"
         )
-    return _in_place(_finished(parameters, matched, " and ".join(titles), titles, "the identity of tensors"))
+    return _in_place(_matched(parameters, sources, names, whose, "the identity of tensors"))
 
 
 @damage_told()
@@ -207,8 +205,8 @@ def match_pairs(
     parameters: Mapping[str, nn.Parameter], state_dict: StateDict, reader: StateReader, pairing: Pairing
 ) -> Match:
     """The match that a pairing of keys and names gives."""
-    matched = _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, pairing.names, reader.name)
-    return _finished(parameters, matched, f"this {reader.name!r} state dict", (reader.name,), pairing.why)
+    source = (reader.name, reader, state_dict["param_groups"], state_dict["state"])
+    return _matched(parameters, [source], pairing.names, f"this {reader.name!r} state dict", pairing.why)
 
 
 def _in_place(match: Match) -> Match:
@@ -221,18 +219,22 @@ def _in_place(match: Match) -> Match:
     return match
 
 
-def _entries(
+def _matched(
     parameters: Mapping[str, nn.Parameter],
-    groups: Sequence[Group],
-    states: Mapping[Any, State],
-    usual: StateReader,
+    sources: Sequence[Source],
     names: Mapping[Hashable, str],
-    title: str,
-) -> dict[str, Entry | str]:
+    whose: str,
+    why: str,
+) -> Match:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
     matched: dict[str, Entry | str] = {}
-    for group, key in ((owner, key) for owner in groups for key in owner["params"] if key in names):
+    keyed = ((*source, group, key) for source in sources for group in source[2] for key in group["params"])
+    for title, usual, _, states, group, key in keyed:
+        if key not in names:
+            continue
         name, state = names[key], states.get(key, {})
+        if name in matched:
+            raise MatchError(f"parameter {name!r} is trained by two of the optimisers given: pass one of them")
         parameter, reader = parameters[name], reader_for(state, group, usual)
         # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
         # beside it is no such state: the reader says what is missing.
@@ -252,7 +254,17 @@ def _entries(
                     "optimiser"
                 )
             matched[name] = Entry(name, parameter, state, group, reader)
-    return matched
+    every = {n: matched.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
+    entries = tuple(entry for entry in every.values() if isinstance(entry, Entry))
+    omitted = {name: reason for name, reason in every.items() if isinstance(reason, str)}
+    if not entries and _UNTRAINED in omitted.values():
+        raise MatchError(f"{whose} has not taken a step yet: train first, then read the posterior")
+    if not entries and any(reason.endswith(_KEEPS_NONE) for reason in omitted.values()):
+        raise MatchError(f"{whose} keeps no second moment per weight; {ADVICE}")
+    if not entries:
+        described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
+        raise MatchError(f"{whose} leaves no parameter to read: {described}")
+    return Match(entries, omitted, tuple(title for title, *_ in sources), why)
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -266,26 +278,6 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         )
     if is_sharded(parameter):
         check_placements(name, parameter)
-
-
-def _finished(
-    parameters: Mapping[str, nn.Parameter],
-    matched: Mapping[str, Entry | str],
-    source: str,
-    optimizers: tuple[str, ...],
-    why: str,
-) -> Match:
-    every = {n: matched.get(n, "not in the optimiser" if p.requires_grad else _FROZEN) for n, p in parameters.items()}
-    entries = tuple(entry for entry in every.values() if isinstance(entry, Entry))
-    omitted = {name: reason for name, reason in every.items() if isinstance(reason, str)}
-    if not entries and _UNTRAINED in omitted.values():
-        raise MatchError(f"{source} has not taken a step yet: train first, then read the posterior")
-    if not entries and any(reason.endswith(_KEEPS_NONE) for reason in omitted.values()):
-        raise MatchError(f"{source} keeps no second moment per weight; {ADVICE}")
-    if not entries:
-        described = "; ".join(f"{count} {reason}" for reason, count in Counter(omitted.values()).items())
-        raise MatchError(f"{source} leaves no parameter to read: {described}")
-    return Match(entries, omitted, optimizers, why)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

@@ -130,14 +130,10 @@ def listed(state: State, group: State, shape: torch.Size) -> Factors:
     moment: Tensor = state[PLAIN_KEY]
     if moment.shape != shape:
         raise MatchError(f"a statistic has shape {tuple(moment.shape)}: the state belongs to another model")
-    return _wide(moment), _checked_bases(state["Q"], shape)
-
-
-def _checked_bases(stored: Sequence[object], shape: Sequence[int]) -> list[Tensor | None]:
-    """One basis a dimension, each orthogonal and of that side; an empty list or None is the identity."""
-    bases = [_wide(basis) if isinstance(basis, Tensor) and basis.numel() else None for basis in stored]
+    # An empty list or None is the identity.
+    bases = [_wide(basis) if isinstance(basis, Tensor) and basis.numel() else None for basis in state["Q"]]
     if all(basis is None for basis in bases):
-        return [None] * len(shape)
+        return _wide(moment), [None] * len(shape)
     sides = [None if basis is None else tuple(basis.shape) for basis in bases]
     fits = [have in (None, (side, side)) for have, side in zip(sides, shape, strict=False)]
     if len(sides) != len(shape) or not all(fits):
@@ -146,14 +142,14 @@ def _checked_bases(stored: Sequence[object], shape: Sequence[int]) -> list[Tenso
             "its dimensions were merged; train with merge_dims=False"
         )
     # A bfloat16 basis is orthogonal to its own precision alone.
-    precisions = [torch.finfo(basis.dtype).eps for basis in stored if isinstance(basis, Tensor)]
+    precisions = [torch.finfo(basis.dtype).eps for basis in state["Q"] if isinstance(basis, Tensor)]
     tolerance = max(1e-2, 4 * max(precisions))
     if not all(basis is None or is_orthonormal(basis, tolerance) for basis in bases):
         raise MatchError(
             f"a basis of a parameter of shape {tuple(shape)} is not orthogonal: the file is damaged, or training met a "
             "non-finite gradient"
         )
-    return bases
+    return _wide(moment), bases
 
 
 def _wide(tensor: Tensor) -> Tensor:

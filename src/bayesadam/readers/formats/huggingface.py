@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats.contents import Contents, Network, Recorded, Rules, recorded_in
-from bayesadam.readers.formats.lazy import clean_names
+from bayesadam.readers.formats.contents import Contents, Network, Rules, recorded_in
+from bayesadam.readers.formats.lazy import clean_names, tensors_of
 from bayesadam.readers.formats.registry import Format, format_of
 
 # In the order in which transformers itself looks for them.
@@ -69,7 +69,7 @@ def _read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[Mappin
 
 
 def _tensors_in(path: Path) -> tuple[Mapping[str, Tensor], bool]:
-    """The tensors of one file, mapped, whatever its name says it is; and whether they are in the model's order."""
+    """The tensors of one file, mapped, whatever its name says; and whether they are in the model's order."""
     networks = format_of(path).read(path).networks
     if len(networks) != 1 or networks[0].path:
         raise FileError(f"{path} holds other things than tensors by name: save it with model.save_pretrained(folder)")
@@ -97,9 +97,16 @@ def _sharded(index: Path) -> dict[str, Tensor]:
 
 def _contents(path: Path, weights: Mapping[str, Tensor], ordered: bool, rules: Rules) -> Contents:
     """One model, with the optimiser's state in a file of its own."""
-    states = sorted(path / file for file in _files_of(path) if _STATE_FILE.fullmatch(file))
-    summary = f"{len(weights)} tensors, {sorted(_files_of(path))[:12]}"
-    return Contents([Network((), weights, ordered)], {}, summary, _recorded(path), rules, states)
+    there = sorted(_files_of(path))
+    written = _read_json(path / STATE) if STATE in there else {}
+    callbacks = written.get("stateful_callbacks")
+    # N, where our own callback wrote it down.
+    ours = callbacks.get("bayesadam") if isinstance(callbacks, dict) else None
+    recorded = recorded_in(level for level in (written, ours) if isinstance(level, dict))
+    states = [path / file for file in there if _STATE_FILE.fullmatch(file)]
+    return Contents(
+        [Network((), weights, ordered)], {}, f"{len(weights)} tensors, {there[:12]}", recorded, rules, states
+    )
 
 
 def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
@@ -115,20 +122,20 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
     return [*answers, [list(names)]]
 
 
-def _trainer_orders(model: nn.Module) -> Orders:
-    """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
+def _orders(model: nn.Module, stored: Collection[str] | None = None) -> Orders:
+    """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them.
+
+    Of an adapter, of those that are `stored`, trained or not: what else was trained is lost, and no order fits.
+    """
     named = dict(model.named_parameters())
-    return [*decay_orders(model, [name for name in named if named[name].requires_grad]), [list(named)]]
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by every name that they have."""
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    held = [name for name in named if stored is None or name in stored]
+    trained = decay_orders(model, [name for name in held if named[name].requires_grad])
+    return [*trained, *([] if stored is None else decay_orders(model, held)), [list(named)]]
 
 
 def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
     """The model's name for each stored one, where they differ: renamed by transformers on saving, wrapped, or tied."""
-    tensors = _tensors_of(model)
+    tensors = tensors_of(model)
     cleaned = {key: name for name, key in clean_names(stored).items()}
     renamed = {} if tensors.keys() >= set(stored) else _renamed_on_saving(model, tensors)
     names = {key: key if key in tensors else renamed.get(key, cleaned[key]) for key in stored}
@@ -158,14 +165,6 @@ def _renamed_on_saving(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str,
     return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
 
 
-def _recorded(folder: Path) -> Recorded:
-    """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down."""
-    state = _read_json(folder / STATE) if (folder / STATE).is_file() else {}
-    callbacks = state.get("stateful_callbacks")
-    ours = callbacks.get("bayesadam") if isinstance(callbacks, dict) else None
-    return recorded_in(level for level in (state, ours) if isinstance(level, dict))
-
-
 def _is_trainer(path: Path, head: bytes) -> bool:
     there = _files_of(path)
     weights = not there.isdisjoint(_WEIGHTS) or any(_SHARD.fullmatch(name) for name in there)
@@ -175,7 +174,7 @@ def _is_trainer(path: Path, head: bytes) -> bool:
 def _read_model(path: Path, *, is_trainer: bool) -> Contents:
     weights, ordered = _read_weights(path)
     # The user's script made Accelerate's optimiser: its order follows no rule.
-    rules = Rules(partial(own_names, list(weights)), _trainer_orders if is_trainer else None)
+    rules = Rules(partial(own_names, list(weights)), _orders if is_trainer else None)
     return _contents(path, weights, ordered, rules)
 
 
@@ -190,11 +189,6 @@ def _read_parent(path: Path) -> Contents:
     raise FileError(
         f"{path} is a folder of checkpoints, {', '.join(names)}: pass one of them; the newest is {path / names[-1]}"
     )
-
-
-def _is_accelerate(path: Path, head: bytes) -> bool:
-    # The Trainer of transformers may leave an optimizer.bin, too.
-    return STATE not in (there := _files_of(path)) and "optimizer.bin" in there
 
 
 # --- PEFT's adapters -----------------------------------------------------------------------------------------------
@@ -227,7 +221,8 @@ def _read_adapter(path: Path) -> Contents:
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = _read_weights(folders[0], _ADAPTER_WEIGHTS)
     shapes = {key: tensor.shape for key, tensor in weights.items()}
-    rules = Rules(partial(_adapter_names, path, shapes), partial(_adapter_orders, path, shapes), partial=True)
+    renamed = partial(_adapter_names, path, shapes)
+    rules = Rules(renamed, lambda model: _orders(model, set(renamed(model).values())), partial=True)
     return _contents(path, weights, False, rules)
 
 
@@ -249,17 +244,9 @@ def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Modul
     return {key: compared[fitting[0]][0][key] for key in shapes}
 
 
-def _adapter_orders(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> Orders:
-    """The Trainer's orders of what the file holds: what else was trained is lost, and no order fits."""
-    adapted, named = set(_adapter_names(path, shapes, model).values()), dict(model.named_parameters())
-    stored = [name for name in named if name in adapted]
-    trained = [name for name in stored if named[name].requires_grad]
-    return [*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]]
-
-
 def _compared(shapes: Mapping[str, torch.Size], model: nn.Module, name: str) -> tuple[dict[str, str], str]:
     """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
-    own, peft = _tensors_of(model), require("peft")
+    own, peft = tensors_of(model), require("peft")
     try:
         # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
         tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
@@ -280,5 +267,11 @@ def _compared(shapes: Mapping[str, torch.Size], model: nn.Module, name: str) -> 
 
 PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
 TRAINER = Format("Hugging Face Trainer", _is_trainer, partial(_read_model, is_trainer=True), folder=True)
-ACCELERATE = Format("Accelerate", _is_accelerate, partial(_read_model, is_trainer=False), folder=True)
+# The Trainer of transformers may leave an optimizer.bin, too.
+ACCELERATE = Format(
+    "Accelerate",
+    lambda path, head: "optimizer.bin" in (there := _files_of(path)) and STATE not in there,
+    partial(_read_model, is_trainer=False),
+    folder=True,
+)
 ADAPTER = Format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _read_adapter, folder=True)

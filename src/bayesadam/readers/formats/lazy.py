@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam._shards import own_part
 
@@ -52,6 +52,11 @@ def gathered(places: Mapping[str, tuple[Mapping[str, Any], str]]) -> Mapping[str
 def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
     """A dictionary under other names, by the present key behind each."""
     return gathered({new: (tensors, old) for new, old in keys.items()})
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters and buffers by every name that they have."""
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

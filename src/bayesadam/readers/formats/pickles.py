@@ -94,16 +94,20 @@ Builders = Mapping[str, Callable[..., Any]]
 class Window:
     """Bytes and a position in them: reading beyond the end, or a line that is absurdly long, is an error."""
 
-    def __init__(self, view: memoryview) -> None:
-        self.view, self.position = view, 0
+    def __init__(self, view: memoryview, position: int = 0) -> None:
+        self.view, self.position = view, position
 
-    def read(self, count: int) -> bytes:
-        """Exactly this many bytes."""
+    def part(self, count: int) -> memoryview:
+        """The next bytes, exactly so many."""
         begin = self.position
-        if not 0 <= count <= len(self.view) - begin:
+        if not 0 <= begin <= begin + count <= len(self.view):
             raise BadPickle("it ends too early")
         self.position += count
-        return bytes(self.view[begin : self.position])
+        return self.view[begin : self.position]
+
+    def read(self, count: int) -> bytes:
+        """A copy of them."""
+        return bytes(self.part(count))
 
     def readline(self) -> bytes:
         """Up to the end of a line."""
@@ -250,13 +254,18 @@ def _key(value: Any) -> Any:
     return value
 
 
-def storage_type(named: Any) -> torch.dtype:
-    """The type behind `torch.FloatStorage`."""
+def described(reference: Any) -> tuple[torch.dtype, str]:
+    """The type, named as `torch.FloatStorage`, and the key by which a file refers to a storage."""
+    if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] not in ("storage", b"storage"):
+        raise BadPickle("a reference to something else than a storage")
+    _, named, key = reference[:3]
+    if not isinstance(key, str | int):
+        raise BadPickle("a storage without a key")
     full = named.full if isinstance(named, Name) else ""
     kind = re.fullmatch(r"torch\.(?:cuda\.|storage\.)?_?(\w+)Storage", full)
     if kind is None or kind[1] not in _STORAGES:
         raise BadPickle(f"a storage of type {said(named)}")
-    return _STORAGES[kind[1]]
+    return _STORAGES[kind[1]], str(key)
 
 
 def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:

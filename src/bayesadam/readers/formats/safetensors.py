@@ -43,27 +43,23 @@ def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys]
 
 
 def _read_posterior(path: Path) -> Contents:
+    """The posterior's second moments as an optimiser's state, its mode as the weights."""
     tensors, header = read_mapped(path)
-    kind = header.get("structure")
+    kind, has_weights, there = header.get("structure"), header.get("has_weights", True), outline_of(tensors)
     if kind not in ("diagonal", "kronecker"):
         loader = "Mixture.load" if kind == "mixture" else "Posterior.load"
         raise FileError(f"{path} holds a {kind} posterior, without second moments of weights: read it with {loader}")
-    with damage_named(path, "Posterior.save"):
-        return _contents(path, tensors, header)
-
-
-def _contents(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Contents:
-    """The posterior's second moments as an optimiser's state, its mode as the weights."""
-    names, settings, origin = header["parameters"], header["settings"], Origin.of_header(header)
-    n_data, prior = settings["n_data"], settings["prior_precision"]
     groups: dict[float, list[str]] = {}
-    for name in names:
-        if name not in prior:
-            raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
-        groups.setdefault(prior[name] / n_data, []).append(name)
-    states = {name: _state(path, tensors, name, origin.fewest) for name in names}
-    there, has_weights = outline_of(tensors), header.get("has_weights", True)
-    outline = {name: meta(tuple((t := there[f"mode.{name}"]).shape), t.dtype) for name in names if has_weights}
+    with damage_named(path, "Posterior.save"):
+        names, settings, origin = header["parameters"], header["settings"], Origin.of_header(header)
+        n_data, prior = settings["n_data"], settings["prior_precision"]
+        for name in names:
+            if name not in prior:
+                raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
+            groups.setdefault(prior[name] / n_data, []).append(name)
+        states = {name: _state(path, tensors, name, origin.fewest) for name in names}
+        outline = {name: meta(tuple((t := there[f"mode.{name}"]).shape), t.dtype) for name in names if has_weights}
+        last = (header.get("steps") or [None])[-1]
     stored = Lazy(outline, lambda name: tensors[f"mode.{name}"])
     # An average without memory has β = 0.
     marks = {SAVED_MARK: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
@@ -72,7 +68,6 @@ def _contents(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, An
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
     origins = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     param_groups = [{"params": members, "weight_decay": decay, **marks} for decay, members in groups.items()]
-    last = (header.get("steps") or [None])[-1]
     return Contents(
         networks=[Network((), stored, ordered=False)] if has_weights else [],
         states={(): {"state": states, "param_groups": param_groups}},

@@ -31,11 +31,12 @@ from bayesadam.readers.formats.lazy import memory_of
 from bayesadam.readers.formats.pickles import (
     BUILDERS,
     BadPickle,
+    Builders,
     HostilePickle,
     StandIn,
     Storage,
     Window,
-    storage_type,
+    described,
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format, format_of, states_beside
@@ -75,13 +76,6 @@ def mapped(path: Path, access: int = mmap.ACCESS_COPY) -> memoryview:
         return memoryview(_Mapped(file.fileno(), size, access=access) if size else b"")
 
 
-def inside(view: memoryview, start: int, length: int) -> memoryview:
-    """Some of the bytes, all of which are there."""
-    if start < 0 or length < 0 or start + length > len(view):
-        raise BadPickle(f"bytes {start} to {start + length} of {len(view)}")
-    return view[start : start + length]
-
-
 def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
     """Bytes as the memory of tensors, copied where they do not start at a multiple of an entry's size."""
     if not view:
@@ -98,7 +92,7 @@ def as_file(view: memoryview) -> Any:
 
 def begin_of(view: memoryview, info: zipfile.ZipInfo) -> int:
     """Where the content of an archive's member begins."""
-    name, extra = struct.unpack("<HH", inside(view, info.header_offset, _LOCAL_HEADER)[26:])
+    name, extra = struct.unpack("<HH", Window(view, info.header_offset).read(_LOCAL_HEADER)[26:])
     return info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
 
 
@@ -109,7 +103,7 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
     with zipfile.ZipFile(as_file(view)) as archive:
         for info in archive.infolist():
             if info.compress_type == zipfile.ZIP_STORED:
-                members[info.filename] = inside(view, begin_of(view, info), info.file_size)
+                members[info.filename] = Window(view, begin_of(view, info)).part(info.file_size)
                 continue
             left -= info.file_size
             if left < 0:
@@ -120,7 +114,14 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
 
 def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
-    return _load_zip(view, depth) if bytes(view[:4]) == _ZIP else _load_pickles(view, depth)
+    load = _load_zip if bytes(view[:4]) == _ZIP else _load_pickles
+
+    def nested(content: Any = b"", *_: Any) -> Any:
+        if not isinstance(content, bytes) or depth == _DEEPEST:
+            raise BadPickle("a storage in a storage in a storage")
+        return load_torch(memoryview(bytearray(content)), depth + 1)
+
+    return load(view, {**BUILDERS, "torch.storage._load_from_bytes": nested})
 
 
 def load_view(view: memoryview, name: str) -> Any:
@@ -140,32 +141,7 @@ def load_tree(path: Path) -> Any:
     return load_view(mapped(path), str(path))
 
 
-class _Reader(Window):
-    """Pickles that follow each other in some bytes."""
-
-    def __init__(self, view: memoryview, depth: int = 0) -> None:
-        super().__init__(view)
-        self._builders = {**BUILDERS, "torch.storage._load_from_bytes": self._nested}
-        self._depth = depth
-
-    def pickled(self, persistent: Callable[[Any], Any] | None = None, *, built: bool = True) -> Any:
-        """The next pickle; with `built=False` everything in it is a stand-in."""
-        return unpickle(self, self._builders if built else {}, persistent)
-
-    def _nested(self, content: Any = b"", *_: Any) -> Any:
-        if not isinstance(content, bytes) or self._depth == _DEEPEST:
-            raise BadPickle("a storage in a storage in a storage")
-        return load_torch(memoryview(bytearray(content)), self._depth + 1)
-
-    def storage(self, dtype: torch.dtype) -> Storage:
-        """The next storage, after its number of entries."""
-        (count,) = struct.unpack("<q", self.read(8))
-        entries = inside(self.view, self.position, count * dtype.itemsize)
-        self.position += len(entries)
-        return Storage(as_memory(entries, dtype.itemsize), dtype)
-
-
-def _load_zip(view: memoryview, depth: int) -> Any:
+def _load_zip(view: memoryview, builders: Builders) -> Any:
     storages: dict[str, torch.UntypedStorage] = {}
     members = zip_members(view)
     roots = [name.removesuffix("data.pkl") for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
@@ -176,55 +152,47 @@ def _load_zip(view: memoryview, depth: int) -> Any:
         raise BadPickle("its numbers are of a big-endian machine")
 
     def persistent(reference: Any) -> Storage:
-        kind, key = _described(reference)
+        kind, key = described(reference)
         name = f"{root}data/{key}"
         if name not in storages:
             storages[name] = as_memory(members[name], kind.itemsize)
         return Storage(storages[name], kind)
 
-    return _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
+    return unpickle(Window(members[f"{root}data.pkl"]), builders, persistent)
 
 
-def _described(reference: Any) -> tuple[torch.dtype, str]:
-    """The type and the key by which a file refers to a storage."""
-    if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] not in ("storage", b"storage"):
-        raise BadPickle("a reference to something else than a storage")
-    _, kind, key = reference[:3]
-    if not isinstance(key, str | int):
-        raise BadPickle("a storage without a key")
-    return storage_type(kind), str(key)
-
-
-def _load_pickles(view: memoryview, depth: int) -> Any:
-    reader = _Reader(view, depth)
-    first = reader.pickled()
+def _load_pickles(view: memoryview, builders: Builders) -> Any:
+    window = Window(view)
+    first = unpickle(window, builders)
     if not isinstance(first, int) or first != _MAGIC:
         return first
-    version, system = reader.pickled(), reader.pickled()
+    version, system = unpickle(window, builders), unpickle(window, builders)
     if version != _PROTOCOL:
         raise BadPickle("a file of another version")
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
     kinds: dict[str, torch.dtype] = {}
-    storages: dict[str, Storage] = {}
+    storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent(reference: Any) -> Any:
         if isinstance(reference, tuple) and reference[:1] == ("module",):
             return reference[1]
-        kind, key = _described(reference)
+        kind, key = described(reference)
         kinds[key] = kind
         if key not in storages:
             return None
-        storage = Storage(storages[key].memory, kind)
+        storage = Storage(storages[key], kind)
         return storage.part(*reference[5][1:]) if len(reference) > 5 and reference[5] is not None else storage
 
-    # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
-    begin = reader.position
-    reader.pickled(persistent, built=False)
-    for key in map(str, reader.pickled()):
-        storages[key] = reader.storage(kinds[key])
-    reader.position = begin
-    return reader.pickled(persistent)
+    # The storages, whose types the pickle has, come after it, each behind its length: the pickle is read once for
+    # these, as stand-ins, and again with the storages.
+    begin = window.position
+    unpickle(window, {}, persistent)
+    for key in map(str, unpickle(window, builders)):
+        (count,) = struct.unpack("<q", window.read(8))
+        size = kinds[key].itemsize
+        storages[key] = as_memory(window.part(count * size), size)
+    return unpickle(Window(view, begin), builders, persistent)
 
 
 def as_weights(tree: Any) -> Any:
@@ -296,6 +264,7 @@ def _state_dict(optimizer: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any
 def rewrite(source: Path, keys: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
     """Copy a zip archive, then write the weights into the copy: every other byte stays, but for checksums."""
     shutil.copyfile(source, target)
+    # What is written to this view is written to the file.
     view = mapped(target, mmap.ACCESS_WRITE)
     tree, start = load_view(view, str(source)), torch.frombuffer(view, dtype=torch.uint8).data_ptr()
     for path in keys:
@@ -308,11 +277,7 @@ def rewrite(source: Path, keys: Collection[Keys], weights: Callable[[Keys], Tens
                 "choose a path that ends in .safetensors"
             )
         weight.copy_(weights(path))
-    _sum_again(view)
-
-
-def _sum_again(view: memoryview) -> None:
-    """Correct the checksums of what is not compressed in an archive."""
+    # Checksums of what is not compressed.
     with zipfile.ZipFile(as_file(view)) as archive:
         listed = archive.start_dir
         for info in archive.infolist():
@@ -355,14 +320,14 @@ def _read_zip(path: Path) -> Contents:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Files with the endings of checkpoints, the newest first, down to the third level."""
+    """Files with the endings of checkpoints, down to the third level."""
     files = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
-    return sorted((file for file in files if file.is_file()), key=lambda file: -file.stat().st_mtime)
+    return [file for file in files if file.is_file()]
 
 
 def _read_folder(path: Path) -> Contents:
     """The one checkpoint in a folder, with the state beside it; several are listed."""
-    files = _files_in(path)
+    files = sorted(_files_in(path), key=lambda file: -file.stat().st_mtime)
     states = {state for file in files for state in states_beside(file)}
     files = [file for file in files if file not in states]
     if len(files) != 1:
