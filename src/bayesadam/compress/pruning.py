@@ -195,13 +195,13 @@ def prune_checkpoint(
     write_pruned(checkpoint, kept, out)
     parameters = {name: tensor for name, tensor in checkpoint.weights.items() if name in outline}
     report = PruningReport.of_file(checkpoint, parameters, kept, out)
-    warn_of_empty(parameters, {name: left for name, (_, left) in report.parameters.items()})
+    warn_of_empty(parameters, {name: torch.tensor(left) for name, (_, left) in report.parameters.items()})
     return report
 
 
-def warn_of_empty(parameters: Named, left: Mapping[str, int]) -> None:
+def warn_of_empty(before: Named, after: Named) -> None:
     """Warn of the matrices that have lost all their weights."""
-    lost = [name for name, p in parameters.items() if not left[name] and p.dim() > 1 and bool(p.any())]
+    lost = [name for name, w in after.items() if not w.any() and before[name].dim() > 1 and before[name].any()]
     if lost:
         warn(f"no weight is left of {', '.join(lost[:4])}: scope='bounded' keeps some of every parameter")
 
