@@ -180,6 +180,9 @@ def test_hostile_headers_are_refused(tmp_path: Path) -> None:
         storage.write(path, parts, header | change, packing.KIND)
         with pytest.raises(FileError):
             load_packed(path)
+    # Files of before have no buffers.
+    storage.write(path, parts, {key: value for key, value in header.items() if key != "buffers"}, packing.KIND)
+    assert report_packed(path).weights == 32 * 65
     for key in ("shapes", "grids", "same"):
         storage.write(path, parts, {other: header[other] for other in header if other != key}, packing.KIND)
         with pytest.raises(FileError):

@@ -59,7 +59,8 @@ def report_packed(path: AnyPath) -> PruningReport:
     """
     parts, header = storage.read_mapped(path, KIND)
     tensors = {name: tensor for name, tensor in load_packed(path).items() if name not in header["same"]}
-    sizes, bits = Counter(dict.fromkeys(tensors, 0)), Counter(grid["bits"] for grid in header["grids"].values())
+    bits = Counter(grid["bits"] for name, grid in header["grids"].items() if name in tensors)
+    sizes = Counter(dict.fromkeys(tensors, 0))
     for key, part in parts.items():
         sizes[key.partition(".")[2]] += part.nbytes
     sizes["(header)"] = Path(path).stat().st_size - sizes.total()
