@@ -380,9 +380,10 @@ def test_prune_with_inputs_writes_the_weights_that_python_gives(ending, images, 
     assert not any(p[expected[name] == 0].any() for name, p in tiny.named_parameters())
 
 
-def test_a_pattern_and_a_ranking_with_the_network_alone(images):
+def test_a_pattern_and_a_ranking_with_the_network_alone(images, capsys):
     given = (*WITH_MODEL, "--pattern", "1:2", "--ranking", "saliency", "-o", "small.safetensors")
     assert run("prune", "last.pt", *given) == 0
+    assert "The weights alone are written" in capsys.readouterr().out
     posterior = ba.Posterior.from_checkpoint("last.pt", mlp(4, 20, 1), prior_precision=0.0)
     expected = ba.prune(posterior, pattern="1:2", ranking="saliency").mean
     assert all(load_file("small.safetensors")[name].equal(weight) for name, weight in expected.items())
@@ -400,7 +401,14 @@ def test_quantise_writes_what_inspect_reads(images, capsys):
     assert report["bytes"] == expected.report.bytes
     assert report["parameters"] == {name: list(row) for name, row in expected.report.parameters.items()}
     assert run("inspect", "quantised.safetensors") == 0
-    assert "1 of 4 tensors have codes of 3 bits" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{ba.inspect('quantised.safetensors')}\n"
+    assert "1 of 4 tensors have codes of 3 bits" in str(expected.report)
+    for source, out, said in (
+        ("last.pt", "small.pt", "'small.pt' must end in .safetensors"),
+        ("quantised.safetensors", "small.safetensors", "quantised.safetensors is quantised already"),
+    ):
+        assert run("quantise", source, *WITH_MODEL, "--bits", 3, "-o", out) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -506,6 +514,9 @@ def test_demo_ends_with_the_path_in_any_encoding(encoding, small_demo, tmp_path,
         ),
         ("Pass the file as optimizer_path=, or n_data=", "Pass the file as --optimizer-file, or --n-data"),
         ("under optimizer_key='o'; or groups_in_order=True if", "under --optimizer-key 'o'; or --groups-in-order if"),
+        ("SGD: reader='ogd', optimizer='ogd' of a file", "SGD: --optimizer ogd"),
+        ("targets), or pass forward=lambda model, batch: ...", "targets)"),
+        ("leave fraction=0.5 out, or scope='bounded'", "leave --fraction 0.5 out, or --scope 'bounded'"),
         ("Pass param_names=[...], the names", "Pass param_names=[...] in Python, the names"),
         ("torch.load(path, weights_only=False), my_n_data=3", "torch.load(path, weights_only=False), my_n_data=3"),
     ],

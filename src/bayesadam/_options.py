@@ -4,6 +4,10 @@ import re
 
 # Keywords in error messages, and the options of the command line for them.
 _OPTIONS = {
+    "reader='ogd', optimizer='ogd' of a file": "--optimizer ogd",
+    ", or pass forward=lambda model, batch: ...": "",
+    "fraction=": "--fraction",
+    "scope=": "--scope",
     "n_data=": "--n-data",
     "batch_size=": "--batch-size",
     "base=": "--base",
@@ -28,7 +32,7 @@ def in_options(message: str) -> str:
     "--weights-key 'a,b' --optimizer-key 'o'"
     """
     for keyword, option in _OPTIONS.items():
-        spaced = re.sub(rf"(?<!\w){re.escape(keyword)}(?=['\"])", f"{option} ", message)
+        spaced = re.sub(rf"(?<!\w){re.escape(keyword)}(?=['\"\d])", f"{option} ", message)
         message = re.sub(rf"(?<!\w){re.escape(keyword)}", option, spaced)
     # Options that are given together, as on a command line.
     return re.sub(r"', (?=--)", "' ", message)

@@ -126,11 +126,12 @@ class GridHeader(TypedDict):
 
 
 class PackedHeader(TypedDict, total=False):
-    """A packed network: shapes, grids, and the first names of what is tied."""
+    """A packed network: shapes, grids, the first names of what is tied, and buffers."""
 
     shapes: dict[str, list[CountOrZero]]
     grids: dict[str, GridHeader]
     same: dict[str, str]
+    buffers: list[str]
 
 
 def typed(value: object, kind: Any, name: str = "the header") -> Any:

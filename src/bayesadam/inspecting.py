@@ -13,6 +13,7 @@ import torch
 
 from bayesadam._tables import aligned
 from bayesadam.compress import PruningReport, Quantised
+from bayesadam.compress.packing import is_packed, report_packed
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MatchError, MissingFileError, SettingError
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint
@@ -142,12 +143,14 @@ def inspect(
 
     Args:
         source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior; of what `quantise`
-            returned it is the report, with the bytes of each tensor.
+            returned, and of its file, it is a `PruningReport`, with the bytes of each tensor.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         **options: how the file is read, see `CheckpointKeywords`.
     """
     if isinstance(source, Quantised):
         return source.report
+    if isinstance(source, str | os.PathLike) and is_packed(source):
+        return report_packed(source)
     gaussian, n = _opened(source, n_data, options)
     opened = gaussian.source
     match = None if opened is None else opened.match

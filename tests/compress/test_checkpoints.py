@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
+from bayesadam.errors import BayesAdamWarning
 from bayesadam.weights.gaussian import GaussianWeights
 from compress.cases_compress import normalised
 
@@ -74,6 +75,7 @@ def test_the_command_prunes_reports_and_ends_with_its_path(saved, tmp_path):
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, result.output
     assert "0.weight" in result.output
+    assert "The weights alone are written: a path that ends in .pt keeps the optimiser's state." in result.output
     assert result.output.split()[-1] == str(out)
     assert list(out.parent.iterdir()) == [out]
     # Buffers have no state and are not eligible, nor is the bias before the batch norm.
@@ -90,6 +92,16 @@ def test_the_table_is_of_the_parameters_and_adds_up_to_the_fraction(saved, tmp_p
     found = torch.load(tmp_path / "pruned.pt", weights_only=True)["model"]
     zeros = sum(int((found[name] == 0).sum()) for name, _ in model.named_parameters())
     assert report.weights - report.kept == zeros
+
+
+def test_a_matrix_without_weights_is_named(saved, tmp_path):
+    path, out, how = saved[2], tmp_path / "pruned.pt", {"fraction": 0.5, "ranking": "magnitude"}
+    tree = torch.load(path)
+    tree["model"]["3.weight"] *= 1e-6
+    torch.save(tree, path)
+    with pytest.warns(BayesAdamWarning, match=r"no weight is left of 3\.weight: scope='bounded'"):
+        ba.compress.prune_checkpoint(path, out, **how)
+    assert 0 < ba.compress.prune_checkpoint(path, out, scope="bounded", **how).parameters["3.weight"][1] < 36
 
 
 class Recurrent(nn.Module):

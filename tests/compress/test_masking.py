@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesadam.compress import apply_masks, keep_pruned, masks
+from bayesadam.compress import apply_masks, condition, keep_pruned, masks
 from bayesadam.errors import MatchError
 from cases import mlp, train
 from compress.cases_compress import posterior_of
@@ -48,6 +49,9 @@ def test_removed_weights_are_zero_and_the_others_bit_for_bit(dtype: torch.dtype)
         ({"2.weigth": torch.ones(2, 6, dtype=torch.bool)}, r"'2\.weigth' is of no parameter"),
         ({"2.weight": torch.ones(6, 2, dtype=torch.bool)}, r"'2\.weight' must be .*of shape \(2, 6\), not .*\(6, 2\)"),
         ({"2.weight": torch.ones(2, 6)}, r"'2\.weight' must be a boolean tensor.*float32"),
+        ({"2.weight": torch.ones(2, 6, dtype=torch.int64)}, r"'2\.weight' must be a boolean tensor.*int64"),
+        ({"2.weight": np.ones((2, 6), bool)}, r"'2\.weight' must be a boolean tensor.* not a ndarray of bool"),
+        ({"2.weight": [1, 0]}, r"'2\.weight' must be a boolean tensor.* not a list"),
     ],
 )
 def test_nothing_is_written_unless_all_is_right(wrong: Any, words: str) -> None:
@@ -58,6 +62,8 @@ def test_nothing_is_written_unless_all_is_right(wrong: Any, words: str) -> None:
         apply_masks(model, bad)
     with pytest.raises(MatchError, match=words), keep_pruned(model, bad, torch.optim.Adam(model.parameters())):
         pass
+    with pytest.raises(MatchError, match=words):
+        condition(posterior_of(model), bad)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

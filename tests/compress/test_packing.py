@@ -14,9 +14,10 @@ import bayesadam as ba
 from bayesadam import _storage as storage
 from bayesadam.compress import packing
 from bayesadam.compress.matrices import Matrix, matrices_of
-from bayesadam.compress.packing import load_network, load_packed, n_bytes, save_packed, to_torchao
+from bayesadam.compress.packing import load_network, load_packed, report_packed, save_packed, to_torchao
 from bayesadam.compress.rounding import Grid, grid_of, stacked
 from bayesadam.errors import FileError, MatchError, MissingExtraError, SettingError
+from compress.cases_compress import posterior_of
 
 Grids = dict[str, tuple[Grid, Matrix]]
 
@@ -66,20 +67,24 @@ def test_what_is_read_is_what_was_written(bits: int, symmetric: bool, fraction: 
     save_packed(path, model.state_dict(), grids)
     same(load_packed(path, network().state_dict()), model)
     same(dict(load_network(path, network()).state_dict()), model)
-    parts, _ = storage.read(path, packing.KIND)
-    assert sum(n_bytes(model.state_dict(), grids).values()) == sum(part.nbytes for part in parts.values())
+    report = report_packed(path)
+    assert sum(report.bytes.values()) == path.stat().st_size
     grid = grids["4.weight"][0]
     bare = math.ceil(grid.codes.numel() * bits / 8) + grid.scale.nbytes + grid.zero.nbytes
-    assert n_bytes(model.state_dict(), grids)["4.weight"] <= bare
+    assert report.bytes["4.weight"] <= bare
+    assert {name: n - left for name, (n, left) in report.parameters.items()} == {
+        name: int((tensor == 0).sum()) for name, tensor in model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.9, 0.98, 0.999])
 @pytest.mark.parametrize("bits", [None, 3, 4])
-def test_bytes_are_near_the_entropy(fraction: float, bits: int | None) -> None:
+def test_bytes_are_near_the_entropy(fraction: float, bits: int | None, tmp_path: Path) -> None:
     model = pruned(nn.Linear(1000, 200, bias=False), fraction)
     grids = {} if bits is None else quantised(model, bits)
     spread = -fraction * math.log2(fraction) - (1 - fraction) * math.log2(1 - fraction)
-    size = n_bytes(model.state_dict(), grids)["weight"] - (0 if bits is None else 800)
+    save_packed(tmp_path / "q", model.state_dict(), grids)
+    size = report_packed(tmp_path / "q").bytes["weight"] - (0 if bits is None else 800)
     assert size <= 1.05 * 200_000 / 8 * (spread + (1 - fraction) * (bits or 32)) + 200
 
 
@@ -99,13 +104,16 @@ def test_wide_gaps_and_short_tensors(tmp_path: Path) -> None:
 
 
 def test_half_is_for_numbers_that_fit(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(100), "large": torch.tensor([1e6, 1.0]), "whole": torch.arange(9)}
-    save_packed(tmp_path / "q", tensors, half=True)
-    found = load_packed(tmp_path / "q")
-    assert found["a"].equal(tensors["a"].half())
-    assert found["large"].equal(tensors["large"])
-    assert found["whole"].equal(tensors["whole"])
-    assert n_bytes(tensors, half=True)["a"] == 200
+    a = torch.randn(100)
+    left = {"large": torch.tensor([1e6, 1.0]), "small": a * 1e-7, "tiny": a * 1e-12, "nan": a * math.nan}
+    left |= {"whole": torch.arange(9), "brain": a.bfloat16()}
+    halves = {"a": a, "mask": torch.tensor([0.0, -math.inf]), "none": a[:0], "beside": torch.cat([a, a * 1e-12])}
+    save_packed(tmp_path / "q", left | halves, half=True)
+    found, kept = load_packed(tmp_path / "q"), {name: tensor.dtype for name, tensor in left.items()}
+    assert {name: tensor.dtype for name, tensor in found.items()} == kept | dict.fromkeys(halves, torch.float16)
+    assert all(found[name].equal(tensor.half()) for name, tensor in halves.items())
+    assert all(found[name].equal(tensor) or name == "nan" for name, tensor in left.items())
+    assert report_packed(tmp_path / "q").bytes["a"] == 200
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
@@ -113,7 +121,8 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     model["head"].weight = model["table"].weight
     save_packed(tmp_path / "q", model.state_dict())
     same(load_packed(tmp_path / "q"), model)
-    assert n_bytes(model.state_dict()) == {"table.weight": 2400, "head.weight": 0}
+    report = report_packed(tmp_path / "q")
+    assert (report.bytes["table.weight"], report.weights, report.parameters.keys()) == (2400, 600, {"table.weight"})
 
 
 def test_another_network_or_something_else(tmp_path: Path) -> None:
@@ -165,12 +174,15 @@ def test_hostile_headers_are_refused(tmp_path: Path) -> None:
     grid = header["grids"]["weight"]  # type: ignore[index]
     values = [*({"bits": bits} for bits in (0, 5, 9, 4)), {"group": 0}, {"group": 7}, {"groups": 5}]
     about = [{"grids": {"weight": grid | value}} for value in [*values, {"inputs_first": 1}]]
-    about += [{"same": {"bias": "none"}}, {"grids": {"weight": {"bits": 3}}}, {"grids": {}}]
+    about += [{"buffers": [1]}, {"same": {"bias": "none"}}, {"grids": {"weight": {"bits": 3}}}, {"grids": {}}]
     about += [{"shapes": {"weight": shape}} for shape in ([], [10**12, 64], [32, 65], [10**400, 1], [0, 64])]
     for change in about:
         storage.write(path, parts, header | change, packing.KIND)
         with pytest.raises(FileError):
             load_packed(path)
+    # Files of before have no buffers.
+    storage.write(path, parts, {key: value for key, value in header.items() if key != "buffers"}, packing.KIND)
+    assert report_packed(path).weights == 32 * 65
     for key in ("shapes", "grids", "same"):
         storage.write(path, parts, {other: header[other] for other in header if other != key}, packing.KIND)
         with pytest.raises(FileError):
@@ -193,6 +205,12 @@ def test_load_gives_an_ordinary_module(tmp_path: Path) -> None:
     save_packed(path, model.state_dict(), grids)
     found = ba.load(path, network())
     assert type(found) is nn.Sequential
+    for wrong in (nn.Linear, network):
+        with pytest.raises(SettingError, match="takes the model, not its class or a function"):
+            ba.load(path, wrong)  # type: ignore[call-overload]
+    posterior_of(network()).save(path)
+    with pytest.raises(FileError, match=r"not a calibrated network.*Posterior\.load\(path, model\) reads"):
+        ba.load(path, network())
     same(dict(found.state_dict()), model)
 
 

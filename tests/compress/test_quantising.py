@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,44 @@ def test_a_pruned_network_stays_as_sparse(bits: int, symmetric: bool, tmp_path: 
     assert error(small.model, pruned.model, x) < error(nearest(pruned.model, bits), pruned.model, x)
 
 
+@pytest.mark.parametrize("power", [-6, 9])
+@pytest.mark.parametrize("bits", [16, 8, 3])
+@pytest.mark.parametrize(("symmetric", "with_inputs"), [(True, True), (False, False)])
+def test_weights_of_any_size_are_rounded_alike(
+    power: int, bits: int, symmetric: bool, with_inputs: bool, tmp_path: Path
+) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)), torch.randn(200, 8)
+    scaled = copy.deepcopy(model)
+    for name, factor in (("0.weight", 10.0**power), ("0.bias", 10.0**power), ("2.weight", 10.0**-power)):
+        scaled.get_parameter(name).data *= factor
+    usual, small = (
+        quantise(posterior_of(each), bits, inputs=x if with_inputs else None, symmetric=symmetric)
+        for each in (model, scaled)
+    )
+    assert error(small.model, scaled, x) <= 10 * error(usual.model, model, x)
+    assert equal(reloaded(small, tmp_path, scaled), small.model)
+    types = [each.grids["0.weight"][0].scale.dtype for each in (usual, small) if bits < 16]
+    assert types == [torch.float16, torch.float32][: len(types)]
+
+
 @pytest.mark.parametrize("bits", [16, 4])
 def test_the_file_has_the_size_of_the_report(bits: int, tmp_path: Path) -> None:
-    dense, x = posterior_of(nn.Linear(600, 200)), torch.randn(200, 600)
-    small = quantise(dense, bits, inputs=x)
-    small.save(tmp_path / "small.safetensors")
-    total = sum(small.report.bytes.values())
-    assert total == pytest.approx((tmp_path / "small.safetensors").stat().st_size, rel=0.02)
-    assert total < 1.02 * (120_000 * bits / 8 + 200 * (4 + 2 * 2))
-    lines = str(ba.inspect(small)).splitlines()
+    dense = posterior_of(nn.Sequential(nn.Linear(600, 200), nn.BatchNorm1d(200)).eval())
+    small = quantise(dense, bits, inputs=torch.randn(200, 600))
+    small.save(path := tmp_path / "small.safetensors")
+    report, total = ba.inspect(small), path.stat().st_size
+    assert replace(report, moved={}) == ba.inspect(path)
+    assert sum(report.bytes.values()) == total
+    assert total < 1.02 * (120_000 * bits / 8 + 200 * (4 + 2 * 2)) + 6000
+    lines = [line.split() for line in str(report).splitlines()][bits < 16 :]
     moved = ["outputs", "moved"] if bits < 16 else []
-    assert lines[0].split() == ["parameter", "weights", "kept", "removed", "bytes", *moved]
-    assert lines[-1].split()[:2] == ["total", "120,200"]
-    assert f"{total:,}" in lines[-1]
+    assert lines[0] == ["parameter", "weights", "kept", "removed", "bytes", *moved]
+    assert lines[-1][:2] == ["total", "120,600"]
+    assert [name for name, *_ in lines[1:]] == [*small.model.state_dict(), "(header)", "total"]
+    rows = {name: cells for name, *cells in lines[1:-1]}
+    assert sum(int(cells[0].replace(",", "")) for name, cells in rows.items() if name in report.parameters) == 120_600
+    sizes = {name: cells[3 if name in report.parameters else 0] for name, cells in rows.items()}
+    assert sum(int(size.replace(",", "")) for size in sizes.values()) == total == int(lines[-1][4].replace(",", ""))
 
 
 def test_moved_is_of_each_layer_on_what_it_gets() -> None:
@@ -151,6 +177,7 @@ def test_shared_weights_are_left_and_unreached_ones_rounded(structure: str, tmp_
     assert small.model.head.weight is small.model.table.weight
     assert torch.equal(small.model.table.weight, model.table.weight)
     assert error(small.model, model, tokens) < 0.1 * float(model(tokens).detach().var())
+    assert small.moved.keys() == ({"attend.in_proj_weight", "attend.out_proj.weight"} if structure == "walk" else set())
     assert equal(reloaded(small, tmp_path, Mixed()), small.model)
 
 
@@ -189,6 +216,18 @@ def test_wrong_settings_are_named(keys: dict[str, Any], match: str) -> None:
         quantise(posterior_of(network()), **{"bits": 4, **keys})
     with pytest.raises(MatchError, match="matches no parameter"):
         quantise(posterior_of(network()), 4, exclude="nothing")
+    with pytest.raises(SettingError, match=r"'small\.pt' must end in \.safetensors"):
+        quantise(posterior_of(network()), 4).save("small.pt")
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("inputs", [None, images(3)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, inputs: Tensor | None, bits: int) -> None:
+    dense = posterior_of(network())
+    dense.mode["6.bias"][1] = value
+    with pytest.raises(MatchError, match=r"weights of 6\.bias are NaN or infinite"):
+        quantise(dense, bits, inputs=inputs)
 
 
 def test_the_network_of_the_mean_is_rounded() -> None:

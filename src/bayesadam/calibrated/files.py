@@ -55,7 +55,10 @@ class _Header(TypedDict, total=False):
 
 
 _KIND = storage.Kind(
-    "bayesadam.calibrated", "a calibrated network", ": give the file that net.save wrote", schema=_Header
+    "bayesadam.calibrated",
+    "a calibrated network",
+    ": give the file that net.save wrote; Posterior.load(path, model) reads that of posterior.save",
+    schema=_Header,
 )
 _ABOUT = "bayesadam.json"
 # The parts of a program's file: the graph, raw tensors, and what says where they are.

@@ -400,6 +400,8 @@ def load(
             f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "
             "needs none"
         )
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"ba.load(path, model) takes the model, not its class or a function: got {model!r}")
     if is_packed(path):
         return cast(Calibrated, load_network(path, model))
     network, fit, probe = files.read(path, model, forward is not None)

@@ -106,11 +106,10 @@ def inspect(
     from dataclasses import asdict
 
     from bayesadam import inspecting
-    from bayesadam.cli import networks
-    from bayesadam.compress.packing import is_packed
+    from bayesadam.compress.packing import is_packed, report_packed
 
     if is_packed(checkpoint):
-        report = networks.packed(checkpoint)
+        report = report_packed(checkpoint)
         output.show(asdict(report), str(report), json)
         return
     inspection = inspecting.inspect(checkpoint, n_data=n_data, **reading)
@@ -145,7 +144,7 @@ def prune(
     fraction: Annotated[float | None, Option(metavar="SHARE", help="The share of weights to remove.")] = None,
     pattern: Annotated[str | None, Option(metavar="N:M", help="Or keep N of every M, with --model.")] = None,
     ranking: Annotated[str | None, Option(metavar="NAME", help=_RANKINGS)] = None,
-    scope: Annotated[str, Option(metavar="NAME", help="Or layer: the same share of each.")] = "global",
+    scope: Annotated[str, Option(metavar="NAME", help="Or bounded, or layer: each alike.")] = "global",
     exclude: Exclude = "",
     model: Factory = None,
     inputs: Inputs = None,
@@ -154,7 +153,7 @@ def prune(
     quiet: Quiet = False,
     **reading: Any,
 ) -> None:
-    """Set weights to zero, and leave all else in the file as it was."""
+    """Set weights to zero; all else stays. A .safetensors gets the weights alone."""
     if model is None and (inputs or pattern):
         raise SettingError("--inputs and --pattern need the network: give --model module:function")
     if fraction is None and pattern is None:
@@ -171,8 +170,9 @@ def prune(
         posterior = networks.posterior(checkpoint, model, reading)
         x = networks.batch(inputs)
         small = compress.prune(posterior, inputs=x, ranking=ranking, pattern=pattern, rounds=rounds, **how)
-        readers.write_network(readers.read_checkpoint(checkpoint, **reading), small.model, file)
-        return compress.PruningReport.of(small.mean, {name: theta != 0 for name, theta in small.mean.items()})
+        source, kept = readers.read_checkpoint(checkpoint, **reading), {n: w != 0 for n, w in small.mean.items()}
+        readers.write_network(source, small.model, file)
+        return compress.PruningReport.of_file(source, small.mean, kept, file)
 
     output.write(work, out, usual, [checkpoint, reading["optimizer_path"], inputs], quiet)
 
@@ -196,8 +196,10 @@ def quantise(
     """
     from bayesadam import compress
     from bayesadam.cli import networks
+    from bayesadam.compress.quantising import check_ending
 
     def work(file: Path) -> object:
+        check_ending(file)
         posterior = networks.posterior(checkpoint, model, reading)
         x = networks.batch(inputs)
         small = compress.quantise(posterior, bits, inputs=x, exclude=_names(exclude), group=group)

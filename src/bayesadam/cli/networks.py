@@ -1,8 +1,6 @@
-"""What a command reads of a network: itself, its posterior, its inputs, its packed file."""
+"""What a command reads of a network: itself, its posterior, its inputs."""
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ from bayesadam import Posterior
 from bayesadam import _storage as storage
 from bayesadam._files import damage_named
 from bayesadam.cli.output import called
-from bayesadam.compress import PruningReport
-from bayesadam.compress.packing import KIND, load_packed
+from bayesadam.compress.packing import is_packed
 from bayesadam.errors import MissingFileError, SettingError
 from bayesadam.readers.formats.torch_files import load_tree
 
@@ -29,6 +26,8 @@ def network(name: str) -> nn.Module:
 
 def posterior(checkpoint: Path, model: str, reading: Mapping[str, Any]) -> Posterior:
     """A checkpoint's over such a network, with N = 1 and no prior: neither matters where weights are only ordered."""
+    if is_packed(checkpoint):
+        raise SettingError(f"{checkpoint} is quantised already: give the checkpoint that it was made from")
     return Posterior.from_checkpoint(checkpoint, network(model), n_data=1, prior_precision=0.0, **reading)
 
 
@@ -45,14 +44,3 @@ def batch(path: Path | None) -> Any:
     else:
         inputs = storage.map_tensors(path)[0] if path.suffix == ".safetensors" else load_tree(path)
     return next(iter(inputs.values())) if isinstance(inputs, Mapping) and len(inputs) == 1 else inputs
-
-
-def packed(path: Path) -> PruningReport:
-    """The tensors of a packed network's file: how many weights are not 0, and the bytes of each."""
-    parts, header = storage.read_mapped(path, KIND)
-    tensors = {name: tensor for name, tensor in load_packed(path).items() if name not in header["same"]}
-    sizes, bits = dict.fromkeys(tensors, 0), Counter(grid["bits"] for grid in header["grids"].values())
-    for key, part in parts.items():
-        sizes[key.partition(".")[2]] += part.nbytes
-    notes = tuple(f"{n} of {len(tensors)} tensors have codes of {each} bits" for each, n in sorted(bits.items()))
-    return replace(PruningReport.of(tensors, {name: t != 0 for name, t in tensors.items()}, notes), bytes=sizes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
-from bayesadam.compress.masking import apply_masks
+from bayesadam.compress.masking import apply_masks, checked
 from bayesadam.compress.matrices import Matrix, matrices_of
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Visit, Walk
@@ -46,6 +46,7 @@ def condition(posterior: Posterior, masks: Named, inputs: Any = None, *, forward
         forward: `forward(model, inputs)` for models whose call is unusual.
     """
     require_posterior(posterior, "conditioning")
+    checked(posterior.model, masks)
     changed = [name for name, mask in masks.items() if not bool(mask.all())]
     return conditioned(posterior, posterior, masks, layers_for(posterior, inputs, changed, forward))
 

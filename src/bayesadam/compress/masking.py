@@ -35,7 +35,7 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
     return by_name
 
 
-def _removals(model: nn.Module, masks: Named) -> list[tuple[nn.Parameter, Tensor]]:
+def checked(model: nn.Module, masks: Named) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters that lose weights, with True at these; every name, type and shape is checked."""
     parameters = dict(model.named_parameters())
     first_names = {owner.name: name for name, ways in owners(model).items() for owner in ways}
@@ -45,10 +45,11 @@ def _removals(model: nn.Module, masks: Named) -> list[tuple[nn.Parameter, Tensor
         if name is None:
             raise MatchError(f"mask {path!r} is of no parameter of {type(model).__name__}")
         parameter = parameters[name]
-        if mask.dtype != torch.bool or mask.shape != parameter.shape:
-            described = f"{mask.dtype} of shape {tuple(mask.shape)}"
+        if getattr(mask, "dtype", None) != torch.bool or mask.shape != parameter.shape:
+            kind = f"{type(mask).__name__} of {getattr(mask, 'dtype', 'no type')}"
+            described = f"{kind} and of shape {tuple(getattr(mask, 'shape', ()))}"
             raise MatchError(
-                f"mask {path!r} must be a boolean tensor of shape {tuple(parameter.shape)}, not {described}"
+                f"mask {path!r} must be a boolean tensor of shape {tuple(parameter.shape)}, not a {described}"
             )
         removed = ~mask.to(parameter.device)
         if name in removals and not torch.equal(removals[name], removed):
@@ -64,7 +65,7 @@ def apply_masks(model: nn.Module, masks: Named) -> None:
     Every name and shape is checked before a weight is written. The model may be wrapped for data parallelism or
     compiled.
     """
-    for parameter, removed in _removals(unwrap(model), masks):
+    for parameter, removed in checked(unwrap(model), masks):
         # Not a product: it would keep NaN, and make −0.
         parameter.masked_fill_(removed, 0)
 
@@ -76,7 +77,7 @@ def keep_pruned(model: nn.Module, masks: Named, optimizer: Optimizer | Sequence[
     Gradients of pruned weights are 0 before they reach clipping or the optimiser; masks are applied after every step,
     whatever weight decay and momentum did.
     """
-    optimizers, removals = listed_optimizers(optimizer), _removals(unwrap(model), masks)
+    optimizers, removals = listed_optimizers(optimizer), checked(unwrap(model), masks)
 
     @torch.no_grad()
     def to_zero(*_: object) -> None:

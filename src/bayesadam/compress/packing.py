@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bayesadam._extras import require
 from bayesadam._files import damage_named
 from bayesadam._schema import PackedHeader
 from bayesadam.compress.matrices import Matrix
+from bayesadam.compress.pruning import PruningReport
 from bayesadam.compress.rounding import Grid
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.weights.named import AnyPath, Named
@@ -32,22 +34,40 @@ Bytes = npt.NDArray[np.uint8]
 Grids = Mapping[str, tuple[Grid, Matrix]]
 
 
-def save_packed(path: AnyPath, tensors: Named, grids: Grids | None = None, *, half: bool = False) -> None:
+def save_packed(
+    path: AnyPath,
+    tensors: Named,
+    grids: Grids | None = None,
+    *,
+    half: bool = False,
+    buffers: Collection[str] = (),
+) -> None:
     """Write a state dict to safetensors, the weights with a grid in its codes.
 
     Codes take `bits` each or less, by Huffman's code, or stand behind a bitmap of those that are not 0, as other
     tensors with many zeros do. The other tensors keep their types; with `half` wider floats are float16 where they fit.
+    `buffers` are told from weights by their names.
     """
     parts, header = _packed(tensors, grids or {}, half)
-    storage.write(path, parts, header, KIND)
+    storage.write(path, parts, header | {"buffers": list(buffers)}, KIND)
 
 
-def n_bytes(tensors: Named, grids: Grids | None = None, *, half: bool = False) -> dict[str, int]:
-    """The bytes of each tensor in the file of `save_packed`; a second name of a tied one has none."""
-    count = Counter(dict.fromkeys(tensors, 0))
-    for key, part in _packed(tensors, grids or {}, half)[0].items():
-        count[key.partition(".")[2]] += part.nbytes
-    return dict(count)
+def report_packed(path: AnyPath) -> PruningReport:
+    """What the file of `save_packed` holds: the weights, those that are not 0, and the bytes, of each tensor.
+
+    Buffers and the header have bytes alone; a second name of a tied tensor has no row.
+    """
+    parts, header = storage.read_mapped(path, KIND)
+    tensors = {name: tensor for name, tensor in load_packed(path).items() if name not in header["same"]}
+    bits = Counter(grid["bits"] for name, grid in header["grids"].items() if name in tensors)
+    sizes = Counter(dict.fromkeys(tensors, 0))
+    for key, part in parts.items():
+        sizes[key.partition(".")[2]] += part.nbytes
+    sizes["(header)"] = Path(path).stat().st_size - sizes.total()
+    notes = tuple(f"{n} of {len(tensors)} tensors have codes of {each} bits" for each, n in sorted(bits.items()))
+    weights = {name: tensor for name, tensor in tensors.items() if name not in header.get("buffers", ())}
+    kept = {name: tensor != 0 for name, tensor in weights.items()}
+    return replace(PruningReport.of(weights, kept, notes), bytes=dict(sizes))
 
 
 def load_packed(path: AnyPath, like: Named | None = None) -> dict[str, Tensor]:
@@ -99,9 +119,12 @@ def to_torchao(model: nn.Module, grids: Grids) -> nn.Module:
 
 
 def halved(tensor: Tensor) -> Tensor:
-    """Wider floats as float16 where they fit, others as they are."""
-    small, is_wide = tensor.half(), tensor.dtype in (torch.float32, torch.float64)
-    return small if is_wide and small.isfinite().equal(tensor.isfinite()) else tensor
+    """Wider floats as float16 where that is nearer than .01, of all together; others as they are."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return tensor
+    small, wide = tensor.half(), tensor.double()
+    away = torch.where(small == wide, 0, small - wide).norm()
+    return small if bool(away <= 0.01 * wide.nan_to_num(0, 0, 0).norm()) else tensor
 
 
 def _packed(tensors: Named, grids: Grids, half: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:

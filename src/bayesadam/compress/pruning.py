@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesadam._checks import count
 from bayesadam._tables import aligned
+from bayesadam._warnings import warn
 from bayesadam.compress.conditioning import conditioned, layers_for
 from bayesadam.compress.matrices import Matrix
 from bayesadam.compress.ranking import (
@@ -144,8 +145,9 @@ def _steps(fraction: float | None, pattern: str | None, rounds: int | None) -> l
 class PruningReport:
     """What is left of a network: the weights and those kept of each parameter, and of all; prints as a table.
 
-    Of a file, `notes` say which of its weights were read, and what else was pruned or stays as it was. Of a quantised
-    network `bytes` are those of each tensor in its file, and `moved` says how far a layer's outputs moved.
+    Of a file, `notes` say which of its weights were read, and what else was pruned, stays as it was or is left out. Of
+    a quantised network `bytes` are those of each tensor in its file, also of buffers, which are no weights, and of the
+    header, and `moved` says how far a layer's outputs moved.
     """
 
     parameters: Mapping[str, tuple[int, int]]
@@ -162,12 +164,20 @@ class PruningReport:
         rows = {name: (p.numel(), counts.get(name, p.numel())) for name, p in parameters.items()}
         return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()), notes)
 
+    @classmethod
+    def of_file(cls, checkpoint: Checkpoint, parameters: Named, kept: Named, out: AnyPath) -> PruningReport:
+        """The report of what was written to a file, with what became of all that the checkpoint holds."""
+        is_whole = Path(out).suffix != ".safetensors" or checkpoint.format == "safetensors"
+        return cls.of(parameters, kept, _notes(checkpoint, len(parameters), is_whole))
+
     def __str__(self) -> str:
         more = [head for head, column in (("bytes", self.bytes), ("outputs moved", self.moved)) if column]
         lines = [["parameter", "weights", "kept", "removed", *more]]
         sizes = {**self.bytes, "total": sum(self.bytes.values())}
-        for name, (weights, kept) in {**self.parameters, "total": (self.weights, self.kept)}.items():
-            line = [name, f"{weights:,}", f"{kept:,}", f"{1 - kept / max(weights, 1):.1%}"]
+        others: dict[str, tuple[int, ...]] = dict.fromkeys(self.bytes, ())
+        for name, counts in {**others, **self.parameters, "total": (self.weights, self.kept)}.items():
+            cells = [*(f"{n:,}" for n in counts), f"{1 - counts[1] / max(counts[0], 1):.1%}"] if counts else [""] * 3
+            line = [name, *cells]
             moved = f"{self.moved[name]:.2%}" if name in self.moved else ""
             lines.append([*line, *([f"{sizes[name]:,}"] if self.bytes else []), *([moved] if self.moved else [])])
         return "\n".join([*(f"{note[0].upper()}{note[1:]}." for note in self.notes), *aligned(lines)])
@@ -205,8 +215,16 @@ def prune_checkpoint(
     kept = Lazy({name: meta(like.shape, torch.bool) for name, like in ranked.items()}, lambda name: ~removed[name])
     write_pruned(checkpoint, kept, out)
     parameters = {name: tensor for name, tensor in checkpoint.weights.items() if name in outline}
-    is_whole = Path(out).suffix != ".safetensors" or checkpoint.format == "safetensors"
-    return PruningReport.of(parameters, kept, _notes(checkpoint, len(parameters), is_whole))
+    report = PruningReport.of_file(checkpoint, parameters, kept, out)
+    warn_of_empty(parameters, {name: torch.tensor(left) for name, (_, left) in report.parameters.items()})
+    return report
+
+
+def warn_of_empty(before: Named, after: Named) -> None:
+    """Warn of the matrices that have lost all their weights."""
+    lost = [name for name, w in after.items() if not w.any() and before[name].dim() > 1 and before[name].any()]
+    if lost:
+        warn(f"no weight is left of {', '.join(lost[:4])}: scope='bounded' keeps some of every parameter")
 
 
 def _notes(checkpoint: Checkpoint, states: int, is_whole: bool) -> tuple[str, ...]:
@@ -217,7 +235,7 @@ def _notes(checkpoint: Checkpoint, states: int, is_whole: bool) -> tuple[str, ..
 
     read = f"read {listed(checkpoint.networks)}: {states} of {len(checkpoint.weights)} tensors have a state"
     if not is_whole:
-        return (read,)
+        return (read, "the weights alone are written: a path that ends in .pt keeps the optimiser's state")
     copies = listed(network.path for network, _ in checkpoint.copies.values())
     dense = [f"{listed(checkpoint.left)} left as it was"] if checkpoint.left else []
     return (read, *([f"pruned by the same masks: {copies}"] if copies else []), *dense, *checkpoint.notes)

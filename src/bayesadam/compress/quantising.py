@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,13 +18,13 @@ from bayesadam._alone import alone_with
 from bayesadam._checks import count
 from bayesadam.compress.conditioning import Factors
 from bayesadam.compress.matrices import Matrix, matrices_of
-from bayesadam.compress.packing import halved, n_bytes, save_packed, to_torchao
+from bayesadam.compress.packing import halved, report_packed, save_packed, to_torchao
 from bayesadam.compress.pruning import PruningReport
 from bayesadam.compress.ranking import Exclude, excluded
 from bayesadam.compress.rounding import BITS, Grid, round_to, stacked
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Walk
-from bayesadam.errors import SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.predict.network import Forward
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import AnyPath
@@ -35,7 +38,8 @@ class Quantised:
     Attributes:
         grids: by weight its grid, and how it is a matrix.
         half: whether all other weights are kept in half precision.
-        moved: by weight how far the outputs of its layer moved, E|z' − z|²/E|z|², on the inputs that it was given.
+        moved: by weight how far the outputs of its layer moved, E|z' − z|²/E|z|², on the inputs that reached it; z are
+            those of the network that was quantised.
     """
 
     model: nn.Module
@@ -45,19 +49,26 @@ class Quantised:
 
     def save(self, path: AnyPath) -> None:
         """Write it to a `.safetensors` file, a weight in `bits` or less; `ba.load(path, model)` reads it."""
-        save_packed(path, self.model.state_dict(), self.grids, half=self.half)
+        check_ending(path)
+        state, weights = self.model.state_dict(), dict(self.model.named_parameters(remove_duplicate=False))
+        save_packed(path, state, self.grids, half=self.half, buffers=[name for name in state if name not in weights])
 
     @property
     def report(self) -> PruningReport:
-        """Weights, bytes and how far outputs moved, of each parameter; prints as a table."""
-        state, named = self.model.state_dict(), dict(self.model.named_parameters())
-        kept = {name: p != 0 for name, p in named.items()}
-        sizes = n_bytes(state, self.grids, half=self.half)
-        return replace(PruningReport.of(named, kept), bytes=sizes, moved=self.moved)
+        """Weights, bytes and how far outputs moved, of each tensor in the file; prints as a table."""
+        with TemporaryDirectory() as folder:
+            self.save(path := Path(folder) / "network.safetensors")
+            return replace(report_packed(path), moved=self.moved)
 
     def torchao(self) -> nn.Module:
         """A copy with torchao's integer tensors in its linear layers, see `to_torchao`."""
         return to_torchao(self.model, self.grids)
+
+
+def check_ending(path: AnyPath) -> None:
+    """Refuse a path that does not say what the file is."""
+    if Path(path).suffix != ".safetensors":
+        raise SettingError(f"a quantised network is a safetensors file: {str(path)!r} must end in .safetensors")
 
 
 @torch.no_grad()
@@ -96,6 +107,10 @@ def quantise(
     parts: dict[str, list[Grid]] = {}
     moved: dict[str, float] = {}
     own = dict(model.named_parameters())
+    if bad := [name for name, weight in own.items() if not bool(weight.isfinite().all())]:
+        raise MatchError(
+            f"weights of {', '.join(bad[:4])} are NaN or infinite: take a checkpoint from before they were"
+        )
 
     def rounded(matrix: Matrix, w: Tensor, moments: Moments) -> Tensor:
         start, has_bias = matrix.with_bias(own), matrix.bias is not None
@@ -107,7 +122,8 @@ def quantise(
         parts.setdefault(matrix.weight, []).append(grid)
         new = grid.weight().view(matrix.size).to(goal)
         new = new if grid.bias is None else torch.cat([new, grid.bias.view(*new.shape[:2], 1).to(new)], dim=2)
-        moved[matrix.weight] = max(moved.get(matrix.weight, 0.0), float(moments.moved(new)))
+        if moments.n < math.inf:
+            moved[matrix.weight] = max(moved.get(matrix.weight, 0.0), float(moments.moved(new)))
         return new
 
     listed = [matrix for matrices in matrices_of(posterior.model).values() for matrix in matrices]

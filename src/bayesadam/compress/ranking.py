@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, TypeGuard, get_args
 
@@ -147,7 +148,10 @@ def eligible(
 
 def excluded(posterior: GaussianWeights, exclude: Exclude) -> set[str]:
     """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means."""
-    patterns, has_model = (exclude,) if isinstance(exclude, str) else exclude, isinstance(posterior, Posterior)
+    patterns = exclude if isinstance(exclude, Collection) and not isinstance(exclude, str) else (exclude,)
+    if strange := [type(pattern).__name__ for pattern in patterns if not isinstance(pattern, str)]:
+        raise SettingError(f"exclude takes names or patterns, such as 'head.*', and kinds, not a {strange[0]}")
+    has_model = isinstance(posterior, Posterior)
     by_name = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
     if isinstance(posterior, Posterior):
         by_name = owners(posterior.model)
@@ -163,7 +167,10 @@ def excluded(posterior: GaussianWeights, exclude: Exclude) -> set[str]:
         meant = {name for name, ways in by_name.items() if any(means(pattern, owner) for owner in ways)}
         # A model may have no norms; of a file the modules' classes are not known.
         if not meant and not (has_model and pattern in (*_CLASSES, "biases")):
-            raise MatchError(f"exclude={pattern!r} matches no parameter; they are {', '.join(sorted(by_name)[:8])}")
+            modules = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in by_name)
+            near = [repr(name) for name in get_close_matches(pattern, [*modules, *by_name], n=2, cutoff=0.5)]
+            others = f"did you mean {' or '.join(near)}?" if near else f"they are {', '.join(sorted(by_name)[:8])}"
+            raise MatchError(f"exclude={pattern!r} matches no parameter: {others}")
         chosen |= meant
     return chosen
 

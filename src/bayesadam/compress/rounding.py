@@ -14,7 +14,7 @@ from bayesadam.errors import SettingError
 
 BITS = (2, 3, 4, 8)
 _BLOCK = 128
-_LARGEST = torch.finfo(torch.float16).max
+_HALF = torch.finfo(torch.float16)
 # Of the scale that holds every weight: clipping pays at few bits.
 _SHARES = tuple(1 - k / 36 for k in range(34))
 # Weights that are looked at together, which fit a processor's cache.
@@ -27,8 +27,9 @@ class Grid:
 
     Attributes:
         codes: c, uint8, of `bits` bits.
-        scale: s, float16, (rows, ⌈inputs / group⌉), for every `group` inputs; it may be negative.
-        zero: z, float16, as the scale, or (rows, 1) where the grid is symmetric; half a code where no weight is 0.
+        scale: s, (rows, ⌈inputs / group⌉), for every `group` inputs; it may be negative. It is float16, or float32
+            where one that is not 0 is beyond float16's normal numbers.
+        zero: z, float16, of as many, or (rows, 1) where the grid is symmetric; half a code where no weight is 0.
         bias: (rows,), of a layer that has one, not rounded.
     """
 
@@ -87,7 +88,7 @@ def grid_of(w: Tensor, bits: int, a: Tensor, *, symmetric: bool = True, group: i
             along = (v * ax).sum(2)
             tried = along * _inverse(v.square_().mul_(a).sum(2))
             s, most = torch.where(tried * along > most, tried, s), torch.maximum(tried * along, most)
-        return s.clamp(-_LARGEST, _LARGEST).half().float(), most
+        return s, most
 
     ax, z = a * x, torch.full_like(low, 2.0 ** (bits - 1))
     if not symmetric:
@@ -99,8 +100,10 @@ def grid_of(w: Tensor, bits: int, a: Tensor, *, symmetric: bool = True, group: i
         other, more = best(half, (1,))
         better = (more.sum(1, keepdim=True) > most.sum(1, keepdim=True)) & ~on_codes
         s, z = torch.where(better, other, s), torch.where(better, half, z)
-    codes = (rounded(s, z) + z[..., None]).flatten(1)[:, :inputs].to(torch.uint8)
-    return Grid(codes, s.half(), (z[:, :1] if symmetric else z).half(), bits, group)
+    size = s[s != 0].abs()
+    s = s.half() if bool(((size >= _HALF.tiny) & (size <= _HALF.max)).all()) else s
+    codes = (rounded(s.float(), z) + z[..., None]).flatten(1)[:, :inputs].to(torch.uint8)
+    return Grid(codes, s, (z[:, :1] if symmetric else z).half(), bits, group)
 
 
 @torch.no_grad()
@@ -170,13 +173,14 @@ def _swept(w: Tensor, couple: Tensor, step: Tensor, zero: Tensor, bits: int, off
 
 
 def _rescaled(scale: Tensor, v: Tensor, off: Tensor, a: Tensor, of_group: Tensor) -> Tensor:
-    """The scales at the minimum of each row's error given v = c − z, where as float16 they reduce it."""
+    """The scales at the minimum of each row's error given v = c − z, where in their type they reduce it."""
     sums, members = off.new_zeros(scale.shape[::-1]), [of_group == g for g in range(scale.shape[1])]
     slope = sums.index_add(0, of_group, v * (a @ off)).T.double()
     bend = torch.stack([sums.index_add(0, of_group, v * (a[:, g] @ v[g])).T for g in members], 2).double()
     size = bend.diagonal(dim1=1, dim2=2)
     moved = scale - torch.linalg.solve(bend + torch.diag_embed(size * 1e-6 + (size <= 0)), slope)
-    moved = moved.clamp(-_LARGEST, _LARGEST).half()
+    largest = torch.finfo(scale.dtype).max
+    moved = moved.clamp(-largest, largest).to(scale)
     change = moved.double() - scale
     gain = (change * (2 * slope + (bend @ change[..., None])[..., 0])).sum(1, keepdim=True)
     return torch.where(gain < 0, moved, scale)
