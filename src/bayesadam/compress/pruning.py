@@ -21,6 +21,7 @@ from bayesadam.compress.ranking import (
     Exclude,
     Ranking,
     Scope,
+    check_amount,
     eligible,
     is_fraction,
     masks,
@@ -76,6 +77,7 @@ def prune(
         ranking: as in `masks`; None for `"between"` with inputs and `"snr"` without.
         fraction, scope, exclude, pattern: as in `masks`.
 
+    >>> from torch import nn
     >>> model = nn.Linear(4, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
     >>> model(torch.randn(8, 4)).square().mean().backward()
@@ -87,9 +89,9 @@ def prune(
     require_posterior(posterior, "pruning")
     by_default = "snr" if inputs is None or not posterior.curvature.independent else "between"
     how: Any = {"ranking": by_default if ranking is None else ranking, "scope": scope, "exclude": exclude}
-    layers = layers_for(posterior, inputs, posterior.mode, forward)
-    if layers is None:
-        return conditioned(posterior, posterior, masks(posterior, fraction, pattern=pattern, **how), None)
+    check_amount(fraction, scope, pattern)
+    steps, layers = _steps(fraction, pattern, rounds), layers_for(posterior, inputs, posterior.mode, forward)
+    only = None if layers is None else {matrix.weight for matrix in layers.matrices.values()}
     walk = layers if isinstance(layers, Walk) and posterior.curvature.independent else None
     alone, before, look = dict[str, Tensor](), dict[str, Tensor](), None
     if walk is not None:
@@ -97,14 +99,15 @@ def prune(
         whole = {name: torch.ones(shape, dtype=torch.bool) for name, shape in posterior.shapes.items()}
         conditioned(posterior, posterior, whole, walk, look)
         before = sensitivities(walk.call, walk.batches, walk.matrices)
-    small, now, only = posterior, before, {matrix.weight for matrix in layers.matrices.values()}
-    for number, step in enumerate(_steps(fraction, pattern, rounds)):
+    small, now = posterior, before
+    for number, step in enumerate(steps if layers is not None else steps[-1:]):
         ranked = small
         if walk is not None:
             if number:
                 now = sensitivities(replace(walk.call, model=small.model), walk.batches, walk.matrices)
             ranked = replace(small, curvature=Diagonal(_moments(posterior, walk.matrices, alone, before, now)))
         small = conditioned(posterior, small, masks(ranked, **step, **how, only=only), layers, look)
+    warn_of_empty(posterior.mode, small.mode)
     return small
 
 
@@ -133,7 +136,7 @@ def _steps(fraction: float | None, pattern: str | None, rounds: int | None) -> l
     """Of a fraction f, 1 − (1 − f)^(r/rounds); of a pattern n:m, (m − 1):m and so on."""
     if pattern is not None:
         keep, size = parsed(pattern)
-        return [{"fraction": fraction, "pattern": f"{n}:{size}"} for n in range(max(size - 1, keep), keep - 1, -1)]
+        return [{"pattern": f"{n}:{size}"} for n in range(max(size - 1, keep), keep - 1, -1)]
     if rounds is None:
         rounds = max(8, round(math.log(1 - fraction, 0.75))) if is_fraction(fraction) and fraction < 1 else 8
     count("rounds", rounds, "of growing sparsity")

@@ -112,16 +112,15 @@ def masks(
         only: the parameters that may be pruned; None for all.
     """
     require_one_network(posterior, "pruning")
+    check_amount(fraction, scope, pattern)
     tensors = posterior.source.weights if posterior.source else {}
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     names = eligible(posterior, ranking, exclude, buffers, only)
     if pattern is None:
         removed = removals(weight_scores(posterior, ranking, names), scope, fraction)
         kept = {name: ~gone for name, gone in removed.items()}
-    elif fraction is None:
-        kept = _pattern_masks(posterior, pattern, ranking, names)
     else:
-        raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
+        kept = _pattern_masks(posterior, pattern, ranking, names)
     like = posterior.parameters() if isinstance(posterior, Posterior) else outlined(posterior.mode)
     places = {name: "cpu" if like[name].is_meta else like[name].device for name in posterior.mode}
     whole = {name: torch.ones(like[name].shape, dtype=torch.bool, device=place) for name, place in places.items()}
@@ -208,12 +207,20 @@ def is_fraction(fraction: object) -> TypeGuard[float]:
     return is_number(fraction) and 0 <= fraction <= 1
 
 
-def removals(scores: Named, scope: Scope, fraction: float | None) -> Named:
-    """Masks, True at what to remove; of lazy scores they are lazy too."""
-    if not is_fraction(fraction):
+def check_amount(fraction: float | None, scope: Scope, pattern: str | None = None) -> None:
+    """Refuse what does not say how many weights to remove."""
+    if pattern is not None and fraction is not None:
+        raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
+    if pattern is None and not is_fraction(fraction):
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
+
+
+def removals(scores: Named, scope: Scope, fraction: float | None) -> Named:
+    """Masks, True at what to remove; of lazy scores they are lazy too."""
+    check_amount(fraction, scope)
+    assert fraction is not None
     like = outlined(scores)
     sizes, chosen = {name: each.numel() for name, each in like.items()}, dict[str, Callable[[str], Tensor]]()
     if scope == "bounded":
