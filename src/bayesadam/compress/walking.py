@@ -14,17 +14,20 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.compress.matrices import Matrix, Use, matrices_of
 from bayesadam.compress.solving import Moments
 from bayesadam.errors import MatchError
 from bayesadam.predict.batches import batch_size, examples, inputs_of
-from bayesadam.predict.network import Call, Forward, evaluating
+from bayesadam.predict.matrices import Matrix, matrices_of
+from bayesadam.predict.network import Call, Forward, evaluating, widened
 from bayesadam.predict.recording import attention, linear
 from bayesadam.predict.tap import first_input, watched
+from bayesadam.predict.uses import patches
 
 # Examples that go through the network together, and positions of a layer that are looked at.
 _AT_ONCE, _POSITIONS = 128, 1 << 16
@@ -32,6 +35,49 @@ _AT_ONCE, _POSITIONS = 128, 1 << 16
 _FEW = 0.1
 # A matrix, its dense weights and its moments → its new weights.
 Visit = Callable[[Matrix, Tensor, Moments], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a matrix in a forward pass: its inputs and its outputs, position by position."""
+
+    matrix: Matrix
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+    @property
+    def positions(self) -> int:
+        """How often the matrix is multiplied."""
+        return self.output.numel() // math.prod(self.matrix.size[:2])
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        """(groups, rows, inputs) at some positions."""
+        a = self.input.detach()
+        if not isinstance(self.module, _ConvNd):
+            return self._columns(widened(a.reshape(-1, a.shape[-1])[rows]))
+        a, out = self._batched(a), self._batched(self.output).shape[2:]
+        # (n, channels, *kernel, *out) → (rows, channels, *kernel).
+        view = patches(self.module, a, out)
+        moved = view.movedim(tuple(range(-len(out), 0)), tuple(range(1, len(out) + 1)))
+        return self._columns(widened(moved[torch.unravel_index(rows, (len(a), *out))].flatten(1)))
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """(groups, rows, outputs) at some positions."""
+        z = self.output.detach()
+        z = self._batched(z).movedim(1, -1) if isinstance(self.module, _ConvNd) else z
+        z = widened(z.reshape(-1, z.shape[-1])[rows])
+        return z.reshape(len(z), *self.matrix.size[:2]).transpose(0, 1)
+
+    def _columns(self, a: Tensor) -> Tensor:
+        """Inputs (positions, groups · inputs) as (groups, positions, inputs), with a constant 1 where W has a bias."""
+        x = a.reshape(len(a), self.matrix.groups, self.matrix.size[2]).transpose(0, 1)
+        return x if self.matrix.bias is None else F.pad(x, (0, 1), value=1.0)
+
+    def _batched(self, a: Tensor) -> Tensor:
+        """Of a convolution, which may have been given one example without a batch."""
+        assert isinstance(self.module, _ConvNd)
+        return a if a.dim() == len(self.module.kernel_size) + 2 else a.unsqueeze(0)
 
 
 class _Closed(BaseException):

@@ -20,9 +20,10 @@ from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
 from bayesadam.predict.draws import linearised_draws, sampled
 from bayesadam.predict.leverage import Ratios, from_structure
+from bayesadam.predict.matrices import Matrix, layers_of
 from bayesadam.predict.moments import linearised
 from bayesadam.predict.network import Forward, Gaussian
-from bayesadam.predict.tap import Layer, Layouts, layers_of, observed, require_layers
+from bayesadam.predict.tap import Layouts, observed, require_layers
 from bayesadam.weights.draws import fresh_seed, stream_seed
 
 # So many familiar inputs, that differ, set the scale of novelty.
@@ -122,7 +123,7 @@ def novelty(
     leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.curvature)
     layouts: Layouts = {}
 
-    def seen(batches: Any, layers: tuple[Layer, ...], *, words: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def seen(batches: Any, layers: tuple[Matrix, ...], *, words: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
         return [
             observed(posterior, layers, batch, forward, layouts, words) for batch in inputs_of(batches, posterior.model)
         ]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from bayesadam.predict.batches import batch_size
+from bayesadam.predict.matrices import is_transposed_linear
 from bayesadam.predict.network import Call
-from bayesadam.predict.tap import first_input, is_transposed_linear, watched
+from bayesadam.predict.tap import first_input, watched
 from bayesadam.predict.uses import Addend, Layout, Lookup, Product, Use, batch_first, batch_second
 from bayesadam.weights.named import Named
 
