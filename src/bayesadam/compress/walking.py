@@ -22,7 +22,7 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.compress.solving import Moments
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, examples, inputs_of
+from bayesadam.predict.batches import inputs_of, parts
 from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Call, Forward, evaluating, widened
 from bayesadam.predict.recording import attention, linear
@@ -181,11 +181,7 @@ class Walk:
     def of(cls, model: nn.Module, inputs: Any, weights: Collection[str], forward: Forward | None = None) -> Walk:
         """Over the matrices among some weights."""
         matrices = {x.name: x for listed in matrices_of(model).values() for x in listed if x.weight in weights}
-        batches = [
-            examples(batch, start, start + _AT_ONCE)
-            for batch in inputs_of(inputs, model)
-            for start in range(0, batch_size(batch), _AT_ONCE)
-        ]
+        batches = [part for batch in inputs_of(inputs, model) for part in parts(batch, _AT_ONCE)]
         walk = cls(Call(model, forward), batches, matrices, {})
         passes: list[list[str]] = [[] for _ in batches]
         seen = Counter[str]()

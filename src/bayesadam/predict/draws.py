@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict.batches import batch_size, examples, has_graph, plain
+from bayesadam.predict.batches import examples, has_graph, parts, plain
 from bayesadam.predict.moments import one_jacobian
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import plan_for
@@ -88,8 +88,6 @@ def _checked(posterior: Gaussian, inputs: Any, forward: Forward | None) -> tuple
 def _by_rows(call: Call, params: Named, inputs: Any, steps: list[dict[str, Tensor]]) -> Tensor:
     """J (θ − μ), (n, b · c), example by example, one gradient for each output."""
     stacked = {name: torch.stack([step[name].flatten() for step in steps]) for name in params}
-    rows = []
-    for i in range(batch_size(inputs)):
-        gradients = one_jacobian(call, params, tuple(params), examples(inputs, i, i + 1))
-        rows.append(reduce(torch.add, [stacked[name] @ g.reshape(len(g), -1).T for name, g in gradients.items()]))
-    return torch.cat(rows, dim=1)
+    gradients = (one_jacobian(call, params, tuple(params), example) for example in parts(inputs, 1))
+    rows = ((stacked[name] @ g.reshape(len(g), -1).T for name, g in of_one.items()) for of_one in gradients)
+    return torch.cat([reduce(torch.add, terms) for terms in rows], dim=1)

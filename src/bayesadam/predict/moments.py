@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
+from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, parts, plain
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
 from bayesadam.predict.uses import Addend, Product, Pulled, contracted
@@ -116,12 +116,12 @@ def _moments(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     if has_graph(inputs):
         mean = task.call(task.params, inputs)
         why = "a gradient with respect to inputs needs the gradients of every output"
-        parts = [(mean, *_by_autograd(task, tuple(task.leaves), inputs, mean[0].numel(), why))]
+        done = [(mean, *_by_autograd(task, tuple(task.leaves), inputs, mean[0].numel(), why))]
     else:
         step, at_once = _chunking(task, plan, size)
-        parts = [_chunk(task, plan, at_once, examples(inputs, i, i + step)) for i in range(0, size, step)]
-    mean, variance = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], dim=1)
-    blocks = torch.cat([part[2] for part in parts], dim=1) if task.covariance else None
+        done = [_chunk(task, plan, at_once, part) for part in parts(inputs, step)]
+    mean, variance = torch.cat([part[0] for part in done]), torch.cat([part[1] for part in done], dim=1)
+    blocks = torch.cat([part[2] for part in done], dim=1) if task.covariance else None
     return mean.to(variance.dtype), variance.reshape(-1, *mean.shape), blocks
 
 
@@ -232,8 +232,8 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, outputs: int, w
         )
     step, variance, blocks = max(1, BUDGET // max(1, 4 * needed)), [], []
     with torch.set_grad_enabled(has_graph(inputs)):
-        for start in range(0, batch_size(inputs), step):
-            white = _white_rows(task, names, examples(inputs, start, start + step))
+        for part in parts(inputs, step):
+            white = _white_rows(task, names, part)
             variance.append(white.square().sum(dim=-1))
             blocks.append(white @ white.mT if task.covariance else white[..., :0])
     return torch.cat(variance, dim=1), torch.cat(blocks, dim=1)
@@ -281,8 +281,8 @@ def jacobians(call: Call, params: Named, names: Sequence[str], inputs: Any) -> d
 
     def single(chosen: dict[str, Tensor], *varying: Tensor) -> Tensor:
         rows = iter(varying)
-        parts = [next(rows).unsqueeze(0) if b else leaf for b, leaf in zip(batched, leaves, strict=True)]
-        return call.flat({**params, **chosen}, pytree.tree_unflatten(parts, spec))[0]
+        example = [next(rows).unsqueeze(0) if b else leaf for b, leaf in zip(batched, leaves, strict=True)]
+        return call.flat({**params, **chosen}, pytree.tree_unflatten(example, spec))[0]
 
     chosen, varying = {name: params[name] for name in names}, [x for x, b in zip(leaves, batched, strict=True) if b]
     try:
@@ -293,7 +293,7 @@ def jacobians(call: Call, params: Named, names: Sequence[str], inputs: Any) -> d
             return rows
     except RuntimeError:
         pass
-    loop = [one_jacobian(call, params, names, examples(inputs, i, i + 1)) for i in range(size)]
+    loop = [one_jacobian(call, params, names, example) for example in parts(inputs, 1)]
     return {name: torch.stack([row[name] for row in loop]) for name in names}
 
 

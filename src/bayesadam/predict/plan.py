@@ -227,23 +227,18 @@ def _planned(call: Call, leaves: Named, inputs: Any) -> Plan:
     probe = chosen_examples(inputs, torch.arange(size) % batch_size(inputs))
     run = examined(call, leaves, probe)
     check_alone(call, leaves, probe, run.output)
+
+    def is_separable(name: str) -> bool:
+        """Whether the model comes to the same with a copy of the parameter for each example, and explains it then."""
+        again = examined(call, leaves, probe, (name,))
+        same = name not in again.odd and again.output.shape == run.output.shape
+        return same and agree(again.output, run.output)
+
+    shared = tuple(filter(is_separable, run.odd))
+    odd = tuple(name for name in run.odd if name not in shared)
     seen = [shape.numel() for shape in {use.at: use.shape for use in run.uses}.values()]
     activations, widest = max(sum(seen), run.output.numel()), max(*seen, run.output.numel(), 0)
-    shared = tuple(name for name in run.odd if _can_be_shared(call, leaves, probe, name, run.output))
-    if shared:
-        run = examined(call, leaves, probe, shared)
-        shared = tuple(name for name in shared if name not in run.odd)
-    return Plan(run.output.shape[1:], shared, run.odd, activations // size, widest // size)
-
-
-def _can_be_shared(call: Call, leaves: Named, probe: Any, name: str, output: Tensor) -> bool:
-    """Whether the model runs with a copy of the parameter for each example, to the same end."""
-    try:
-        with torch.enable_grad():
-            _, again = recorded(call, leaves, probe, (name,))
-    except Exception:
-        return False
-    return again.shape == output.shape and agree(again.detach(), output)
+    return Plan(run.output.shape[1:], shared, odd, activations // size, widest // size)
 
 
 def _check_output(output: Tensor, size: int) -> None:

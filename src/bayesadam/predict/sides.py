@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, examples, inputs_of
+from bayesadam.predict.batches import batch_size, inputs_of, parts
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
 from bayesadam.predict.plan import Pass, examined, plan_for
 from bayesadam.predict.uses import Addend, Layout, Product, Use
@@ -41,9 +41,8 @@ def input_sides(posterior: Gaussian, inputs: Any, *, forward: Forward | None = N
     n = 0
     with evaluating(call.model):
         for batch in inputs_of(inputs, call.model):
-            plan, size = plan_for(call, leaves, batch), batch_size(batch)
-            step = max(1, _AT_ONCE // max(1, _PATCH * plan.widest))
-            for part in (examples(batch, start, start + step) for start in range(0, size, step)):
+            plan = plan_for(call, leaves, batch)
+            for part in parts(batch, max(1, _AT_ONCE // max(1, _PATCH * plan.widest))):
                 run = examined(call, leaves, part, plan.shared)
                 if not bool(run.finite.all()):
                     raise MatchError("the network's outputs for these inputs are not finite: look for NaN in them")

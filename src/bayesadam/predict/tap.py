@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, examples, has_graph, plain
+from bayesadam.predict.batches import batch_size, examples, has_graph, parts, plain
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.matrices import layers_of as layers_of
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
@@ -129,7 +129,7 @@ def by_example(
             )
     if layouts.get(layout, 0) < math.inf:
         return f, pooled
-    every = [run(examples(inputs, i, i + 1))[1] for i in range(size)]
+    every = [run(example)[1] for example in parts(inputs, 1)]
     names = set.intersection(set(pooled), *(set(seen) for seen in every))
     return f, {name: torch.cat([seen[name] for seen in every]) for name in pooled if name in names}
 
