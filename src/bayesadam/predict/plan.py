@@ -19,7 +19,6 @@ from bayesadam.predict.batches import batch_size, chosen_examples, examples
 from bayesadam.predict.network import Call, widened
 from bayesadam.predict.recording import recorded
 from bayesadam.predict.uses import Addend, Layout, Use, joined
-from bayesadam.weights.named import Named
 
 _PLANS_KEPT = 256
 
@@ -52,7 +51,7 @@ class Pass:
         return self.flat.detach().isfinite().all(dim=1)
 
 
-def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (), at_once: int = 0) -> Pass:
+def examined(call: Call, inputs: Any, shared: tuple[str, ...] = (), at_once: int = 0) -> Pass:
     """Run the model, and keep those uses that agree with autograd.
 
     With random r and s, Σ_b s_b ∂(r · f_b)/∂w is computed twice: by autograd, and from the layers' own factors example
@@ -64,19 +63,19 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
     """
     while shared:
         try:
-            run = _examined(call, leaves, inputs, shared, at_once)
+            run = _examined(call, inputs, shared, at_once)
         except Exception:  # Whatever a model raises that is given tensors of other shapes.
             break
         if not set(run.odd) & set(shared):
             return run
         shared = tuple(name for name in shared if name not in run.odd)
-    return _examined(call, leaves, inputs, (), at_once)
+    return _examined(call, inputs, (), at_once)
 
 
-def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], at_once: int) -> Pass:
+def _examined(call: Call, inputs: Any, shared: tuple[str, ...], at_once: int) -> Pass:
     size = batch_size(inputs)
     with torch.enable_grad():
-        uses, output = recorded(call, leaves, inputs, shared)
+        uses, output = recorded(call, inputs, shared)
         _check_output(output, size)
         flat, generator = output.reshape(size, -1), torch.Generator().manual_seed(0)
         if not bool(flat.isfinite().all()):
@@ -84,7 +83,7 @@ def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], a
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
-        grads = vector_jacobian(flat, list(leaves.values()), s[:, None] * r)
+        grads = vector_jacobian(flat, list(call.leaves.values()), s[:, None] * r)
     edges, ds = [use.edge for use in uses], None
     if flat.shape[1] <= at_once:
         ds = pulled_back(flat, edges, 0, flat.shape[1])
@@ -95,7 +94,7 @@ def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], a
     layouts: dict[int, Layout] = {}
     odd = []
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
-        for name, grad in zip(leaves, grads, strict=True):
+        for name, grad in zip(call.leaves, grads, strict=True):
             numbers = [i for i in reached if uses[i].name == name]
             if grad is not None:
                 matches = _agreeing([(uses[i], reached[i]) for i in numbers], widened(dense(grad)), s)
@@ -207,7 +206,7 @@ class Plan:
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
+def plan_for(call: Call, inputs: Any) -> Plan:
     """The plan of a model for a kind of inputs, remembered."""
     plans = _plans.setdefault(call.model, {})
     # The code alone of a forward, which may hold the model: it would never be freed.
@@ -217,20 +216,20 @@ def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
     if kind not in plans:
         if len(plans) >= _PLANS_KEPT:
             plans.pop(next(iter(plans)))
-        plans[kind] = _planned(call, leaves, inputs)
+        plans[kind] = _planned(call, inputs)
     return plans[kind]
 
 
-def _planned(call: Call, leaves: Named, inputs: Any) -> Plan:
+def _planned(call: Call, inputs: Any) -> Plan:
     """Up to three examples are run; copies are tried for the parameters that no layer explains."""
     size = min(max(2, batch_size(inputs)), 3)
     probe = chosen_examples(inputs, torch.arange(size) % batch_size(inputs))
-    run = examined(call, leaves, probe)
-    check_alone(call, leaves, probe, run.output)
+    run = examined(call, probe)
+    check_alone(call, probe, run.output)
 
     def is_separable(name: str) -> bool:
         """Whether the model comes to the same with a copy of the parameter for each example, and explains it then."""
-        again = examined(call, leaves, probe, (name,))
+        again = examined(call, probe, (name,))
         same = name not in again.odd and again.output.shape == run.output.shape
         return same and agree(again.output, run.output)
 
@@ -257,13 +256,13 @@ def _check_output(output: Tensor, size: int) -> None:
         raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
 
 
-def check_alone(call: Call, leaves: Named, inputs: Any, output: Tensor) -> None:
+def check_alone(call: Call, inputs: Any, output: Tensor) -> None:
     """Refuse a model that gives another output for the last example of a batch when that is run alone."""
     size = batch_size(inputs)
     last, among, failure = examples(inputs, size - 1, size), output[-1:].detach(), None
     try:
         with torch.no_grad():
-            alone, again = call(leaves, last), call(leaves, last)
+            alone, again = call(call.mean, last), call(call.mean, last)
     except (RuntimeError, ValueError, IndexError) as error:
         if isinstance(error, BayesAdamError):
             raise

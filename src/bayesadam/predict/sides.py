@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.predict.batches import batch_size, inputs_of, parts
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import Pass, examined, plan_for
 from bayesadam.predict.uses import Addend, Layout, Product, Use
 from bayesadam.weights.inputs import InputSide
@@ -35,15 +35,14 @@ def input_sides(posterior: Gaussian, inputs: Any, *, forward: Forward | None = N
         inputs: a batch, or a loader, whose targets are left out.
         forward: `forward(model, inputs)` for models whose call is unusual.
     """
-    call, params = Call(posterior.model, forward), means(posterior)
-    leaves = {name: mu.requires_grad_() for name, mu in params.items()}
+    call = Call.of(posterior, forward)
     sums: dict[str, _Side | None] = {}
     n = 0
     with evaluating(call.model):
         for batch in inputs_of(inputs, call.model):
-            plan = plan_for(call, leaves, batch)
+            plan = plan_for(call, batch)
             for part in parts(batch, max(1, _AT_ONCE // max(1, _PATCH * plan.widest))):
-                run = examined(call, leaves, part, plan.shared)
+                run = examined(call, part, plan.shared)
                 if not bool(run.finite.all()):
                     raise MatchError("the network's outputs for these inputs are not finite: look for NaN in them")
                 sides = _sides(run, batch_size(part))
@@ -52,7 +51,7 @@ def input_sides(posterior: Gaussian, inputs: Any, *, forward: Forward | None = N
                 sums = {name: _sum(sums[name], side) if n else side for name, side in sides.items()}
                 n += batch_size(part)
     return {
-        name: InputSide.of((total / n).to(params[name]).detach(), params[name].shape, bias, inputs_first=inputs_first)
+        name: InputSide.of((total / n).to(call.mean[name]), call.mean[name].shape, bias, inputs_first=inputs_first)
         for name, side in sums.items()
         if side is not None
         for total, bias, inputs_first in [side]

@@ -16,7 +16,7 @@ from bayesadam.errors import MatchError
 from bayesadam.predict.batches import batch_size, examples, has_graph, parts, plain
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.matrices import layers_of as layers_of
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 
 Layer = Matrix
 # A module, its arguments, its keywords and its output → what stands in for the output; None leaves it.
@@ -178,15 +178,15 @@ def observed(
 
     `layouts` are those of batches before; `words` is as in `tapped`.
     """
-    inputs, call = plain(inputs, graph=True), Call(posterior.model, forward)
+    inputs = plain(inputs, graph=True)
 
     def run(batch: Any) -> Observed:
         mask = batch.get("attention_mask") if isinstance(batch, dict) else None
         layout: list[tuple[Hashable, ...]] = []
         with tapped(posterior.model, layers, batch_size(batch), mask, layout, words or batch is not inputs) as pooled:
-            return widened(call(mu, batch)), pooled, tuple(layout)
+            return widened(call(call.mean, batch)), pooled, tuple(layout)
 
     with evaluating(posterior.model, differentiable=False), torch.set_grad_enabled(has_graph(inputs)):
-        mu = means(posterior)
-        dtype = next(iter(mu.values())).dtype
+        call = Call.of(posterior, forward)
+        dtype = next(iter(call.mean.values())).dtype
         return by_example(run, inputs, {} if layouts is None else layouts, dtype) if layers else run(inputs)[:2]
