@@ -134,7 +134,7 @@ def test_half_precision_models_give_float32_results(build: Callable[[], nn.Modul
     found = linearised(posterior, x, covariance=True)
     assert found.mean.dtype == found.variance.dtype == found.covariance.dtype == torch.float32
     runs = run_of(posterior, x), run_of(exact, x.double())
-    half, double = ([layout for _, layout in run.explained] for run in runs)
+    half, double = ([use.layout for use in run.explained] for run in runs)
     assert half == double
     assert relative_error(found.covariance.double(), expected) <= 0.15
 

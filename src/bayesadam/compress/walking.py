@@ -39,45 +39,44 @@ Visit = Callable[[Matrix, Tensor, Moments], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One use of a matrix in a forward pass: its inputs and its outputs, position by position."""
+    """One use of a matrix in a forward pass: its inputs and its outputs, (..., outputs), position by position."""
 
     matrix: Matrix
     module: nn.Module
     input: Tensor
     output: Tensor
 
+    @classmethod
+    def of(cls, matrix: Matrix, module: nn.Module, a: Tensor, z: Tensor) -> Use:
+        """A convolution may have been given one example without a batch, and has its channels before its pixels."""
+        a, z = a.detach(), z.detach()
+        if not isinstance(module, _ConvNd):
+            return cls(matrix, module, a, z)
+        alone = a.dim() == len(module.kernel_size) + 1
+        a, z = (x.unsqueeze(0) if alone else x for x in (a, z))
+        return cls(matrix, module, a, z.movedim(1, -1))
+
     @property
     def positions(self) -> int:
         """How often the matrix is multiplied."""
-        return self.output.numel() // math.prod(self.matrix.size[:2])
+        return self.output.numel() // self.output.shape[-1]
 
     def inputs(self, rows: Tensor) -> Tensor:
-        """(groups, rows, inputs) at some positions."""
-        a = self.input.detach()
-        if not isinstance(self.module, _ConvNd):
-            return self._columns(widened(a.reshape(-1, a.shape[-1])[rows]))
-        a, out = self._batched(a), self._batched(self.output).shape[2:]
-        # (n, channels, *kernel, *out) → (rows, channels, *kernel).
-        view = patches(self.module, a, out)
-        moved = view.movedim(tuple(range(-len(out), 0)), tuple(range(1, len(out) + 1)))
-        return self._columns(widened(moved[torch.unravel_index(rows, (len(a), *out))].flatten(1)))
+        """(groups, rows, inputs) at some positions, with a constant 1 where W has a bias."""
+        a, out = self.input, self.output.shape[1:-1]
+        if isinstance(self.module, _ConvNd):
+            # (n, channels, *kernel, *out) → (rows, channels, *kernel).
+            moved = patches(self.module, a, out).movedim(tuple(range(-len(out), 0)), tuple(range(1, len(out) + 1)))
+            a = moved[torch.unravel_index(rows, (len(a), *out))].flatten(1)
+        else:
+            a = a.reshape(-1, a.shape[-1])[rows]
+        a = widened(a).reshape(len(a), self.matrix.groups, self.matrix.size[2]).transpose(0, 1)
+        return a if self.matrix.bias is None else F.pad(a, (0, 1), value=1.0)
 
     def outputs(self, rows: Tensor) -> Tensor:
         """(groups, rows, outputs) at some positions."""
-        z = self.output.detach()
-        z = self._batched(z).movedim(1, -1) if isinstance(self.module, _ConvNd) else z
-        z = widened(z.reshape(-1, z.shape[-1])[rows])
+        z = widened(self.output.reshape(-1, self.output.shape[-1])[rows])
         return z.reshape(len(z), *self.matrix.size[:2]).transpose(0, 1)
-
-    def _columns(self, a: Tensor) -> Tensor:
-        """Inputs (positions, groups · inputs) as (groups, positions, inputs), with a constant 1 where W has a bias."""
-        x = a.reshape(len(a), self.matrix.groups, self.matrix.size[2]).transpose(0, 1)
-        return x if self.matrix.bias is None else F.pad(x, (0, 1), value=1.0)
-
-    def _batched(self, a: Tensor) -> Tensor:
-        """Of a convolution, which may have been given one example without a batch."""
-        assert isinstance(self.module, _ConvNd)
-        return a if a.dim() == len(self.module.kernel_size) + 2 else a.unsqueeze(0)
 
 
 class _Closed(BaseException):
@@ -151,12 +150,12 @@ def _stopping(model: nn.Module, names: Collection[str]) -> Iterator[None]:
             for matrix in wanted[module]:
                 if (matrix.weight, matrix.rows) == (named[id(weight)], rows):
                     own = None if matrix.bias is None else bias
-                    here.stop(Use(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
+                    here.stop(Use.of(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
             return linear(weight, rows, a, bias, bias_rows)
 
         if isinstance(module, nn.MultiheadAttention):
             return attention(module, args, kwargs, output, project)
-        here.stop(Use(wanted[module][0], module, first_input(args, kwargs), output))
+        here.stop(Use.of(wanted[module][0], module, first_input(args, kwargs), output))
         return module.forward(*args, **kwargs)
 
     with evaluating(model, differentiable=False), watched([m for m, some in wanted.items() if some], see):

@@ -167,16 +167,16 @@ def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, 
 def _add_layers(task: _Task, run: Pass, at_once: int, variance: Tensor, blocks: Tensor) -> None:
     """Add every explained parameter's share to variances (k, b, c), or to blocks (k, b, c, c) where asked for."""
     size, c = run.flat.shape
-    edges = [use.edge for use, _ in run.explained]
+    edges = [use.edge for use in run.explained]
     for start in range(0, c if edges else 0, at_once):
         stop = min(start + at_once, c)
         ds = run.ds or pulled_back(run.flat, edges, start, stop)
         # Uses of one parameter belong together, since their gradients add before they are squared.
         groups: dict[tuple[str, int | None], list[Pulled]] = {}
-        for (use, layout), d in zip(run.explained, ds, strict=True):
+        for use, d in zip(run.explained, ds, strict=True):
             if d is not None:
                 part = use.start if use.rotation is None else None
-                groups.setdefault((use.name, part), []).append((use, d, layout))
+                groups.setdefault((use.name, part), []).append((use, d))
         for (name, _), pulled in groups.items():
             share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
             (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
@@ -192,7 +192,7 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     turns: dict[str, Rotation | InputSide] = {**structure.bases, **structure.inputs}
     places: dict[str, list[Any]] = {}
     odd = set(run.odd)
-    for use, _ in run.explained:
+    for use in run.explained:
         places.setdefault(use.name, []).append(use.at)
         product, whole = isinstance(use, Product) and use.groups == 1, use.rows is None
         if (base := structure.bases.get(use.name)) is not None:
@@ -205,8 +205,8 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     for bias, name in columns.items():
         if {name, bias} & odd or places.get(name) != places.get(bias):
             odd |= {name, bias}
-    keep = [i for i, (use, _) in enumerate(run.explained) if use.name not in odd | columns.keys()]
-    explained = [(replace(use, rotation=turns.get(use.name)), lay) for use, lay in map(run.explained.__getitem__, keep)]
+    keep = [i for i, use in enumerate(run.explained) if use.name not in odd | columns.keys()]
+    explained = [replace(use, rotation=turns.get(use.name)) for use in map(run.explained.__getitem__, keep)]
     return replace(run, explained=explained, odd=tuple(sorted(odd)), ds=run.ds and [run.ds[i] for i in keep])
 
 

@@ -189,6 +189,26 @@ def output_tensor(output: Any) -> Tensor:
     return output
 
 
+def require_rows(output: Tensor, size: int) -> None:
+    """Refuse outputs that do not have the batch first."""
+    if output.shape[0] != size:
+        raise MatchError(
+            f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
+            "Pass forward=lambda model, batch: ... that returns (batch, ...), and the inputs with the batch first"
+        )
+
+
+def mixes_examples(failure: Exception | None = None) -> MatchError:
+    """What is raised of a model that gives another output for an example when that is run alone."""
+    return MatchError(
+        "each example's output must depend on that example alone, but the model gives something else when one is run "
+        "alone. Does it mix examples (batch norm without running statistics), is something in it random, or has an "
+        "input as many rows as the batch without being one row per example? Pass that one through forward=lambda "
+        "model, batch: ... Or is there no batch dimension? A single example is "
+        f"x[None]{'' if failure is None else f' ({failure})'}"
+    )
+
+
 def widened(tensor: Tensor) -> Tensor:
     """The same in float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict.batches import batch_size, chosen_examples, examples
-from bayesadam.predict.network import Call, widened
+from bayesadam.predict.network import Call, mixes_examples, require_rows, widened
 from bayesadam.predict.recording import recorded
-from bayesadam.predict.uses import Addend, Layout, Use, joined
+from bayesadam.predict.uses import Addend, Use, joined
 
 _PLANS_KEPT = 256
 
@@ -33,7 +33,7 @@ class Pass:
     Attributes:
         output, flat: (b, ...) and (b, c), with the graph.
         uses: every use of a parameter by a known layer, in order.
-        explained: those that agree with autograd, and how the examples lie in their tensors.
+        explained: those that agree with autograd, in the layout in which they do.
         odd: parameters that the uses do not explain, whose gradients go through autograd, example by example.
         ds: D at each explained use for the unit vectors of all outputs, (c, ...), where they were asked for.
     """
@@ -41,7 +41,7 @@ class Pass:
     output: Tensor
     flat: Tensor
     uses: Sequence[Use]
-    explained: Sequence[tuple[Use, Layout]] = ()
+    explained: Sequence[Use] = ()
     odd: tuple[str, ...] = ()
     ds: Sequence[Tensor | None] | None = None
 
@@ -91,17 +91,17 @@ def _examined(call: Call, inputs: Any, shared: tuple[str, ...], at_once: int) ->
     else:
         along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
     reached = {i: d for i, d in enumerate(along) if d is not None}
-    layouts: dict[int, Layout] = {}
+    explained: dict[int, Use] = {}
     odd = []
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
         for name, grad in zip(call.leaves, grads, strict=True):
             numbers = [i for i in reached if uses[i].name == name]
             if grad is not None:
                 matches = _agreeing([(uses[i], reached[i]) for i in numbers], widened(dense(grad)), s)
-                layouts |= zip(numbers, matches or (), strict=False)
+                explained |= zip(numbers, matches or (), strict=False)
                 odd += [name] if matches is None else []
-    explained = [(uses[i], layouts[i]) for i in sorted(layouts)]
-    return Pass(output, flat, uses, explained, tuple(odd), ds and [ds[i] for i in sorted(layouts)])
+    order = sorted(explained)
+    return Pass(output, flat, uses, [explained[i] for i in order], tuple(odd), ds and [ds[i] for i in order])
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:
@@ -135,8 +135,8 @@ def vector_jacobian(flat: Tensor, tensors: Sequence[Any], row: Tensor, **options
     return grads
 
 
-def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> list[Layout] | None:
-    """The layouts in which uses with D along r come to the truth; None where there are none."""
+def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> list[Use] | None:
+    """Uses with D along r, in the layouts in which they come to the truth; None where there are none."""
     if uses and not joined([use for use, _ in uses]):
         return None
     # Under autocast D is of 16 bits where the weights are not.
@@ -148,18 +148,18 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
     # What cancels in theory, as gradients of the biases of attention's keys do, is nothing but rounding.
     rounding = sum(8 * eps * float(d.abs().sum()) for use, d in uses if isinstance(use, Addend))
     for attempt in range(max((len(use.layouts) for use, _ in uses), default=1)):
-        layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use, _ in uses]
+        tried = [replace(use, layouts=use.layouts[attempt:] or use.layouts[-1:]) for use, _ in uses]
         ours = torch.zeros_like(truth)
         try:
-            for (use, d), layout in zip(uses, layouts, strict=True):
+            for use, (_, d) in zip(tried, uses, strict=True):
                 part = use.of(ours)
-                part += use.total(d.to(ours.dtype), s.to(ours.dtype), layout, part.shape)
+                part += use.total(d.to(ours.dtype), s.to(ours.dtype), part.shape)
         except (RuntimeError, IndexError):
             continue
         if float((ours - truth).norm()) <= rounding:
-            return layouts
+            return tried
         if (found := disagreement(ours, truth)) <= error:
-            error, best = found, layouts
+            error, best = found, tried
         if error <= tolerance and best is not None:
             break
     return best
@@ -242,11 +242,7 @@ def _planned(call: Call, inputs: Any) -> Plan:
 
 def _check_output(output: Tensor, size: int) -> None:
     """The batch comes first, and the output depends on the weights."""
-    if output.shape[0] != size:
-        raise BayesAdamError(
-            f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
-            "Pass forward=lambda model, batch: ... that returns (batch, ...)"
-        )
+    require_rows(output, size)
     if not output.requires_grad:
         raise BayesAdamError(
             "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
@@ -277,9 +273,4 @@ def check_alone(call: Call, inputs: Any, output: Tensor) -> None:
                 "the model gives something else each time it is run on the same example, in evaluation mode: something "
                 "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
-    raise BayesAdamError(
-        "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
-        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
-        f"no batch dimension? A single example is x[None]{'' if failure is None else f' ({failure})'}"
-    ) from failure
+    raise mixes_examples(failure) from failure

@@ -16,7 +16,7 @@ from bayesadam.errors import MatchError
 from bayesadam.predict.batches import batch_size, examples, has_graph, parts, plain
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.matrices import layers_of as layers_of
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, mixes_examples, require_rows, widened
 
 Layer = Matrix
 # A module, its arguments, its keywords and its output → what stands in for the output; None leaves it.
@@ -90,26 +90,17 @@ def by_example(
     f, pooled, layout = run(inputs)
     size = batch_size(inputs)
     rough = dtype.itemsize < 4 or torch.is_autocast_enabled(f.device.type)
-    if len(f) != size:
-        raise MatchError(
-            f"the model returned {len(f)} rows for {size} examples: its output must have the batch first. Pass "
-            "forward=lambda model, batch: ... that returns (batch, ...), and the inputs with the batch first"
-        )
+    require_rows(f, size)
     if size > 1 and layouts.get(layout, 0) < _PROOF:
         ends, rows = (examples(inputs, 0, 1), examples(inputs, size - 1, size)), f.reshape(size, -1)
-        alone = [_attempt(run, end) for end in ends]
-        singles = [one for one in alone if one is not None and one[0].dim() == f.dim()]
+        singles = [one for end in ends if (one := _attempt(run, end)) is not None and one[0].dim() == f.dim()]
+        pairs = [(one[0], rows[i][None]) for one, i in zip(singles, (0, -1), strict=False)]
         # Some models know of no batch of one: it loses a dimension, or has no variance.
-        others = None if len(singles) == 2 else _attempt(run, examples(inputs, 1, size))
-        pairs = [(one[0], rows[i : i + 1]) for one, i in zip(singles, (0, size - 1), strict=False) if len(singles) == 2]
-        pairs += [] if others is None else [(others[0], rows[1:])]
+        if len(singles) < 2:
+            others = _attempt(run, examples(inputs, 1, size))
+            pairs = [] if others is None else [(others[0], rows[1:])]
         if any(len(part) != len(row) or not _same(part, row, rows, 0.3 if rough else 0.05) for part, row in pairs):
-            raise MatchError(
-                "each example's output must depend on that example alone, but the model gives something else when one "
-                "is run alone. Does it mix examples (batch norm without running statistics), is something in it "
-                "random, or has an input as many rows as the batch without being one row per example? Pass that one "
-                "through forward=lambda model, batch: ..."
-            )
+            raise mixes_examples()
         if len(singles) < 2:
             return f, pooled
         odd = [
