@@ -148,7 +148,7 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
     # What cancels in theory, as gradients of the biases of attention's keys do, is nothing but rounding.
     rounding = sum(8 * eps * float(d.abs().sum()) for use, d in uses if isinstance(use, Addend))
     for attempt in range(max((len(use.layouts) for use, _ in uses), default=1)):
-        tried = [replace(use, layouts=use.layouts[attempt:] or use.layouts[-1:]) for use, _ in uses]
+        tried = [replace(u, layouts=u.layouts[attempt:] or u.layouts[-1:]) if attempt else u for u, _ in uses]
         ours = torch.zeros_like(truth)
         try:
             for use, (_, d) in zip(tried, uses, strict=True):
