@@ -8,9 +8,14 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.predict.leverage import RIDGE, WIDEST, Leverage, factor, from_inputs, from_structure, log_leverages
-from bayesadam.predict.tap import Layer, layers_of
+from bayesadam.predict.matrices import Matrix, layers_of
 from calibrated.cases_calibrated import blobs, trained
 from floats import assert_close
+
+
+def layer_of(module: str, width: int, groups: int = 1) -> Matrix:
+    """Of two outputs a group."""
+    return Matrix(f"{module}.weight", None, torch.Size((2 * groups, width // groups)), groups=groups, module=module)
 
 
 def double(*shape: int) -> torch.Tensor:
@@ -19,7 +24,7 @@ def double(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_leverage_is_the_quadratic_form(groups):
-    layer, a, root = Layer("m", "m.weight", 6, groups), double(5, 6), double(groups, 6 // groups, 9)
+    layer, a, root = layer_of("m", 6, groups), double(5, 6), double(groups, 6 // groups, 9)
     moment = root @ root.mT
     whole = torch.block_diag(*moment)
     ridge = RIDGE * whole.diagonal().mean() * torch.eye(6, dtype=torch.float64)
@@ -32,7 +37,7 @@ def test_leverage_is_the_quadratic_form(groups):
 
 
 def test_stacked_layers_keep_their_order():
-    layers = tuple(Layer(name, f"{name}.weight", width) for name, width in (("a", 3), ("b", 5), ("c", 3)))
+    layers = tuple(layer_of(name, width) for name, width in (("a", 3), ("b", 5), ("c", 3)))
     inputs = {layer.module: double(4, layer.width) for layer in layers}
     factors = tuple(factor((root @ root.mT)[None]) for root in (double(layer.width, 9) for layer in layers))
     together = Leverage(layers, factors, "inputs").log_h(inputs)
@@ -47,7 +52,7 @@ def test_each_input_is_left_out_of_its_own():
     """Exact but for the ridge, which stays that of all; and what is not familiar has the A of new inputs."""
     a, n = double(25, 5), 20
     familiar = torch.arange(25) < n
-    leverage, log_h, fresh = from_inputs([Layer("m", "m.weight", 5)], {"m": a}, familiar, None)
+    leverage, log_h, fresh = from_inputs([layer_of("m", 5)], {"m": a}, familiar, None)
     assert torch.equal(fresh, ~familiar)
     assert_close(leverage.log_h({"m": a[n:]}), log_h[n:])
     moment = a[:n].T @ a[:n] / n
@@ -58,13 +63,13 @@ def test_each_input_is_left_out_of_its_own():
 
 
 def test_wide_layers_are_cut_in_blocks():
-    layer = Layer("m", "m.weight", WIDEST + 3)
+    layer = layer_of("m", WIDEST + 3)
     known, *_ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, torch.ones(20, dtype=torch.bool), None)
     assert known.factors[0].shape == (2, WIDEST // 2 + 2, WIDEST // 2 + 2)
 
 
 def test_few_inputs_leave_the_state_alone():
-    layer, state = Layer("m", "m.weight", 3), Leverage((Layer("m", "m.weight", 3),), (torch.ones(3),), "second moments")
+    layer, state = layer_of("m", 3), Leverage((layer_of("m", 3),), (torch.ones(3),), "second moments")
     few = torch.ones(5, dtype=torch.bool)
     known, log_h, fresh = from_inputs([layer], {"m": torch.ones(5, 3)}, few, state)
     assert known.source == "second moments"

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batches_of, chosen_examples, examples, for_model, inputs_of, is_loader, plain
+from bayesadam.predict.batches import (
+    batches_of,
+    chosen_examples,
+    examples,
+    for_model,
+    inputs_of,
+    is_loader,
+    parts,
+    plain,
+)
 from floats import assert_close
 
 N = 7
@@ -105,6 +114,8 @@ def test_some_examples_of_a_batch():
     assert found["input"][1] is whole
     assert found["flag"]
     assert torch.equal(chosen_examples(batch, torch.tensor([5, 1]))["ids"], Y[[5, 1]])
+    assert torch.equal(torch.cat([part["ids"] for part in parts(batch, 3)]), Y)
+    assert [len(part["ids"]) for part in parts(batch, 3)] == [3, 3, 1]
 
 
 def test_graphs_and_inference_tensors_are_left_behind():

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, ImproperError, SettingError
 from bayesadam.predict import linearised, moments, moments_under, plan, uses
-from bayesadam.predict.network import Call, evaluating, means
+from bayesadam.predict.network import Call, evaluating
 from cases import mlp
 from floats import assert_close, close
 from predict.cases_networks import (
@@ -51,10 +51,9 @@ by_name = {network.name: network for network in NETWORKS}
 
 def run_of(posterior: ba.Posterior, inputs: Any) -> plan.Pass:
     """A pass of all examples, as it is explained."""
-    leaves = {name: mu.requires_grad_() for name, mu in means(posterior).items()}
     with evaluating(posterior.model):
-        shared = plan.plan_for(Call(posterior.model), leaves, inputs).shared
-        return plan.examined(Call(posterior.model), leaves, inputs, shared)
+        call = Call.of(posterior, None)
+        return plan.examined(call, inputs, plan.plan_for(call, inputs).shared)
 
 
 def error_of(posterior: ba.Posterior, inputs: Any, **options: Any) -> float:
@@ -135,7 +134,7 @@ def test_half_precision_models_give_float32_results(build: Callable[[], nn.Modul
     found = linearised(posterior, x, covariance=True)
     assert found.mean.dtype == found.variance.dtype == found.covariance.dtype == torch.float32
     runs = run_of(posterior, x), run_of(exact, x.double())
-    half, double = ([layout for _, layout in run.explained] for run in runs)
+    half, double = ([use.layout for use in run.explained] for run in runs)
     assert half == double
     assert relative_error(found.covariance.double(), expected) <= 0.15
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam.errors import MatchError
+from bayesadam.predict.matrices import Matrix, layers_of
 from bayesadam.predict.network import evaluating
-from bayesadam.predict.tap import Layer, layers_of, observed, tapped
+from bayesadam.predict.tap import observed, tapped
 from floats import assert_close
 from predict.cases_networks import Lambda, encoder, normal, posterior_over
 
@@ -39,7 +40,7 @@ LAYERS = {
 }
 
 
-def layer_of(module: nn.Module) -> Layer:
+def layer_of(module: nn.Module) -> Matrix:
     (layer,) = layers_of(module, dict(module.named_parameters()))
     return layer
 

@@ -14,17 +14,20 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.compress.matrices import Matrix, Use, matrices_of
 from bayesadam.compress.solving import Moments
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, examples, inputs_of
-from bayesadam.predict.network import Call, Forward, evaluating
+from bayesadam.predict.batches import inputs_of, parts
+from bayesadam.predict.matrices import Matrix, matrices_of
+from bayesadam.predict.network import Call, Forward, evaluating, widened
 from bayesadam.predict.recording import attention, linear
 from bayesadam.predict.tap import first_input, watched
+from bayesadam.predict.uses import patches
 
 # Examples that go through the network together, and positions of a layer that are looked at.
 _AT_ONCE, _POSITIONS = 128, 1 << 16
@@ -32,6 +35,48 @@ _AT_ONCE, _POSITIONS = 128, 1 << 16
 _FEW = 0.1
 # A matrix, its dense weights and its moments → its new weights.
 Visit = Callable[[Matrix, Tensor, Moments], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a matrix in a forward pass: its inputs and its outputs, (..., outputs), position by position."""
+
+    matrix: Matrix
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, matrix: Matrix, module: nn.Module, a: Tensor, z: Tensor) -> Use:
+        """A convolution may have been given one example without a batch, and has its channels before its pixels."""
+        a, z = a.detach(), z.detach()
+        if not isinstance(module, _ConvNd):
+            return cls(matrix, module, a, z)
+        alone = a.dim() == len(module.kernel_size) + 1
+        a, z = (x.unsqueeze(0) if alone else x for x in (a, z))
+        return cls(matrix, module, a, z.movedim(1, -1))
+
+    @property
+    def positions(self) -> int:
+        """How often the matrix is multiplied."""
+        return self.output.numel() // self.output.shape[-1]
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        """(groups, rows, inputs) at some positions, with a constant 1 where W has a bias."""
+        a, out = self.input, self.output.shape[1:-1]
+        if isinstance(self.module, _ConvNd):
+            # (n, channels, *kernel, *out) → (rows, channels, *kernel).
+            moved = patches(self.module, a, out).movedim(tuple(range(-len(out), 0)), tuple(range(1, len(out) + 1)))
+            a = moved[torch.unravel_index(rows, (len(a), *out))].flatten(1)
+        else:
+            a = a.reshape(-1, a.shape[-1])[rows]
+        a = widened(a).reshape(len(a), self.matrix.groups, self.matrix.size[2]).transpose(0, 1)
+        return a if self.matrix.bias is None else F.pad(a, (0, 1), value=1.0)
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """(groups, rows, outputs) at some positions."""
+        z = widened(self.output.reshape(-1, self.output.shape[-1])[rows])
+        return z.reshape(len(z), *self.matrix.size[:2]).transpose(0, 1)
 
 
 class _Closed(BaseException):
@@ -105,12 +150,12 @@ def _stopping(model: nn.Module, names: Collection[str]) -> Iterator[None]:
             for matrix in wanted[module]:
                 if (matrix.weight, matrix.rows) == (named[id(weight)], rows):
                     own = None if matrix.bias is None else bias
-                    here.stop(Use(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
+                    here.stop(Use.of(matrix, module, a, linear(weight, rows, a, own, bias_rows)))
             return linear(weight, rows, a, bias, bias_rows)
 
         if isinstance(module, nn.MultiheadAttention):
             return attention(module, args, kwargs, output, project)
-        here.stop(Use(wanted[module][0], module, first_input(args, kwargs), output))
+        here.stop(Use.of(wanted[module][0], module, first_input(args, kwargs), output))
         return module.forward(*args, **kwargs)
 
     with evaluating(model, differentiable=False), watched([m for m, some in wanted.items() if some], see):
@@ -135,11 +180,7 @@ class Walk:
     def of(cls, model: nn.Module, inputs: Any, weights: Collection[str], forward: Forward | None = None) -> Walk:
         """Over the matrices among some weights."""
         matrices = {x.name: x for listed in matrices_of(model).values() for x in listed if x.weight in weights}
-        batches = [
-            examples(batch, start, start + _AT_ONCE)
-            for batch in inputs_of(inputs, model)
-            for start in range(0, batch_size(batch), _AT_ONCE)
-        ]
+        batches = [part for batch in inputs_of(inputs, model) for part in parts(batch, _AT_ONCE)]
         walk = cls(Call(model, forward), batches, matrices, {})
         passes: list[list[str]] = [[] for _ in batches]
         seen = Counter[str]()

@@ -132,6 +132,11 @@ def examples(inputs: Any, start: int, stop: int) -> Any:
     return _map_examples(inputs, lambda leaf: leaf[start:stop])
 
 
+def parts(inputs: Any, step: int) -> Iterator[Any]:
+    """A batch in parts of up to so many examples."""
+    return (examples(inputs, start, start + step) for start in range(0, batch_size(inputs), step))
+
+
 def chosen_examples(inputs: Any, rows: Tensor) -> Any:
     """Some examples of a batch, by index."""
     return _map_examples(inputs, lambda leaf: leaf[rows.to(leaf.device)])

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.func import jvp
 
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict.batches import batch_size, examples, has_graph, plain
+from bayesadam.predict.batches import examples, has_graph, parts, plain
 from bayesadam.predict.moments import one_jacobian
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import plan_for
 from bayesadam.weights.named import Named
 
@@ -35,7 +35,7 @@ def sampled(
     """
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        call, _ = _checked(posterior, inputs, forward)
+        call = _checked(posterior, inputs, forward)
         thetas = (posterior.sample(generator=generator) for _ in range(n))
         with torch.set_grad_enabled(has_graph(inputs)):
             drawn = torch.stack([widened(call(theta, inputs)) for theta in thetas])
@@ -56,40 +56,38 @@ def linearised_draws(
     """
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        call, params = _checked(posterior, inputs, forward)
+        call = _checked(posterior, inputs, forward)
         thetas = (posterior.sample(generator=generator) for _ in range(n))
-        steps = ({name: theta[name].to(mu.device) - mu for name, mu in params.items()} for theta in thetas)
+        steps = ({name: theta[name].to(mu.device) - mu for name, mu in call.mean.items()} for theta in thetas)
 
         def product(step: Named, batch: Any) -> Tensor:
             with _forward_mode:
-                away: Tensor = jvp(lambda p: call(p, batch), (params,), (step,))[1]
+                away: Tensor = jvp(lambda p: call(p, batch), (call.mean,), (step,))[1]
             return away
 
         with torch.set_grad_enabled(has_graph(inputs)):
-            mean = widened(call(params, inputs))
+            mean = widened(call(call.mean, inputs))
             try:
-                product(params, examples(inputs, 0, 1))
+                product(call.mean, examples(inputs, 0, 1))
             except (RuntimeError, NotImplementedError):
                 # Some operation has no forward mode.
-                away = _by_rows(call, params, inputs, list(steps)).view(n, *mean.shape)
+                away = _by_rows(call, inputs, list(steps)).view(n, *mean.shape)
             else:
                 away = torch.stack([product(step, inputs) for step in steps])
     return Moments(mean, away.square().mean(dim=0).to(mean), draws=mean + away.to(mean))
 
 
-def _checked(posterior: Gaussian, inputs: Any, forward: Forward | None) -> tuple[Call, dict[str, Tensor]]:
-    """The network, whose examples are independent of each other, and μ."""
+def _checked(posterior: Gaussian, inputs: Any, forward: Forward | None) -> Call:
+    """The network, whose examples are independent of each other."""
     posterior.require_proper()
-    call, params = Call(posterior.model, forward), means(posterior)
-    plan_for(call, {name: mu.detach().requires_grad_() for name, mu in params.items()}, plain(inputs))
-    return call, params
+    call = Call.of(posterior, forward)
+    plan_for(call, plain(inputs))
+    return call
 
 
-def _by_rows(call: Call, params: Named, inputs: Any, steps: list[dict[str, Tensor]]) -> Tensor:
+def _by_rows(call: Call, inputs: Any, steps: list[dict[str, Tensor]]) -> Tensor:
     """J (θ − μ), (n, b · c), example by example, one gradient for each output."""
-    stacked = {name: torch.stack([step[name].flatten() for step in steps]) for name in params}
-    rows = []
-    for i in range(batch_size(inputs)):
-        gradients = one_jacobian(call, params, tuple(params), examples(inputs, i, i + 1))
-        rows.append(reduce(torch.add, [stacked[name] @ g.reshape(len(g), -1).T for name, g in gradients.items()]))
-    return torch.cat(rows, dim=1)
+    stacked = {name: torch.stack([step[name].flatten() for step in steps]) for name in call.mean}
+    gradients = (one_jacobian(call, tuple(call.mean), example) for example in parts(inputs, 1))
+    rows = ((stacked[name] @ g.reshape(len(g), -1).T for name, g in of_one.items()) for of_one in gradients)
+    return torch.cat([reduce(torch.add, terms) for terms in rows], dim=1)

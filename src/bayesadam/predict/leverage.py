@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.predict.tap import Layer
+from bayesadam.predict.matrices import Matrix
 from bayesadam.weights.diagonal import Diagonal
 
 Source = Literal["inputs", "gradients", "second moments"]
@@ -72,13 +72,13 @@ class Leverage:
         medians: of log h of familiar inputs, layer by layer, then of the logarithms of both means over layers.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Matrix, ...]
     factors: tuple[Tensor, ...]
     source: Source
     medians: Tensor | None = None
 
     @cached_property
-    def stacks(self) -> tuple[tuple[tuple[Layer, ...], Tensor], ...]:
+    def stacks(self) -> tuple[tuple[tuple[Matrix, ...], Tensor], ...]:
         """Layers whose factors have the same shape, with those stacked."""
         shapes: dict[torch.Size, list[int]] = {}
         for number, w in enumerate(self.factors):
@@ -114,7 +114,7 @@ class Leverage:
 
 
 def log_leverages(
-    inputs: Mapping[str, Tensor], stacks: Sequence[tuple[Sequence[Layer], Tensor]], order: Tensor
+    inputs: Mapping[str, Tensor], stacks: Sequence[tuple[Sequence[Matrix], Tensor]], order: Tensor
 ) -> Tensor:
     """log h of pooled inputs by module, (batch, layers), by `Leverage.stacks` and `Leverage.order`."""
     parts = [_h(torch.stack([inputs[layer.module] for layer in layers]), w, layers[0]) for layers, w in stacks]
@@ -152,14 +152,14 @@ def factor(a: Tensor) -> Tensor:
     return inverse.mT.to(a.dtype).contiguous()
 
 
-def _blocks(a: Tensor, layer: Layer) -> Tensor:
-    """Inputs (..., width) as (..., g, s): the layer's groups, or parts of at most 2,048, zeros added to the last."""
-    g = layer.groups if layer.groups > 1 else -(-layer.width // WIDEST)
+def _blocks(a: Tensor, layer: Matrix) -> Tensor:
+    """Inputs (..., width) as (..., g, s): groups of a convolution, or parts of at most 2,048, the last padded."""
+    g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
     s = -(-layer.width // g)
     return F.pad(a, (0, g * s - layer.width)).reshape(*a.shape[:-1], g, s)
 
 
-def _h(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
+def _h(a: Tensor, w: Tensor, layer: Matrix) -> Tensor:
     """h of the inputs (k, b, width) of layers like this one, the share of each block, (k, b, g)."""
     dtype = torch.promote_types(a.dtype, w.dtype)
     a, w = a.to(dtype), w.to(dtype)
@@ -170,12 +170,12 @@ def _h(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
     return torch.einsum("kbgs,kgst->kbgt", _blocks(a, layer), w).square().sum(dim=3)
 
 
-def from_structure(layers: Sequence[Layer], structure: Diagonal) -> Leverage:
+def from_structure(layers: Sequence[Matrix], structure: Diagonal) -> Leverage:
     """Of the posterior: its input side, or what its curvature says of it.
 
     That is the right factor Q diag(column sums) Qᵀ in the basis Q, or the column sums of v̂.
     """
-    factors: dict[Layer, Tensor] = {}
+    factors: dict[Matrix, Tensor] = {}
     source: Source = "second moments"
     for layer in layers:
         right = _right_side(layer, structure)
@@ -192,7 +192,7 @@ def from_structure(layers: Sequence[Layer], structure: Diagonal) -> Leverage:
     return Leverage(tuple(factors), tuple(factors.values()), source)
 
 
-def _right_side(layer: Layer, structure: Diagonal) -> Tensor | None:
+def _right_side(layer: Matrix, structure: Diagonal) -> Tensor | None:
     """A of a layer, (columns, columns), without the bias; None where the structure does not have it."""
     if layer.groups > 1 or layer.tokens:
         return None
@@ -212,7 +212,7 @@ def chosen(n: int) -> Tensor:
 
 
 def from_inputs(
-    layers: Sequence[Layer], pooled: Mapping[str, Tensor], familiar: Tensor, state: Leverage | None
+    layers: Sequence[Matrix], pooled: Mapping[str, Tensor], familiar: Tensor, state: Leverage | None
 ) -> tuple[Leverage | None, Tensor, Tensor]:
     """Of m familiar inputs, A = Σ a aᵀ/m; the log h of all n, (n, layers); and which of them are not in A, (n,).
 
@@ -236,7 +236,7 @@ def from_inputs(
             return None, torch.zeros(0, 0), everyone
         log_h = state.log_h(pooled)
         return state.against(log_h), log_h, everyone
-    factors: dict[Layer, Tensor] = {}
+    factors: dict[Matrix, Tensor] = {}
     columns = []
     for layer in wide:
         a = pooled[layer.module]

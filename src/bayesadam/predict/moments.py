@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, plain
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
+from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, parts, plain
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
 from bayesadam.predict.uses import Addend, Product, Pulled, contracted
 from bayesadam.readers.rotated import Rotation
@@ -55,7 +55,8 @@ def linearised(
     posterior.require_proper()
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        task = _Task.of(posterior, [posterior.coordinate_variance], forward, covariance or joint)
+        variances = [posterior.coordinate_variance]
+        task = _Task(Call.of(posterior, forward), variances, posterior.curvature, covariance or joint)
         mean, variance, blocks, between = _between(task, inputs) if joint else (*_moments(task, inputs), None)
     block, whole = (None if each is None else each[0] for each in (blocks, between))
     return Moments(mean, variance[0], block, joint=whole)
@@ -76,14 +77,14 @@ def moments_under(
     """
     inputs = plain(inputs, graph=True)
     with evaluating(posterior.model):
-        return _moments(_Task.of(posterior, variances, forward, covariance), inputs)
+        return _moments(_Task(Call.of(posterior, forward), variances, posterior.curvature, covariance), inputs)
 
 
 def white_rows(posterior: Gaussian, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """f(x; μ), (b, c), and rows φ, (b, c, ·), with φ φᵀ = J Σ Jᵀ; both with gradients where the inputs have them."""
-    task = _Task.of(posterior, [posterior.coordinate_variance], None, False)
+    task = _Task(Call.of(posterior, None), [posterior.coordinate_variance], posterior.curvature)
     with evaluating(posterior.model), torch.set_grad_enabled(has_graph(inputs)):
-        return task.call.flat(task.params, inputs), _white_rows(task, tuple(task.leaves), inputs)[0]
+        return task.call.flat(task.call.mean, inputs), _white_rows(task, tuple(task.call.mean), inputs)[0]
 
 
 # --- a batch --------------------------------------------------------------------------------------------------------
@@ -94,40 +95,29 @@ class _Task:
     """What is computed, whatever the inputs."""
 
     call: Call
-    leaves: Named
     variances: Sequence[Named]
     structure: Diagonal
-    covariance: bool
-
-    @classmethod
-    def of(cls, posterior: Gaussian, variances: Sequence[Named], forward: Forward | None, covariance: bool) -> _Task:
-        leaves = {name: mu.requires_grad_() for name, mu in means(posterior).items()}
-        return cls(Call(posterior.model, forward), leaves, variances, posterior.curvature, covariance)
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """μ without a graph."""
-        return {name: leaf.detach() for name, leaf in self.leaves.items()}
+    covariance: bool = False
 
 
 def _moments(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mean (b, ...), variances (k, b, ...) and blocks (k, b, c, c), None where not asked for."""
-    plan, size = plan_for(task.call, task.leaves, inputs), batch_size(inputs)
+    plan, size = plan_for(task.call, inputs), batch_size(inputs)
     if has_graph(inputs):
-        mean = task.call(task.params, inputs)
+        mean = task.call(task.call.mean, inputs)
         why = "a gradient with respect to inputs needs the gradients of every output"
-        parts = [(mean, *_by_autograd(task, tuple(task.leaves), inputs, mean[0].numel(), why))]
+        done = [(mean, *_by_autograd(task, tuple(task.call.mean), inputs, mean[0].numel(), why))]
     else:
         step, at_once = _chunking(task, plan, size)
-        parts = [_chunk(task, plan, at_once, examples(inputs, i, i + step)) for i in range(0, size, step)]
-    mean, variance = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], dim=1)
-    blocks = torch.cat([part[2] for part in parts], dim=1) if task.covariance else None
+        done = [_chunk(task, plan, at_once, part) for part in parts(inputs, step)]
+    mean, variance = torch.cat([part[0] for part in done]), torch.cat([part[1] for part in done], dim=1)
+    blocks = torch.cat([part[2] for part in done], dim=1) if task.covariance else None
     return mean.to(variance.dtype), variance.reshape(-1, *mean.shape), blocks
 
 
 def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
     """Examples and outputs at a time: four copies of the activations, and two for each output; one on a busy GPU."""
-    like = next(iter(task.leaves.values()))
+    like = next(iter(task.call.mean.values()))
     most = max(1, _BUSY // (plan.activations * size)) if like.is_cuda else _OUTPUTS_AT_ONCE
     at_once = plan.shape.numel() if task.covariance else min(plan.shape.numel(), most)
     while True:
@@ -145,9 +135,9 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
 
 def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variances (k, b, c) and blocks, which are empty where not asked for, of some examples, layer by layer."""
-    run = examined(task.call, task.leaves, inputs, plan.shared, at_once)
+    run = examined(task.call, inputs, plan.shared, at_once)
     if not set(run.odd) <= set(plan.odd):
-        check_alone(task.call, task.leaves, inputs, run.output)
+        check_alone(task.call, inputs, run.output)
     mean, finite, c = run.output.detach(), run.finite, run.flat.shape[1]
     variance = widened(run.flat.detach()).new_zeros(len(task.variances), len(mean), c)
     blocks = variance.new_zeros(*variance.shape, c if task.covariance else 0)
@@ -177,16 +167,16 @@ def _chunk(task: _Task, plan: Plan, at_once: int, inputs: Any) -> tuple[Tensor, 
 def _add_layers(task: _Task, run: Pass, at_once: int, variance: Tensor, blocks: Tensor) -> None:
     """Add every explained parameter's share to variances (k, b, c), or to blocks (k, b, c, c) where asked for."""
     size, c = run.flat.shape
-    edges = [use.edge for use, _ in run.explained]
+    edges = [use.edge for use in run.explained]
     for start in range(0, c if edges else 0, at_once):
         stop = min(start + at_once, c)
         ds = run.ds or pulled_back(run.flat, edges, start, stop)
         # Uses of one parameter belong together, since their gradients add before they are squared.
         groups: dict[tuple[str, int | None], list[Pulled]] = {}
-        for (use, layout), d in zip(run.explained, ds, strict=True):
+        for use, d in zip(run.explained, ds, strict=True):
             if d is not None:
                 part = use.start if use.rotation is None else None
-                groups.setdefault((use.name, part), []).append((use, d, layout))
+                groups.setdefault((use.name, part), []).append((use, d))
         for (name, _), pulled in groups.items():
             share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
             (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
@@ -202,7 +192,7 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     turns: dict[str, Rotation | InputSide] = {**structure.bases, **structure.inputs}
     places: dict[str, list[Any]] = {}
     odd = set(run.odd)
-    for use, _ in run.explained:
+    for use in run.explained:
         places.setdefault(use.name, []).append(use.at)
         product, whole = isinstance(use, Product) and use.groups == 1, use.rows is None
         if (base := structure.bases.get(use.name)) is not None:
@@ -215,8 +205,8 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     for bias, name in columns.items():
         if {name, bias} & odd or places.get(name) != places.get(bias):
             odd |= {name, bias}
-    keep = [i for i, (use, _) in enumerate(run.explained) if use.name not in odd | columns.keys()]
-    explained = [(replace(use, rotation=turns.get(use.name)), lay) for use, lay in map(run.explained.__getitem__, keep)]
+    keep = [i for i, use in enumerate(run.explained) if use.name not in odd | columns.keys()]
+    explained = [replace(use, rotation=turns.get(use.name)) for use in map(run.explained.__getitem__, keep)]
     return replace(run, explained=explained, odd=tuple(sorted(odd)), ds=run.ds and [run.ds[i] for i in keep])
 
 
@@ -225,15 +215,15 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
 
 def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, outputs: int, why: str) -> tuple[Tensor, Tensor]:
     """The share of some parameters by their Jacobians, of as many examples at a time as the budget holds."""
-    needed = outputs * sum(task.leaves[name].numel() * task.leaves[name].element_size() for name in names)
+    needed = outputs * sum(task.call.mean[name].numel() * task.call.mean[name].element_size() for name in names)
     if needed > BUDGET:
         raise SettingError(
             f"{why}, {needed:,} bytes per example, and the memory budget is {BUDGET:,}: draw weights, which needs less"
         )
     step, variance, blocks = max(1, BUDGET // max(1, 4 * needed)), [], []
     with torch.set_grad_enabled(has_graph(inputs)):
-        for start in range(0, batch_size(inputs), step):
-            white = _white_rows(task, names, examples(inputs, start, start + step))
+        for part in parts(inputs, step):
+            white = _white_rows(task, names, part)
             variance.append(white.square().sum(dim=-1))
             blocks.append(white @ white.mT if task.covariance else white[..., :0])
     return torch.cat(variance, dim=1), torch.cat(blocks, dim=1)
@@ -242,12 +232,12 @@ def _by_autograd(task: _Task, names: Sequence[str], inputs: Any, outputs: int, w
 def _between(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, variances, blocks and J Σ Jᵀ of all outputs of all examples, (k, b c, b c)."""
     graph = has_graph(inputs)
-    plan_for(task.call, task.leaves, inputs)
+    plan_for(task.call, inputs)
     with torch.set_grad_enabled(graph):
-        mean = task.call(task.params, inputs)
+        mean = task.call(task.call.mean, inputs)
     b, c = len(mean), mean[0].numel()
     # Rows, white rows, and what made them.
-    cost = {name: 3 * b * c * leaf.numel() * leaf.element_size() for name, leaf in task.leaves.items()}
+    cost = {name: 3 * b * c * leaf.numel() * leaf.element_size() for name, leaf in task.call.mean.items()}
     apart = not graph and task.structure.by_parameter and sum(cost.values()) > BUDGET
     groups = [(name,) for name in cost] if apart else [tuple(cost)]
     needed = max(sum(cost[name] for name in group) for group in groups)
@@ -266,14 +256,14 @@ def _between(task: _Task, inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _white_rows(task: _Task, names: Sequence[str], inputs: Any) -> Tensor:
     """For each Σ rows φ, (k, b, c, ·), with φ φᵀ = J Σ Jᵀ, of some parameters."""
-    rows = {name: widened(j) for name, j in jacobians(task.call, task.params, names, inputs).items()}
+    rows = {name: widened(j) for name, j in jacobians(task.call, names, inputs).items()}
     turned = task.structure.into(rows)
     roots = [{name: s[name].sqrt() for name in turned} for s in task.variances]
     white = [[(row * root[n].to(row)).unsqueeze(-1).flatten(2) for n, row in turned.items()] for root in roots]
     return torch.stack([torch.cat(parts, dim=2) for parts in white])
 
 
-def jacobians(call: Call, params: Named, names: Sequence[str], inputs: Any) -> dict[str, Tensor]:
+def jacobians(call: Call, names: Sequence[str], inputs: Any) -> dict[str, Tensor]:
     """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
     size = batch_size(inputs)
     leaves, spec = pytree.tree_flatten(inputs)
@@ -281,27 +271,27 @@ def jacobians(call: Call, params: Named, names: Sequence[str], inputs: Any) -> d
 
     def single(chosen: dict[str, Tensor], *varying: Tensor) -> Tensor:
         rows = iter(varying)
-        parts = [next(rows).unsqueeze(0) if b else leaf for b, leaf in zip(batched, leaves, strict=True)]
-        return call.flat({**params, **chosen}, pytree.tree_unflatten(parts, spec))[0]
+        example = [next(rows).unsqueeze(0) if b else leaf for b, leaf in zip(batched, leaves, strict=True)]
+        return call.flat({**call.mean, **chosen}, pytree.tree_unflatten(example, spec))[0]
 
-    chosen, varying = {name: params[name] for name in names}, [x for x, b in zip(leaves, batched, strict=True) if b]
+    chosen, varying = {name: call.mean[name] for name in names}, [x for x, b in zip(leaves, batched, strict=True) if b]
     try:
         rows: dict[str, Tensor] = vmap(jacrev(single), in_dims=(None, *[0] * len(varying)))(chosen, *varying)
         # torch's vmap of a vmap gets some operations wrong (PReLU).
-        last = one_jacobian(call, params, names, examples(inputs, size - 1, size))
+        last = one_jacobian(call, names, examples(inputs, size - 1, size))
         if all(agree(rows[name][-1], truth) for name, truth in last.items()):
             return rows
     except RuntimeError:
         pass
-    loop = [one_jacobian(call, params, names, examples(inputs, i, i + 1)) for i in range(size)]
+    loop = [one_jacobian(call, names, example) for example in parts(inputs, 1)]
     return {name: torch.stack([row[name] for row in loop]) for name in names}
 
 
-def one_jacobian(call: Call, params: Named, names: Sequence[str], example: Any) -> dict[str, Tensor]:
+def one_jacobian(call: Call, names: Sequence[str], example: Any) -> dict[str, Tensor]:
     """∂f/∂w of one example, (c, *shape), by plain reverse passes."""
-    leaves = {name: params[name].detach().requires_grad_() for name in names}
+    leaves = {name: call.leaves[name] for name in names}
     with torch.enable_grad():
-        flat = call.flat({**params, **leaves}, example)
+        flat = call.flat({**call.mean, **leaves}, example)
     rows = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device).unsqueeze(1)
     # This example may not reach any of them.
     grads = batched_grad(flat, list(leaves.values()), rows) if flat.requires_grad else [None] * len(leaves)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,19 +89,6 @@ class Gaussian(Protocol):
         """The same with other settings."""
 
 
-def means(posterior: Gaussian) -> dict[str, Tensor]:
-    """μ of a posterior in the types and on the devices of its model's parameters."""
-    with alone_with(posterior.model):
-        parameters = posterior.parameters()
-        if any(map(is_sharded, parameters.values())):
-            raise SettingError(
-                "a prediction needs whole tensors, and this posterior is sharded over processes: predict with "
-                "posterior.gathered(model), a plain model of the same architecture, or run the model yourself inside "
-                "posterior.sampled()"
-            )
-        return {name: mu.detach().to(parameters[name]) for name, mu in posterior.mean.items()}
-
-
 @contextmanager
 def swapped(model: nn.Module, params: Named) -> Iterator[None]:
     """The model with other tensors for the parameters they name, wherever those are used, and copies of its buffers.
@@ -135,15 +123,35 @@ def swapped(model: nn.Module, params: Named) -> Iterator[None]:
             place[key] = tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """f(θ, inputs) → (batch, ...) of one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
-    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken.
+    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken. `mean` is μ.
     """
 
     model: nn.Module
     forward: Forward | None = None
+    mean: Named = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, posterior: Gaussian, forward: Forward | None) -> Call:
+        """At the mean of a posterior, in the types and on the devices of its model's parameters."""
+        with alone_with(posterior.model):
+            parameters = posterior.parameters()
+            if any(map(is_sharded, parameters.values())):
+                raise SettingError(
+                    "a prediction needs whole tensors, and this posterior is sharded over processes: predict with "
+                    "posterior.gathered(model), a plain model of the same architecture, or run the model yourself "
+                    "inside posterior.sampled()"
+                )
+            mean = {name: mu.detach().to(parameters[name]) for name, mu in posterior.mean.items()}
+        return cls(posterior.model, forward, mean)
+
+    @cached_property
+    def leaves(self) -> Named:
+        """μ, with gradients."""
+        return {name: mu.detach().requires_grad_() for name, mu in self.mean.items()}
 
     def __call__(self, params: Named, inputs: Any) -> Tensor:
         """The model's output, (batch, ...), with `params` for the parameters they name."""
@@ -179,6 +187,26 @@ def output_tensor(output: Any) -> Tensor:
             "forward=lambda model, batch: ... that returns them, (batch, ...)"
         )
     return output
+
+
+def require_rows(output: Tensor, size: int) -> None:
+    """Refuse outputs that do not have the batch first."""
+    if output.shape[0] != size:
+        raise MatchError(
+            f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
+            "Pass forward=lambda model, batch: ... that returns (batch, ...), and the inputs with the batch first"
+        )
+
+
+def mixes_examples(failure: Exception | None = None) -> MatchError:
+    """What is raised of a model that gives another output for an example when that is run alone."""
+    return MatchError(
+        "each example's output must depend on that example alone, but the model gives something else when one is run "
+        "alone. Does it mix examples (batch norm without running statistics), is something in it random, or has an "
+        "input as many rows as the batch without being one row per example? Pass that one through forward=lambda "
+        "model, batch: ... Or is there no batch dimension? A single example is "
+        f"x[None]{'' if failure is None else f' ({failure})'}"
+    )
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,10 +16,9 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict.batches import batch_size, chosen_examples, examples
-from bayesadam.predict.network import Call, widened
+from bayesadam.predict.network import Call, mixes_examples, require_rows, widened
 from bayesadam.predict.recording import recorded
-from bayesadam.predict.uses import Addend, Layout, Use, joined
-from bayesadam.weights.named import Named
+from bayesadam.predict.uses import Addend, Use, joined
 
 _PLANS_KEPT = 256
 
@@ -34,7 +33,7 @@ class Pass:
     Attributes:
         output, flat: (b, ...) and (b, c), with the graph.
         uses: every use of a parameter by a known layer, in order.
-        explained: those that agree with autograd, and how the examples lie in their tensors.
+        explained: those that agree with autograd, in the layout in which they do.
         odd: parameters that the uses do not explain, whose gradients go through autograd, example by example.
         ds: D at each explained use for the unit vectors of all outputs, (c, ...), where they were asked for.
     """
@@ -42,7 +41,7 @@ class Pass:
     output: Tensor
     flat: Tensor
     uses: Sequence[Use]
-    explained: Sequence[tuple[Use, Layout]] = ()
+    explained: Sequence[Use] = ()
     odd: tuple[str, ...] = ()
     ds: Sequence[Tensor | None] | None = None
 
@@ -52,7 +51,7 @@ class Pass:
         return self.flat.detach().isfinite().all(dim=1)
 
 
-def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (), at_once: int = 0) -> Pass:
+def examined(call: Call, inputs: Any, shared: tuple[str, ...] = (), at_once: int = 0) -> Pass:
     """Run the model, and keep those uses that agree with autograd.
 
     With random r and s, Σ_b s_b ∂(r · f_b)/∂w is computed twice: by autograd, and from the layers' own factors example
@@ -64,19 +63,19 @@ def examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = (
     """
     while shared:
         try:
-            run = _examined(call, leaves, inputs, shared, at_once)
+            run = _examined(call, inputs, shared, at_once)
         except Exception:  # Whatever a model raises that is given tensors of other shapes.
             break
         if not set(run.odd) & set(shared):
             return run
         shared = tuple(name for name in shared if name not in run.odd)
-    return _examined(call, leaves, inputs, (), at_once)
+    return _examined(call, inputs, (), at_once)
 
 
-def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], at_once: int) -> Pass:
+def _examined(call: Call, inputs: Any, shared: tuple[str, ...], at_once: int) -> Pass:
     size = batch_size(inputs)
     with torch.enable_grad():
-        uses, output = recorded(call, leaves, inputs, shared)
+        uses, output = recorded(call, inputs, shared)
         _check_output(output, size)
         flat, generator = output.reshape(size, -1), torch.Generator().manual_seed(0)
         if not bool(flat.isfinite().all()):
@@ -84,7 +83,7 @@ def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], a
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
-        grads = vector_jacobian(flat, list(leaves.values()), s[:, None] * r)
+        grads = vector_jacobian(flat, list(call.leaves.values()), s[:, None] * r)
     edges, ds = [use.edge for use in uses], None
     if flat.shape[1] <= at_once:
         ds = pulled_back(flat, edges, 0, flat.shape[1])
@@ -92,17 +91,17 @@ def _examined(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...], a
     else:
         along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
     reached = {i: d for i, d in enumerate(along) if d is not None}
-    layouts: dict[int, Layout] = {}
+    explained: dict[int, Use] = {}
     odd = []
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
-        for name, grad in zip(leaves, grads, strict=True):
+        for name, grad in zip(call.leaves, grads, strict=True):
             numbers = [i for i in reached if uses[i].name == name]
             if grad is not None:
                 matches = _agreeing([(uses[i], reached[i]) for i in numbers], widened(dense(grad)), s)
-                layouts |= zip(numbers, matches or (), strict=False)
+                explained |= zip(numbers, matches or (), strict=False)
                 odd += [name] if matches is None else []
-    explained = [(uses[i], layouts[i]) for i in sorted(layouts)]
-    return Pass(output, flat, uses, explained, tuple(odd), ds and [ds[i] for i in sorted(layouts)])
+    order = sorted(explained)
+    return Pass(output, flat, uses, [explained[i] for i in order], tuple(odd), ds and [ds[i] for i in order])
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:
@@ -136,8 +135,8 @@ def vector_jacobian(flat: Tensor, tensors: Sequence[Any], row: Tensor, **options
     return grads
 
 
-def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> list[Layout] | None:
-    """The layouts in which uses with D along r come to the truth; None where there are none."""
+def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> list[Use] | None:
+    """Uses with D along r, in the layouts in which they come to the truth; None where there are none."""
     if uses and not joined([use for use, _ in uses]):
         return None
     # Under autocast D is of 16 bits where the weights are not.
@@ -149,18 +148,18 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
     # What cancels in theory, as gradients of the biases of attention's keys do, is nothing but rounding.
     rounding = sum(8 * eps * float(d.abs().sum()) for use, d in uses if isinstance(use, Addend))
     for attempt in range(max((len(use.layouts) for use, _ in uses), default=1)):
-        layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use, _ in uses]
+        tried = [replace(u, layouts=u.layouts[attempt:] or u.layouts[-1:]) if attempt else u for u, _ in uses]
         ours = torch.zeros_like(truth)
         try:
-            for (use, d), layout in zip(uses, layouts, strict=True):
+            for use, (_, d) in zip(tried, uses, strict=True):
                 part = use.of(ours)
-                part += use.total(d.to(ours.dtype), s.to(ours.dtype), layout, part.shape)
+                part += use.total(d.to(ours.dtype), s.to(ours.dtype), part.shape)
         except (RuntimeError, IndexError):
             continue
         if float((ours - truth).norm()) <= rounding:
-            return layouts
+            return tried
         if (found := disagreement(ours, truth)) <= error:
-            error, best = found, layouts
+            error, best = found, tried
         if error <= tolerance and best is not None:
             break
     return best
@@ -207,7 +206,7 @@ class Plan:
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
+def plan_for(call: Call, inputs: Any) -> Plan:
     """The plan of a model for a kind of inputs, remembered."""
     plans = _plans.setdefault(call.model, {})
     # The code alone of a forward, which may hold the model: it would never be freed.
@@ -217,42 +216,33 @@ def plan_for(call: Call, leaves: Named, inputs: Any) -> Plan:
     if kind not in plans:
         if len(plans) >= _PLANS_KEPT:
             plans.pop(next(iter(plans)))
-        plans[kind] = _planned(call, leaves, inputs)
+        plans[kind] = _planned(call, inputs)
     return plans[kind]
 
 
-def _planned(call: Call, leaves: Named, inputs: Any) -> Plan:
+def _planned(call: Call, inputs: Any) -> Plan:
     """Up to three examples are run; copies are tried for the parameters that no layer explains."""
     size = min(max(2, batch_size(inputs)), 3)
     probe = chosen_examples(inputs, torch.arange(size) % batch_size(inputs))
-    run = examined(call, leaves, probe)
-    check_alone(call, leaves, probe, run.output)
+    run = examined(call, probe)
+    check_alone(call, probe, run.output)
+
+    def is_separable(name: str) -> bool:
+        """Whether the model comes to the same with a copy of the parameter for each example, and explains it then."""
+        again = examined(call, probe, (name,))
+        same = name not in again.odd and again.output.shape == run.output.shape
+        return same and agree(again.output, run.output)
+
+    shared = tuple(filter(is_separable, run.odd))
+    odd = tuple(name for name in run.odd if name not in shared)
     seen = [shape.numel() for shape in {use.at: use.shape for use in run.uses}.values()]
     activations, widest = max(sum(seen), run.output.numel()), max(*seen, run.output.numel(), 0)
-    shared = tuple(name for name in run.odd if _can_be_shared(call, leaves, probe, name, run.output))
-    if shared:
-        run = examined(call, leaves, probe, shared)
-        shared = tuple(name for name in shared if name not in run.odd)
-    return Plan(run.output.shape[1:], shared, run.odd, activations // size, widest // size)
-
-
-def _can_be_shared(call: Call, leaves: Named, probe: Any, name: str, output: Tensor) -> bool:
-    """Whether the model runs with a copy of the parameter for each example, to the same end."""
-    try:
-        with torch.enable_grad():
-            _, again = recorded(call, leaves, probe, (name,))
-    except Exception:
-        return False
-    return again.shape == output.shape and agree(again.detach(), output)
+    return Plan(run.output.shape[1:], shared, odd, activations // size, widest // size)
 
 
 def _check_output(output: Tensor, size: int) -> None:
     """The batch comes first, and the output depends on the weights."""
-    if output.shape[0] != size:
-        raise BayesAdamError(
-            f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
-            "Pass forward=lambda model, batch: ... that returns (batch, ...)"
-        )
+    require_rows(output, size)
     if not output.requires_grad:
         raise BayesAdamError(
             "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
@@ -262,13 +252,13 @@ def _check_output(output: Tensor, size: int) -> None:
         raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
 
 
-def check_alone(call: Call, leaves: Named, inputs: Any, output: Tensor) -> None:
+def check_alone(call: Call, inputs: Any, output: Tensor) -> None:
     """Refuse a model that gives another output for the last example of a batch when that is run alone."""
     size = batch_size(inputs)
     last, among, failure = examples(inputs, size - 1, size), output[-1:].detach(), None
     try:
         with torch.no_grad():
-            alone, again = call(leaves, last), call(leaves, last)
+            alone, again = call(call.mean, last), call(call.mean, last)
     except (RuntimeError, ValueError, IndexError) as error:
         if isinstance(error, BayesAdamError):
             raise
@@ -283,9 +273,4 @@ def check_alone(call: Call, leaves: Named, inputs: Any, output: Tensor) -> None:
                 "the model gives something else each time it is run on the same example, in evaluation mode: something "
                 "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
-    raise BayesAdamError(
-        "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
-        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
-        f"no batch dimension? A single example is x[None]{'' if failure is None else f' ({failure})'}"
-    ) from failure
+    raise mixes_examples(failure) from failure

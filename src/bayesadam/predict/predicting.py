@@ -20,9 +20,10 @@ from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
 from bayesadam.predict.draws import linearised_draws, sampled
 from bayesadam.predict.leverage import Ratios, from_structure
+from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.moments import linearised
 from bayesadam.predict.network import Forward, Gaussian
-from bayesadam.predict.tap import Layer, Layouts, layers_of, observed, require_layers
+from bayesadam.predict.tap import Layouts, observed, require_layers
 from bayesadam.weights.draws import fresh_seed, stream_seed
 
 # So many familiar inputs, that differ, set the scale of novelty.
@@ -122,12 +123,11 @@ def novelty(
     leverage = from_structure(layers_of(posterior.model, posterior.mode), posterior.curvature)
     layouts: Layouts = {}
 
-    def seen(batches: Any, layers: tuple[Layer, ...], *, words: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        return [
-            observed(posterior, layers, batch, forward, layouts, words) for batch in inputs_of(batches, posterior.model)
-        ]
+    def seen(batches: Any, words: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        batches = inputs_of(batches, posterior.model)
+        return [observed(posterior, leverage.layers, batch, forward, layouts, words) for batch in batches]
 
-    familiar = seen(reference, leverage.layers, words=False)
+    familiar = seen(reference, words=False)
     leverage = leverage.among(set.intersection(*(set(pooled) for _, pooled in familiar)))
     if leverage.layers:
         log_h = torch.cat([leverage.log_h(pooled) for _, pooled in familiar])
@@ -138,7 +138,7 @@ def novelty(
             warn(f"{different} different inputs in the reference set the scale of novelty: pass {_FAMILIAR} or more")
         leverage = leverage.against(log_h)
     scores = []
-    for outputs, pooled in seen(inputs, leverage.layers, words=True):
+    for outputs, pooled in seen(inputs, words=True):
         require_layers(leverage.layers, pooled)
         ratios = leverage.ratios(leverage.log_h(pooled)) if leverage.layers else Ratios.usual(outputs)
         scores.append(kind.novelty(outputs, ratios.steep))

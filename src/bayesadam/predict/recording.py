@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from bayesadam.predict.batches import batch_size
+from bayesadam.predict.matrices import is_transposed_linear
 from bayesadam.predict.network import Call
-from bayesadam.predict.tap import first_input, is_transposed_linear, watched
+from bayesadam.predict.tap import first_input, watched
 from bayesadam.predict.uses import Addend, Layout, Lookup, Product, Use, batch_first, batch_second
-from bayesadam.weights.named import Named
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -30,13 +30,14 @@ _FIRST: tuple[Layout, ...] = (batch_first,)
 _Note = tuple[type[Use], Tensor | None, Tensor, dict[str, Any]]
 
 
-def recorded(call: Call, leaves: Named, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[list[Use], Tensor]:
-    """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy each.
+def recorded(call: Call, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[list[Use], Tensor]:
+    """The uses of the parameters in a forward pass at μ, and its output; those `shared` by all examples are copied.
 
     A layer whose class was changed, or a parameter used in another way, is not noticed here: `explained` compares
     with autograd before anything trusts the list.
     """
-    size, names = batch_size(inputs), {id(leaf): name for name, leaf in leaves.items()}
+    size, leaves = batch_size(inputs), call.leaves
+    names = {id(leaf): name for name, leaf in leaves.items()}
     # Tables are looked up for each example, other parameters copied.
     tables, copies = {}, {}
     for name in shared:

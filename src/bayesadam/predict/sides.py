@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, examples, inputs_of
-from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, means, widened
+from bayesadam.predict.batches import batch_size, inputs_of, parts
+from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import Pass, examined, plan_for
-from bayesadam.predict.uses import Addend, Layout, Product, Use
+from bayesadam.predict.uses import Addend, Product, Use
 from bayesadam.weights.inputs import InputSide
 
 # Numbers that the inputs of a layer at all positions may take at once.
@@ -35,16 +36,14 @@ def input_sides(posterior: Gaussian, inputs: Any, *, forward: Forward | None = N
         inputs: a batch, or a loader, whose targets are left out.
         forward: `forward(model, inputs)` for models whose call is unusual.
     """
-    call, params = Call(posterior.model, forward), means(posterior)
-    leaves = {name: mu.requires_grad_() for name, mu in params.items()}
+    call = Call.of(posterior, forward)
     sums: dict[str, _Side | None] = {}
     n = 0
     with evaluating(call.model):
         for batch in inputs_of(inputs, call.model):
-            plan, size = plan_for(call, leaves, batch), batch_size(batch)
-            step = max(1, _AT_ONCE // max(1, _PATCH * plan.widest))
-            for part in (examples(batch, start, start + step) for start in range(0, size, step)):
-                run = examined(call, leaves, part, plan.shared)
+            plan = plan_for(call, batch)
+            for part in parts(batch, max(1, _AT_ONCE // max(1, _PATCH * plan.widest))):
+                run = examined(call, part, plan.shared)
                 if not bool(run.finite.all()):
                     raise MatchError("the network's outputs for these inputs are not finite: look for NaN in them")
                 sides = _sides(run, batch_size(part))
@@ -53,7 +52,7 @@ def input_sides(posterior: Gaussian, inputs: Any, *, forward: Forward | None = N
                 sums = {name: _sum(sums[name], side) if n else side for name, side in sides.items()}
                 n += batch_size(part)
     return {
-        name: InputSide.of((total / n).to(params[name]).detach(), params[name].shape, bias, inputs_first=inputs_first)
+        name: InputSide.of((total / n).to(call.mean[name]), call.mean[name].shape, bias, inputs_first=inputs_first)
         for name, side in sums.items()
         if side is not None
         for total, bias, inputs_first in [side]
@@ -68,29 +67,24 @@ def _sides(run: Pass, size: int) -> dict[str, _Side | None]:
     """By weight the inputs of its uses; None where it has no input side."""
     # A bias of more rows than the matrix, as attention has with keys of another width, is no column of it.
     biases = {(use.at, use.start): use.name for use in run.uses if isinstance(use, Addend) and use.scale is None}
-    by_name: dict[str, list[tuple[Use, Layout | None]]] = {}
-    layouts = {id(use): layout for use, layout in run.explained}
-    for use in run.uses:
-        if not isinstance(use, Addend):
-            by_name.setdefault(use.name, []).append((use, layouts.get(id(use))))
-    columns = {name: {biases.get((use.at, use.start)) for use, _ in pairs} for name, pairs in by_name.items()}
-    return {name: _side(pairs, columns[name], size) for name, pairs in by_name.items()}
+    seen = Counter(use.name for use in run.uses if not isinstance(use, Addend))
+    by_name = {name: [use for use in run.explained if use.name == name] for name in seen}
+    return {
+        name: _side(uses, {biases.get((use.at, use.start)) for use in uses}, size) if len(uses) == seen[name] else None
+        for name, uses in by_name.items()
+    }
 
 
-def _side(pairs: list[tuple[Use, Layout | None]], biases: set[str | None], size: int) -> _Side | None:
+def _side(uses: list[Use], biases: set[str | None], size: int) -> _Side | None:
+    products = [use for use in uses if isinstance(use, Product) and use.groups == 1]
     # Rows of one matrix that project the same tensor are one use.
-    alike: dict[int, tuple[Product, Layout]] = {}
-    for use, layout in pairs:
-        if not isinstance(use, Product) or use.groups != 1 or layout is None:
-            return None
-        alike[id(use.input)] = use, layout
-    first = next(iter(alike.values()))[0]
-    if len(biases) > 1 or (first.rows is not None and len(alike) > 1):
+    alike = {id(use.input): use for use in products}
+    if len(products) < len(uses) or len(biases) > 1 or (products[0].rows is not None and len(alike) > 1):
         return None
     (bias,) = biases
-    a = torch.cat([u.inputs(lay, size, constant=bias is not None).flatten(0, 1) for u, lay in alike.values()], dim=1)
+    a = torch.cat([use.inputs(size, constant=bias is not None).flatten(0, 1) for use in alike.values()], dim=1)
     # No row may have reached an expert.
     if a.shape[2] > WIDEST or not a.shape[1]:
         return None
     rows = widened(a.flatten(0, 1))
-    return (rows.T @ rows).double() / a.shape[1], bias, first.inputs_first
+    return (rows.T @ rows).double() / a.shape[1], bias, products[0].inputs_first

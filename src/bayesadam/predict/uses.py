@@ -48,7 +48,7 @@ class Use(ABC):
 
     Attributes:
         edge: the layer's output z as an edge of the graph, where D arrives, so that z, of that `shape`, may be freed.
-        layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
+        layouts: ways in which the examples may lie in this layer's tensors; the first is taken.
         rows: the rows of the parameter in use, where it is not the whole.
         rotation: the coordinates in which the parameter's variances are, where they are not its own.
     """
@@ -70,12 +70,17 @@ class Use(ABC):
         """The first of the rows in use; None of the whole parameter."""
         return None if self.rows is None else self.rows.start
 
+    @property
+    def layout(self) -> Layout:
+        """How the examples lie."""
+        return self.layouts[0]
+
     def of(self, tensor: Tensor) -> Tensor:
         """The part in use of a tensor of the parameter's shape; rotated, rows are mixed and all of them are."""
         return tensor if self.rows is None or self.rotation is not None else tensor[self.rows]
 
     @abstractmethod
-    def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
+    def total(self, d: Tensor, s: Tensor, shape: torch.Size) -> Tensor:
         """Σ_b s_b ∂f_b/∂w of the part in use, of that shape, for D in the shape of z."""
 
 
@@ -103,14 +108,14 @@ class Product(Use):
         """Those of a convolution."""
         return 1 if self.convolution is None else self.convolution.groups
 
-    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+    def factors(self, d: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """X (c, b, g, p, x) and Y (b, g, p, y), the weight's parts being (g, x, y); X Q_L and Y Q_R where rotated."""
         if self.convolution is None:
-            x = layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1])
+            x = self.layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1])
         else:
             # The n images of b examples are gathered as positions.
             x = d.reshape(*d.shape[:2], self.groups, d.shape[2] // self.groups, -1).transpose(3, 4)
-            x = layout(x, size, 1).transpose(2, 3).flatten(3, 4)
+            x = self.layout(x, size, 1).transpose(2, 3).flatten(3, 4)
         left, right, constant = None, None, False
         if isinstance(self.rotation, InputSide):
             # The bias of the layer may be a column of its matrix.
@@ -119,22 +124,22 @@ class Product(Use):
             left, right = self.rotation.left, self.rotation.right
             left, right = (right, left) if self.inputs_first else (left, right)
             left = left if left is None or self.rows is None else left[self.rows]
-        y = self.inputs(layout, size, constant=constant).to(d.dtype)
+        y = self.inputs(size, constant=constant).to(d.dtype)
         return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
 
-    def inputs(self, layout: Layout, size: int, *, constant: bool = False) -> Tensor:
+    def inputs(self, size: int, *, constant: bool = False) -> Tensor:
         """Y, (b, g, p, y): the inputs at every position, with a 1 at the end where asked for."""
         if self.convolution is None:
-            y = layout(self.input.detach(), size, 0).reshape(size, 1, -1, self.input.shape[-1])
+            y = self.layout(self.input.detach(), size, 0).reshape(size, 1, -1, self.input.shape[-1])
         else:
             seen = patches(self.convolution, self.input.detach(), self.shape[2:])
             seen = seen.reshape(len(seen), self.groups, -1, self.shape[2:].numel()).transpose(2, 3)
-            y = layout(seen, size, 0).transpose(1, 2).flatten(2, 3)
+            y = self.layout(seen, size, 0).transpose(1, 2).flatten(2, 3)
         return F.pad(y, (0, 1), value=1.0) if constant else y
 
-    def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
+    def total(self, d: Tensor, s: Tensor, shape: torch.Size) -> Tensor:
         """Σ_b s_b Σ_p X_p Y_p."""
-        x, y = self.factors(d[None], layout, len(s))
+        x, y = self.factors(d[None], len(s))
         return torch.einsum("bgpx,bgpy->gxy", x[0] * s.view(-1, 1, 1, 1), y).reshape(shape)
 
 
@@ -173,11 +178,11 @@ class Addend(Use):
     scale: Callable[[], Tensor] | None = None
     channel: bool = False
 
-    def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
+    def gradients(self, d: Tensor, size: int, shape: torch.Size) -> Tensor:
         """D x̂ summed over positions, (c, b, *shape)."""
         if self.scale is not None:
             d = d * self.scale()
-        grads = layout(d, size, 1)
+        grads = self.layout(d, size, 1)
         if self.channel:
             # (c, b, k, channels, pixels…): a folded batch has k > 1.
             grads = grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
@@ -187,9 +192,9 @@ class Addend(Use):
             grads = self.rotation.to(None, grads.dtype).into(grads, len(shape))
         return grads
 
-    def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
+    def total(self, d: Tensor, s: Tensor, shape: torch.Size) -> Tensor:
         """Σ_b s_b D x̂."""
-        summed: Tensor = torch.tensordot(s, self.gradients(d[None], layout, len(s), shape)[0], dims=1)
+        summed: Tensor = torch.tensordot(s, self.gradients(d[None], len(s), shape)[0], dims=1)
         return summed
 
 
@@ -200,23 +205,23 @@ class Lookup(Use):
     ids: Tensor
     padding: int | None = None
 
-    def looked_up(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+    def looked_up(self, d: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Gradients (c, b, t, e) of the rows ids (b, t), position by position."""
-        ids = layout(self.ids, size, 0).reshape(size, -1)
-        grads = layout(d, size, 1).reshape(len(d), size, ids.shape[1], -1)
+        ids = self.layout(self.ids, size, 0).reshape(size, -1)
+        grads = self.layout(d, size, 1).reshape(len(d), size, ids.shape[1], -1)
         return grads if self.padding is None else grads * (ids != self.padding)[None, :, :, None], ids
 
-    def total(self, d: Tensor, s: Tensor, layout: Layout, shape: torch.Size) -> Tensor:
+    def total(self, d: Tensor, s: Tensor, shape: torch.Size) -> Tensor:
         """Those of the rows looked up; 0 elsewhere."""
-        grads, ids = self.looked_up(d[None], layout, len(s))
+        grads, ids = self.looked_up(d[None], len(s))
         return d.new_zeros(shape).index_add_(0, ids.flatten(), (grads[0] * s.view(-1, 1, 1)).flatten(0, 1))
 
 
 # --- contraction ----------------------------------------------------------------------------------------------------
 
 
-# A use, D at its output, (c, ...), and how the examples lie there.
-Pulled = tuple[Use, Tensor, Layout]
+# A use, and D at its output, (c, ...).
+Pulled = tuple[Use, Tensor]
 
 
 def joined(uses: Sequence[Use]) -> bool:
@@ -230,12 +235,12 @@ def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor],
     """Σ_w J²_bcw S_w, (k, b, c), or Σ_w J_bcw J_bdw S_w, (k, b, c, c), for each S, of all uses of the same rows."""
     first = pulled[0][0]
     variances = [first.of(s) for s in variances]
-    pulled = [(use, d.to(variances[0].dtype), layout) for use, d, layout in pulled]
-    lookups = [use.looked_up(d, layout, size) for use, d, layout in pulled if isinstance(use, Lookup)]
-    products = [use.factors(d, layout, size) for use, d, layout in pulled if isinstance(use, Product)]
+    pulled = [(use, d.to(variances[0].dtype)) for use, d in pulled]
+    lookups = [use.looked_up(d, size) for use, d in pulled if isinstance(use, Lookup)]
+    products = [use.factors(d, size) for use, d in pulled if isinstance(use, Product)]
     if not lookups and not products:
         shape = variances[0].shape
-        grads = sum(u.gradients(d, layout, size, shape) for u, d, layout in pulled if isinstance(u, Addend))
+        grads = sum(use.gradients(d, size, shape) for use, d in pulled if isinstance(use, Addend))
         return torch.stack([squared((grads * s.sqrt()).flatten(2), covariance) for s in variances])
     # Several uses of one weight are more positions of it.
     factors = products[0] if products else None
