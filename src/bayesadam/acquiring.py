@@ -15,7 +15,7 @@ from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Likelihood, agreed
 from bayesadam.predict import Forward, linearised
-from bayesadam.predict.batches import batch_size, chosen_examples, examples, inputs_of
+from bayesadam.predict.batches import chosen_examples, inputs_of, parts
 from bayesadam.predict.tap import first_input, observed, watched
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
@@ -60,18 +60,14 @@ def acquire(
     count("k", k, "inputs")
     q = posterior if isinstance(posterior, Mixture) else Mixture([posterior])
     kind = agreed(likelihood, q.likelihood)
-    parts = (
-        examples(batch, start, start + _CHUNK)
-        for batch in inputs_of(pool, q.members[0].model)
-        for start in range(0, batch_size(batch), _CHUNK)
-    )
+    chunks = (part for batch in inputs_of(pool, q.members[0].model) for part in parts(batch, _CHUNK))
     if kind.is_classes:
-        factors = [_gradients(q, part, kind, forward) for part in progress(parts, "acquire")]
+        factors = [_gradients(q, part, kind, forward) for part in progress(chunks, "acquire")]
         errors, hidden = (torch.cat(factor, dim=1) for factor in zip(*factors, strict=True))
         _check_size(errors.shape[1], k)
         return _spread(errors, hidden, k, seed)
     batches, single = [], []
-    for batch in progress(parts, "acquire"):
+    for batch in progress(chunks, "acquire"):
         mean, covariance = _moments(q, batch, forward, joint=False)
         single.append(_information(covariance, _hessian(q, kind, mean)))
         batches.append(batch)

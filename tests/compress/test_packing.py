@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam import _storage as storage
 from bayesadam.compress import packing
-from bayesadam.compress.matrices import Matrix, matrices_of
 from bayesadam.compress.packing import load_network, load_packed, report_packed, save_packed, to_torchao
 from bayesadam.compress.rounding import Grid, grid_of, stacked
 from bayesadam.errors import FileError, MatchError, MissingExtraError, SettingError
+from bayesadam.predict.matrices import Matrix, matrices_of
 from compress.cases_compress import posterior_of
 
 Grids = dict[str, tuple[Grid, Matrix]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesadam.compress.matrices import matrices_of
 from bayesadam.compress.sensitivity import sensitivities
+from bayesadam.predict.matrices import matrices_of
 from bayesadam.predict.network import Call
 from cases import mlp
 from floats import assert_close

@@ -27,8 +27,8 @@ from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import batches_of, numbers_of, to_device
 from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
+from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.network import Forward
-from bayesadam.predict.tap import layers_of
 from bayesadam.weights.posterior import Posterior
 
 # Positions of each text that count where there are more possible tokens than these, and of any example, such as pixels.

@@ -26,7 +26,7 @@ from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Leverage
-from bayesadam.predict.tap import layers_of
+from bayesadam.predict.matrices import layers_of
 
 if TYPE_CHECKING:
     from bayesadam.calibrated.module import Exported

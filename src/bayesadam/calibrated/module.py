@@ -27,8 +27,9 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import either, p_values, threshold
 from bayesadam.predict.batches import numbers_of
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
+from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Forward, output_tensor
-from bayesadam.predict.tap import Layer, Layouts, Observed, by_example, first_input, require_layers
+from bayesadam.predict.tap import Layouts, Observed, by_example, first_input, require_layers
 
 if TYPE_CHECKING:
     from bayesadam.weights.posterior import Posterior
@@ -42,7 +43,7 @@ class Tapped(nn.Module):
     Its parameters are not trained, and it stays in evaluation mode.
     """
 
-    def __init__(self, model: nn.Module, layers: tuple[Layer, ...], forward: Forward | None) -> None:
+    def __init__(self, model: nn.Module, layers: tuple[Matrix, ...], forward: Forward | None) -> None:
         super().__init__()
         self.model, self.call = model.requires_grad_(False).eval(), forward
         # Where the outputs have their classes; the answers have them last.
@@ -58,7 +59,7 @@ class Tapped(nn.Module):
         self._handles: list[RemovableHandle] = []
         self.watch(layers)
 
-    def watch(self, layers: tuple[Layer, ...]) -> None:
+    def watch(self, layers: tuple[Matrix, ...]) -> None:
         """Look at these layers, and at no others."""
         for handle in self._handles:
             handle.remove()
@@ -99,7 +100,7 @@ class Tapped(nn.Module):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
-    def _see(self, layer: Layer, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _see(self, layer: Matrix, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Before a layer runs: keep its input."""
         if self._seen is not None:
             a = first_input(args, kwargs)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
 from bayesadam.compress.masking import apply_masks, checked
-from bayesadam.compress.matrices import Matrix, matrices_of
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Visit, Walk
+from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Forward
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import Named

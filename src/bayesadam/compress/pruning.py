@@ -16,7 +16,6 @@ from bayesadam._checks import count
 from bayesadam._tables import aligned
 from bayesadam._warnings import warn
 from bayesadam.compress.conditioning import conditioned, layers_for
-from bayesadam.compress.matrices import Matrix
 from bayesadam.compress.ranking import (
     Exclude,
     Ranking,
@@ -32,6 +31,7 @@ from bayesadam.compress.ranking import (
 from bayesadam.compress.sensitivity import sensitivities
 from bayesadam.compress.solving import Moments
 from bayesadam.compress.walking import Walk
+from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Forward
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta

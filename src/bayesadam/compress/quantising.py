@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from bayesadam._alone import alone_with
 from bayesadam._checks import count
 from bayesadam.compress.conditioning import Factors
-from bayesadam.compress.matrices import Matrix, matrices_of
 from bayesadam.compress.packing import halved, report_packed, save_packed, to_torchao
 from bayesadam.compress.pruning import PruningReport
 from bayesadam.compress.ranking import Exclude, excluded
@@ -25,6 +24,7 @@ from bayesadam.compress.rounding import BITS, Grid, round_to, stacked
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Walk
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Forward
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import AnyPath

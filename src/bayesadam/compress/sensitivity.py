@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.compress.matrices import Matrix
 from bayesadam.errors import MatchError
 from bayesadam.predict.batches import batch_size, examples
+from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Call, evaluating, output_tensor, swapped, widened
 
 # Examples whose gradients are summed: each sum is one draw of a square whose mean is that over examples.

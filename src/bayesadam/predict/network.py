@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,77 +16,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bayesadam._alone import alone_with, in_eval_mode, named_modules
 from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.weights.diagonal import Diagonal
+from bayesadam.readers.match import own_parameters
+from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.named import Named
-from bayesadam.weights.settings import Settings
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from bayesadam.weights.running import other_statistics, writes_to_statistics
 
 Forward = Callable[[nn.Module, Any], Any]
 
 
-class Gaussian(Protocol):
-    """A posterior over the weights of a model, with the likelihood of its outputs."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Gaussian(GaussianWeights):
+    """A Gaussian over the weights of a model, with the likelihood of its outputs: see `Posterior`."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The network."""
-
-    @property
-    def mean(self) -> Named:
-        """μ by parameter name."""
-
-    @property
-    def mode(self) -> Named:
-        """θ by parameter name."""
-
-    @property
-    def curvature(self) -> Diagonal:
-        """The coordinates in which Σ is diagonal."""
-
-    @property
-    def coordinate_variance(self) -> Named:
-        """The variances in those coordinates."""
-
-    @property
-    def settings(self) -> Settings:
-        """N, δ, p and the rest."""
-
-    @property
-    def effective_dimension(self) -> float:
-        """γ."""
-
-    @property
-    def likelihood(self) -> str | None:
-        """By name."""
-
-    @property
-    def noise_variance(self) -> Tensor | None:
-        """σ²."""
-
-    @property
-    def temperature(self) -> float:
-        """T of logits."""
+    model: nn.Module = field(kw_only=True)
+    likelihood: str | None = field(default=None, kw_only=True)
+    noise_variance: Tensor | None = field(default=None, kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
+    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
 
     @property
     def moved_statistics(self) -> list[str]:
-        """Running statistics of batch norms that have changed since."""
+        """Running statistics of the model's batch norms that have changed since the posterior was read."""
+        assert self.running is not None
+        writes, before = self.running
+        return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The model's parameters by name."""
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """A draw of the weights."""
-
-    def require_proper(self) -> None:
-        """Raise unless every weight has a finite variance."""
-
-    def require_whole(self, what: str) -> None:
-        """Raise where it is sharded."""
-
-    def replace(self, **changes: Any) -> Self:
-        """The same with other settings."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, which must still be those of the posterior."""
+        parameters = own_parameters(self.model)
+        for name, shape in self.shapes.items():
+            if name not in parameters or parameters[name].shape != shape:
+                raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
+        return parameters
 
 
 @contextmanager

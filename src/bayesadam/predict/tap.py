@@ -15,10 +15,8 @@ from bayesadam._warnings import warn
 from bayesadam.errors import MatchError
 from bayesadam.predict.batches import batch_size, examples, has_graph, parts, plain
 from bayesadam.predict.matrices import Matrix
-from bayesadam.predict.matrices import layers_of as layers_of
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, mixes_examples, require_rows, widened
 
-Layer = Matrix
 # A module, its arguments, its keywords and its output → what stands in for the output; None leaves it.
 See = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 

@@ -25,13 +25,13 @@ from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Prediction
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.predict import Forward, input_sides, predicting, tuning
+from bayesadam.predict.network import Gaussian
 from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights, of_match, unpacked
 from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.running import (
-    other_statistics,
     running_statistics,
     warn_of_other_statistics,
     writes_to_statistics,
@@ -74,7 +74,7 @@ class PredictKeywords(DrawKeywords, total=False):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Posterior(GaussianWeights):
+class Posterior(Gaussian):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
     A `GaussianWeights`, which has the equation, with a model and a likelihood. Frozen, with its own copy of the
@@ -99,12 +99,7 @@ class Posterior(GaussianWeights):
         padding: None for the padding rows of the model's embeddings.
     """
 
-    model: nn.Module = field(kw_only=True)
     padding: Mapping[str, int] = field(default=None, kw_only=True)  # type: ignore[arg-type]
-    likelihood: str | None = field(default=None, kw_only=True)
-    noise_variance: Tensor | None = field(default=None, kw_only=True)
-    temperature: float = field(default=1.0, kw_only=True)
-    running: tuple[int, dict[str, list[float]]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.likelihood is not None:
@@ -463,14 +458,6 @@ class Posterior(GaussianWeights):
                 raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
         return replace(self.each(whole), model=unwrap(model))
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, which must still be those of the posterior."""
-        parameters = own_parameters(self.model)
-        for name, shape in self.shapes.items():
-            if name not in parameters or parameters[name].shape != shape:
-                raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(shape)}")
-        return parameters
-
     def network_tensors(self) -> Named:  # noqa: D102
         state = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -482,13 +469,6 @@ class Posterior(GaussianWeights):
         # The model must still be the one that was trained.
         self.parameters()
         return super()._drawn(seed, n)
-
-    @property
-    def moved_statistics(self) -> list[str]:
-        """Running statistics of the model's batch norms that have changed since the posterior was read."""
-        assert self.running is not None
-        writes, before = self.running
-        return [] if writes == writes_to_statistics(self.model) else other_statistics(before, self.model)
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
