@@ -83,13 +83,27 @@ def test_nothing_is_left_of_a_walk_that_fails(at: int, keys: dict[str, Any], mat
 
 
 def test_too_few_inputs_are_told_with_how_many_would_do() -> None:
-    model = mlp(300, 200, 2)
-    worst = r"0\.weight \(12 positions, 30 would do\), 2\.weight \(12 positions, 20 would do\): give more examples"
+    model = mlp(400, 250, 2)
+    worst = r"0\.weight \(20 positions, 40 would do\), 2\.weight \(20 positions, 25 would do\): give more examples"
     with pytest.warns(BayesAdamWarning, match=f"^too few inputs for {worst}"):
-        walked(model, torch.randn(12, 300))
-    with pytest.warns(BayesAdamWarning, match=r"^too few inputs for 0\.weight \(20 positions, 30 would do\): give"):
-        walked(model, {"input": torch.randn(20, 2, 300), "attention_mask": torch.tensor([[1, 0]] * 20)}, forward=_call)
-    walked(model, torch.randn(30, 300))
+        walked(model, torch.randn(20, 400))
+    with pytest.warns(BayesAdamWarning, match=r"^too few inputs for 0\.weight \(30 positions, 40 would do\): give"):
+        walked(model, {"input": torch.randn(30, 2, 400), "attention_mask": torch.tensor([[1, 0]] * 30)}, forward=_call)
+    walked(model, torch.randn(40, 400))
+    with pytest.warns(BayesAdamWarning, match=r"^19 inputs say little of any layer"):
+        walked(mlp(3, 4, 2), torch.randn(19, 3))
+
+
+def test_of_an_endless_loader_the_first_examples_count() -> None:
+    batches = iter(lambda: (torch.randn(500, 3), torch.zeros(500)), None)
+    seen: list[float] = []
+
+    def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
+        seen.append(moments.n)
+        return w
+
+    walked(mlp(3, 4, 2), batches, visit)
+    assert seen == [4128, 4128]
 
 
 def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -104,8 +118,8 @@ def test_a_layer_without_positions_keeps_its_weights() -> None:
         return w
 
     with pytest.warns(BayesAdamWarning, match=r"layer\.weight \(0 positions, 1 would do\)"):
-        walked(model, torch.randn(9, 4), visit, lambda model, x: model.head(x) + model.layer(x[:0]).sum())
-    assert seen == {"head.weight": 9, "layer.weight": 0}
+        walked(model, torch.randn(20, 4), visit, lambda model, x: model.head(x) + model.layer(x[:0]).sum())
+    assert seen == {"head.weight": 20, "layer.weight": 0}
 
 
 def test_passes_run_in_the_networks_order_on_its_device_without_gradients() -> None:

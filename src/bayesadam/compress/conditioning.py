@@ -41,8 +41,9 @@ def condition(posterior: Posterior, masks: Named, inputs: Any = None, *, forward
     Args:
         masks: by parameter name True where a weight stays, of any parameters of the model. Linear layers, convolutions
             and the projections of attention make up for what goes; what another layer shares, tables and norms do not.
-        inputs: a few hundred inputs, a batch or a loader, whose targets are left out. None takes the inputs' side of
-            the posterior, which `"inputs"` and `"kronecker"` have; a diagonal one has none, and nothing moves.
+        inputs: a few hundred inputs, a batch or a loader, whose targets are left out; the first 4,096 count. None takes
+            the inputs' side of the posterior, which `"inputs"` and `"kronecker"` have; a diagonal one has none, and
+            nothing moves.
         forward: `forward(model, inputs)` for models whose call is unusual.
     """
     require_posterior(posterior, "conditioning")

@@ -22,7 +22,7 @@ from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.compress.solving import Moments
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import inputs_of, parts
+from bayesadam.predict.batches import batch_size, inputs_of, parts
 from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Call, Forward, evaluating, widened
 from bayesadam.predict.recording import attention, linear
@@ -31,8 +31,10 @@ from bayesadam.predict.uses import patches
 
 # Examples that go through the network together, and positions of a layer that are looked at.
 _AT_ONCE, _POSITIONS = 128, 1 << 16
-# A layer has too few inputs where they are so few for each weight of an output.
-_FEW = 0.1
+# A layer has too few inputs where they are so few for each weight of an output, and a network where they are so few.
+_FEW, _FEWEST = 0.1, 20
+# More examples are not looked at: each batch of them waits in the middle of two passes.
+_MOST = 4096
 # A matrix, its dense weights and its moments → its new weights.
 Visit = Callable[[Matrix, Tensor, Moments], Tensor]
 
@@ -180,7 +182,11 @@ class Walk:
     def of(cls, model: nn.Module, inputs: Any, weights: Collection[str], forward: Forward | None = None) -> Walk:
         """Over the matrices among some weights."""
         matrices = {x.name: x for listed in matrices_of(model).values() for x in listed if x.weight in weights}
-        batches = [part for batch in inputs_of(inputs, model) for part in parts(batch, _AT_ONCE)]
+        cut = (part for batch in inputs_of(inputs, model) for part in parts(batch, _AT_ONCE))
+        batches, n = list[Any](), 0
+        while n < _MOST and (part := next(cut, None)) is not None:
+            batches.append(part)
+            n += batch_size(part)
         walk = cls(Call(model, forward), batches, matrices, {})
         passes: list[list[str]] = [[] for _ in batches]
         seen = Counter[str]()
@@ -193,6 +199,8 @@ class Walk:
                 f"the network does not run on these inputs ({error}): give a batch as the network is called, without "
                 "targets, or a loader of (inputs, targets), or pass forward=lambda model, batch: ..."
             ) from error
+        if n < _FEWEST:
+            warn(f"{n} inputs say little of any layer: give a few hundred")
         if unmet := [name for name in matrices if name not in seen]:
             warn(f"no input reaches {', '.join(unmet[:4])}: what is removed there is not made up for")
         enough = {name: math.ceil(_FEW * matrices[name].size[2]) for name in seen}
