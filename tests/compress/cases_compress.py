@@ -68,3 +68,15 @@ def normalised() -> tuple[nn.Sequential, torch.optim.Adam, Tensor]:
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
         optimizer.step()
     return model.eval(), optimizer, x
+
+
+class Twice(nn.Module):
+    """A layer used twice before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.layer(x).tanh()).tanh())
+        return out

@@ -21,7 +21,7 @@ from bayesadam.errors import BayesAdamWarning
 from bayesadam.readers import Rotation
 from bayesadam.weights.diagonal import Diagonal
 from cases import dense_moment, mlp, train
-from compress.cases_compress import posterior_of
+from compress.cases_compress import Twice, posterior_of
 from floats import assert_close
 
 
@@ -208,16 +208,6 @@ def test_padding_does_not_count(turned: bool) -> None:
         dense, some(dense.model), {"x": x[mask == 1][:, None], "attention_mask": torch.ones(int(mask.sum()), 1)}
     )
     assert_close(found[0], alone.mean, rtol=1e-8)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layer(self.layer(x).tanh()).tanh())
-        return out
 
 
 def test_a_layer_used_twice_meets_both_inputs_of_the_dense_network() -> None:

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bayesadam as ba
 from bayesadam.compress.sensitivity import sensitivities
+from bayesadam.errors import BayesAdamWarning
 from bayesadam.predict.matrices import matrices_of
 from bayesadam.predict.network import Call
 from cases import mlp
+from compress.cases_compress import posterior_of
 from floats import assert_close
 
 
@@ -41,6 +44,24 @@ def test_units_that_nothing_follows_do_not_matter() -> None:
     assert (of(model, [torch.randn(40, 5)])["0.weight"].flatten() > 0).tolist() == [False] * 4 + [True] * 3
 
 
-@pytest.mark.parametrize("forward", [lambda m, x: m(x).argmax(dim=1), lambda m, x: m(x).detach()])
-def test_outputs_without_gradients_say_nothing(forward) -> None:
-    assert of(mlp(5, 7, 3), [torch.randn(40, 5)], forward) == {}
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m(x).argmax(dim=1),
+        lambda m, x: m(x).detach(),
+        lambda m, x: torch.from_numpy(m(x).numpy()),
+    ],
+)
+def test_outputs_without_gradients_are_told(forward) -> None:
+    with pytest.warns(BayesAdamWarning, match="ranked by the dense network alone"):
+        assert of(mlp(5, 7, 3), [torch.randn(40, 5)], forward) == {}
+
+
+def test_pruning_goes_on_without_them_and_rankings_without_moments_do_not_ask() -> None:
+    dense, x = posterior_of(mlp(5, 7, 3)), torch.randn(40, 5)
+    how = {"inputs": x, "forward": lambda m, x: m(x).detach()}
+    with pytest.warns(BayesAdamWarning, match="ranked by the dense network alone") as told:
+        small = ba.prune(dense, 0.5, **how)
+    assert len(told) == 1
+    for each in (small, ba.prune(dense, 0.5, ranking="magnitude", **how)):
+        assert sum(int((each.model[i].weight == 0).sum()) for i in (0, 2)) == 28

@@ -13,18 +13,7 @@ from torch import Tensor, nn
 from bayesadam.compress.walking import Walk
 from bayesadam.errors import BayesAdamWarning, MatchError
 from cases import mlp
-
-
-class Twice(nn.Module):
-    """A layer used twice before the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layer(self.layer(x).tanh()).tanh())
-        return out
+from compress.cases_compress import Twice
 
 
 def walked(model: nn.Module, inputs: Any, visit: Any = None, forward: Any = None, small: Any = None) -> None:

@@ -29,7 +29,7 @@ from bayesadam.predict.batches import batches_of, numbers_of, to_device
 from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
 from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.network import Forward
-from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.posterior import Posterior, copy_at_mean
 
 # Positions of each text that count where there are more possible tokens than these, and of any example, such as pixels.
 _POSITIONS, _MANY_CLASSES, _MOST_POSITIONS = 4, 100, 1024
@@ -176,11 +176,7 @@ def _at_mean(posterior: Posterior) -> nn.Module:
             f"changed since (first {moved[0]!r}), and predictions are neither the old network's nor the new one's"
         )
     posterior.parameters()
-    model = copy.deepcopy(posterior.model)
-    parameters = dict(model.named_parameters())
-    for name, mu in posterior.mean.items():
-        parameters[name].data = mu.detach().to(parameters[name]).clone()
-    return model
+    return copy_at_mean(posterior)
 
 
 # --- one pass over the held-out data --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesadam._alone import alone_with
 from bayesadam.compress.masking import apply_masks, checked
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Visit, Walk
@@ -19,7 +17,7 @@ from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Forward
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import Named
-from bayesadam.weights.posterior import Posterior, copy_into
+from bayesadam.weights.posterior import Posterior, copy_at_mean
 
 # The prior precision of a weight that is known to be 0: its standard deviation is 1e-15.
 _KNOWN = 1e30
@@ -69,12 +67,11 @@ def conditioned(
     for name, mask in kept.items():
         if start.curvature.independent and not bool(mask.all()):
             prior[name] = torch.where(mask, torch.as_tensor(prior[name]).to(mode[name]), _KNOWN)
-    with alone_with(start.model):
-        model = copy.deepcopy(start.model)
     # The statistics of the copy's batch norms are looked at anew.
     settings = replace(start.settings, prior_precision=prior)
-    small = replace(start, mode=mode, settings=settings, model=model, running=None)
-    copy_into(model, small.mean)
+    small = replace(start, mode=mode, settings=settings, running=None)
+    model = copy_at_mean(small)
+    small = replace(small, model=model)
     apply_masks(model, masks)
     if layers is None:
         return small
@@ -132,9 +129,5 @@ def layers_for(
 ) -> Walk | Factors | None:
     """What is known of the inputs of some weights: by inputs, or by the posterior's own input sides."""
     if inputs is not None:
-        # The model may have other weights than the mean.
-        with alone_with(posterior.model):
-            dense = copy.deepcopy(posterior.model)
-        copy_into(dense, posterior.mean)
-        return Walk.of(dense, inputs, weights, forward)
+        return Walk.of(copy_at_mean(posterior), inputs, weights, forward)
     return None if posterior.curvature.independent else Factors.of(posterior, weights)

@@ -19,7 +19,7 @@ from bayesadam import _storage as storage
 from bayesadam._extras import require
 from bayesadam._files import damage_named
 from bayesadam._schema import PackedHeader
-from bayesadam.compress.pruning import PruningReport
+from bayesadam.compress.report import PruningReport
 from bayesadam.compress.rounding import Grid
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.predict.matrices import Matrix

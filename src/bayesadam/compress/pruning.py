@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bayesadam._checks import count
-from bayesadam._tables import aligned
 from bayesadam._warnings import warn
 from bayesadam.compress.conditioning import conditioned, layers_for
 from bayesadam.compress.ranking import (
@@ -22,18 +20,18 @@ from bayesadam.compress.ranking import (
     Scope,
     check_amount,
     eligible,
-    is_fraction,
     masks,
     parsed,
     removals,
     weight_scores,
 )
+from bayesadam.compress.report import PruningReport
 from bayesadam.compress.sensitivity import sensitivities
 from bayesadam.compress.solving import Moments
 from bayesadam.compress.walking import Walk
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Forward
-from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint, write_pruned
+from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights
@@ -92,7 +90,9 @@ def prune(
     check_amount(fraction, scope, pattern)
     steps, layers = _steps(fraction, pattern, rounds), layers_for(posterior, inputs, posterior.mode, forward)
     only = None if layers is None else {matrix.weight for matrix in layers.matrices.values()}
-    walk = layers if isinstance(layers, Walk) and posterior.curvature.independent else None
+    # Only rankings by moments see what the inputs say of them.
+    moments = posterior.curvature.independent and how["ranking"] in ("snr", "saliency", "between")
+    walk = layers if isinstance(layers, Walk) and moments else None
     alone, before, look = dict[str, Tensor](), dict[str, Tensor](), None
     if walk is not None:
         look = partial(_alone, alone)
@@ -103,7 +103,7 @@ def prune(
     for number, step in enumerate(steps if layers is not None else steps[-1:]):
         ranked = small
         if walk is not None:
-            if number:
+            if number and before:
                 now = sensitivities(replace(walk.call, model=small.model), walk.batches, walk.matrices)
             ranked = replace(small, curvature=Diagonal(_moments(posterior, walk.matrices, alone, before, now)))
         small = conditioned(posterior, small, masks(ranked, **step, **how, only=only), layers, look)
@@ -125,7 +125,7 @@ def _moments(
     moments = dict(posterior.curvature.second_moment)
     for name, matrix in matrices.items():
         v = matrix.into(moments[matrix.weight])
-        share = torch.where(before[name] > 0, now[name] / before[name], 1) if name in before and name in now else 1.0
+        share = (now[name] / before[name]).nan_to_num(1.0, 1.0) if name in before and name in now else 1.0
         new = {matrix.weight: moments[matrix.weight].clone()}
         replace(matrix, bias=None).write(alone[name] * v.sum(dim=2, keepdim=True) * share, new)
         moments |= new
@@ -137,53 +137,11 @@ def _steps(fraction: float | None, pattern: str | None, rounds: int | None) -> l
     if pattern is not None:
         keep, size = parsed(pattern)
         return [{"pattern": f"{n}:{size}"} for n in range(max(size - 1, keep), keep - 1, -1)]
+    assert fraction is not None
     if rounds is None:
-        rounds = max(8, round(math.log(1 - fraction, 0.75))) if is_fraction(fraction) and fraction < 1 else 8
+        rounds = max(8, round(math.log(1 - fraction, 0.75))) if fraction < 1 else 8
     count("rounds", rounds, "of growing sparsity")
-    before = [1 - (1 - fraction) ** (r / rounds) for r in range(1, rounds)] if is_fraction(fraction) else []
-    return [{"fraction": each} for each in (*before, fraction)]
-
-
-@dataclass(frozen=True)
-class PruningReport:
-    """What is left of a network: the weights and those kept of each parameter, and of all; prints as a table.
-
-    Of a file, `notes` say which of its weights were read, and what else was pruned, stays as it was or is left out. Of
-    a quantised network `bytes` are those of each tensor in its file, also of buffers, which are no weights, and of the
-    header, and `moved` says how far a layer's outputs moved.
-    """
-
-    parameters: Mapping[str, tuple[int, int]]
-    weights: int
-    kept: int
-    notes: tuple[str, ...] = ()
-    bytes: Mapping[str, int] = field(default_factory=dict)
-    moved: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, parameters: Named, kept: Named, notes: tuple[str, ...] = ()) -> PruningReport:
-        """The report of masks, by the names of the parameters; one without a mask stays whole."""
-        counts = {name: int(mask.sum()) for name, mask in kept.items()}
-        rows = {name: (p.numel(), counts.get(name, p.numel())) for name, p in parameters.items()}
-        return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()), notes)
-
-    @classmethod
-    def of_file(cls, checkpoint: Checkpoint, parameters: Named, kept: Named, out: AnyPath) -> PruningReport:
-        """The report of what was written to a file, with what became of all that the checkpoint holds."""
-        is_whole = Path(out).suffix != ".safetensors" or checkpoint.format == "safetensors"
-        return cls.of(parameters, kept, _notes(checkpoint, len(parameters), is_whole))
-
-    def __str__(self) -> str:
-        more = [head for head, column in (("bytes", self.bytes), ("outputs moved", self.moved)) if column]
-        lines = [["parameter", "weights", "kept", "removed", *more]]
-        sizes = {**self.bytes, "total": sum(self.bytes.values())}
-        others: dict[str, tuple[int, ...]] = dict.fromkeys(self.bytes, ())
-        for name, counts in {**others, **self.parameters, "total": (self.weights, self.kept)}.items():
-            cells = [*(f"{n:,}" for n in counts), f"{1 - counts[1] / max(counts[0], 1):.1%}"] if counts else [""] * 3
-            line = [name, *cells]
-            moved = f"{self.moved[name]:.2%}" if name in self.moved else ""
-            lines.append([*line, *([f"{sizes[name]:,}"] if self.bytes else []), *([moved] if self.moved else [])])
-        return "\n".join([*(f"{note[0].upper()}{note[1:]}." for note in self.notes), *aligned(lines)])
+    return [{"fraction": 1 - (1 - fraction) ** (r / rounds)} for r in range(1, rounds)] + [{"fraction": fraction}]
 
 
 def prune_checkpoint(
@@ -228,17 +186,3 @@ def warn_of_empty(before: Named, after: Named) -> None:
     lost = [name for name, w in after.items() if not w.any() and before[name].dim() > 1 and before[name].any()]
     if lost:
         warn(f"no weight is left of {', '.join(lost[:4])}: scope='bounded' keeps some of every parameter")
-
-
-def _notes(checkpoint: Checkpoint, states: int, is_whole: bool) -> tuple[str, ...]:
-    """Which weights of a file were read, and what became of the others."""
-
-    def listed(paths: Iterable[tuple[str, ...]]) -> str:
-        return ", ".join(repr(".".join(path)) if path else "the weights" for path in dict.fromkeys(paths))
-
-    read = f"read {listed(checkpoint.networks)}: {states} of {len(checkpoint.weights)} tensors have a state"
-    if not is_whole:
-        return (read, "the weights alone are written: a path that ends in .pt keeps the optimiser's state")
-    copies = listed(network.path for network, _ in checkpoint.copies.values())
-    dense = [f"{listed(checkpoint.left)} left as it was"] if checkpoint.left else []
-    return (read, *([f"pruned by the same masks: {copies}"] if copies else []), *dense, *checkpoint.notes)

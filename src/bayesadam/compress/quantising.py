@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesadam._alone import alone_with
 from bayesadam._checks import count
 from bayesadam.compress.conditioning import Factors
 from bayesadam.compress.packing import halved, report_packed, save_packed, to_torchao
-from bayesadam.compress.pruning import PruningReport
 from bayesadam.compress.ranking import Exclude, excluded
+from bayesadam.compress.report import PruningReport
 from bayesadam.compress.rounding import BITS, Grid, round_to, stacked
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Walk
@@ -28,7 +27,7 @@ from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Forward
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import AnyPath
-from bayesadam.weights.posterior import Posterior, copy_into
+from bayesadam.weights.posterior import Posterior, copy_at_mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +99,7 @@ def quantise(
         raise SettingError(f"bits must be one of {(*BITS, 16)}, got {bits!r}")
     if group is not None:
         count("group", group, "weights along the inputs that share a scale")
-    with alone_with(posterior.model):
-        model = copy.deepcopy(posterior.model)
-    copy_into(model, posterior.mean)
+    model = copy_at_mean(posterior)
     whole = excluded(posterior, exclude)
     parts: dict[str, list[Grid]] = {}
     moved: dict[str, float] = {}

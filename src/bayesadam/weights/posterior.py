@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -536,6 +537,14 @@ def copy_into(model: nn.Module, values: Named) -> None:
         parameters = own_parameters(model)
         for name, value in values.items():
             own_part(parameters[name]).copy_(own_part(value))
+
+
+def copy_at_mean(posterior: Posterior) -> nn.Module:
+    """A copy of the model, which may have other weights, at the posterior's mean."""
+    with alone_with(posterior.model):
+        model = copy.deepcopy(posterior.model)
+    copy_into(model, posterior.mean)
+    return model
 
 
 def padding_rows(model: nn.Module) -> dict[str, int]:
