@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 Row = dict[str, Any]
 TITLES = {
@@ -70,6 +71,8 @@ def panel(axes: Axes, rows: list[Row]) -> None:
     worst, best = (1.4, 0.98) if rows[0]["net"] in TEXTS else (0.85, 1.01)
     axes.set_ylim(worst * fmean(dense), best * fmean(dense))
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MB")
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.compress.rounding import round_to
+from bayesadam.compress.solving import Moments
+from bayesadam.compress.walking import Walk
+from bayesadam.predict.matrices import Matrix
 from compress.cases_compress import posterior_of
 from floats import assert_close
 
@@ -40,3 +44,23 @@ def test_conditioning_is_that_of_a_processor() -> None:
         assert next(tiny.parameters()).device.type == device
     for one, other in zip(*(m.parameters() for m in models), strict=True):
         assert_close(other.detach().cpu(), one.detach(), rtol=0.05)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_second_moments_have_all_digits(precision: Literal["highest", "high"]) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        layer, x = nn.Linear(64, 8).cuda(), torch.randn(400, 64, device="cuda")
+        seen: list[Tensor] = []
+
+        def see(matrix: Matrix, w: Tensor, moments: Moments) -> Tensor:
+            seen.append(moments.a)
+            return w
+
+        Walk.of(layer, x, ["weight"]).through(copy.deepcopy(layer), see, "testing")
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    wide = torch.cat([x, x.new_ones(400, 1)], dim=1).double()
+    assert_close(seen[0][0].cpu().double(), (wide.mT @ wide / 400).cpu(), rtol=0, atol=1e-6)

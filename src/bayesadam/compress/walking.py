@@ -136,6 +136,19 @@ class _Pass(threading.Thread):
 
 
 @contextmanager
+def _whole_products() -> Iterator[None]:
+    """Products of float32 in float32, where a GPU may use TF32: without its last digits A' is not positive definite."""
+    matmul: Any = torch.backends.cuda.matmul
+    key, whole = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(matmul, key)
+    setattr(matmul, key, whole)
+    try:
+        yield
+    finally:
+        setattr(matmul, key, before)
+
+
+@contextmanager
 def _stopping(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Passes stop at each use of these matrices, and then compute the output again, with the weights of then."""
     wanted = {m: [x for x in matrices if x.name in names] for m, matrices in matrices_of(model).items()}
@@ -160,7 +173,8 @@ def _stopping(model: nn.Module, names: Collection[str]) -> Iterator[None]:
         here.stop(Use.of(wanted[module][0], module, first_input(args, kwargs), output))
         return module.forward(*args, **kwargs)
 
-    with evaluating(model, differentiable=False), watched([m for m, some in wanted.items() if some], see):
+    watching = watched([m for m, some in wanted.items() if some], see)
+    with evaluating(model, differentiable=False), _whole_products(), watching:
         yield
 
 
