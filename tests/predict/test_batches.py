@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bayesadam.errors import MatchError
 from bayesadam.predict.batches import (
+    batch_size,
     batches_of,
     chosen_examples,
     examples,
@@ -45,6 +46,21 @@ UNLABELLED: dict[str, Any] = {
 MODEL = nn.Linear(3, 2)
 
 
+GRAPHS = [{"x": X}, {"x": X[:2], "edge_index": X[:4]}]
+# What a list is: whether a loader, and how many examples its first batch has.
+LISTS: dict[str, tuple[Any, bool, int]] = {
+    "arguments": ([X, X], False, N),
+    "texts": (["a text", "another", "third"], False, 3),
+    "objects": ([object(), object()], False, 2),
+    "mappings are batches": (GRAPHS, True, N),
+    "mappings that are examples": ([GRAPHS], True, 2),
+    "tuples that are examples": ([[(X, X), (X, X)]], True, 2),
+    "examples with targets": ((GRAPHS, Y[:2]), False, 2),
+    "batches of examples with targets": ([(GRAPHS, Y[:2])], True, 2),
+    "a collated pair": ([[X, Y]], True, N),
+}
+
+
 def alone(inputs: Any) -> Tensor:
     return inputs["input"] if isinstance(inputs, dict) else inputs
 
@@ -70,6 +86,22 @@ def test_a_single_batch_is_no_loader(batch: Any):
     ((inputs, y),) = batches_of(batch, MODEL)
     assert_close(alone(inputs), X)
     assert torch.equal(y, Y)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_a_list_is(name: str):
+    data, loader, size = LISTS[name]
+    assert is_loader(data) == loader
+    inputs = data[0] if isinstance(data, tuple) else next(inputs_of(data, MODEL))
+    assert batch_size(inputs) == size
+    assert [batch_size(part) for part in parts(inputs, 2)] == [min(2, size - i) for i in range(0, size, 2)]
+    assert batch_size(chosen_examples(inputs, torch.tensor([1, 0, 1]))) == 3
+
+
+@pytest.mark.parametrize("data", [[1.0, 2.0], [[1.0], [2.0]], [], "x"])
+def test_what_holds_no_examples_is_told(data: Any):
+    with pytest.raises(MatchError, match="pass a tensor or an array, or a list of examples of several rows each"):
+        batch_size(data)
 
 
 @pytest.mark.parametrize(

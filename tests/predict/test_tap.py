@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesadam.errors import MatchError
 from bayesadam.predict.matrices import Matrix, layers_of
 from bayesadam.predict.network import evaluating
-from bayesadam.predict.tap import observed, tapped
+from bayesadam.predict.tap import Seen, observed, tapped
 from floats import assert_close
 from predict.cases_networks import Lambda, encoder, normal, posterior_over
 
@@ -46,11 +46,11 @@ def layer_of(module: nn.Module) -> Matrix:
 
 
 def seen_by(module: nn.Module, *inputs: Any, size: int, mask: Tensor | None = None) -> Tensor:
-    with tapped(module, [layer_of(module)], size, mask) as pooled:
+    with tapped(module, [layer_of(module)], Seen(size, mask)) as seen:
         for x in inputs:
             module(x, x, x) if isinstance(module, nn.MultiheadAttention) else module(x)
     assert not module._forward_hooks
-    return pooled[""]
+    return seen.pooled()[""]
 
 
 def pooled_by_hand(module: nn.Module, x: Tensor) -> Tensor:
@@ -116,14 +116,12 @@ def test_sequence_first_attention_and_what_follows_see_the_same_examples():
     model, x = encoder(1, batch_first=False).eval(), normal(3, 6, 4)().float()
     layers = layers_of(model, dict(model.named_parameters()))
     with evaluating(model, differentiable=False), torch.no_grad():
-        with tapped(model, layers, 3) as whole:
+        with tapped(model, layers, Seen.of(x)) as whole:
             model(x)
-        with tapped(model, layers, 1) as one:
+        with tapped(model, layers, Seen.of(x[2:])) as one:
             model(x[2:])
-    assert whole.keys() == one.keys()
-    assert {"whole.self_attn", "whole.linear1", "whole.linear2", "head"} == whole.keys()
-    for name, pooled in one.items():
-        assert_close(whole[name][2:], pooled)
+    assert {"whole.self_attn", "whole.linear1", "whole.linear2", "head"} == whole.runs.keys()
+    assert_close(one.pooled(), {name: pooled[2:] for name, pooled in whole.pooled().items()})
 
 
 @pytest.mark.parametrize(
@@ -139,8 +137,8 @@ def test_rows_that_are_not_examples_are_refused(module: nn.Module, x: Tensor):
     """Nodes of graphs, or ragged batches: novelty would be averaged over neighbours."""
     model = nn.Sequential(module)
     with (
-        pytest.raises(MatchError, match=r"layer '0' has 7 rows of inputs for 5 examples.*Pad"),
-        tapped(model, layers_of(model, dict(model.named_parameters())), 5),
+        pytest.raises(MatchError, match=r"layer '0' has 7 rows of inputs for 5 examples.*Give a list of examples"),
+        tapped(model, layers_of(model, dict(model.named_parameters())), Seen(5)),
     ):
         model(x)
     assert not module._forward_hooks
@@ -157,14 +155,14 @@ def test_layers_without_rows_for_each_example_have_no_inputs():
     model = Lambda(forward, **names)
     layers = layers_of(model, dict(model.named_parameters()))
     assert {layer.module for layer in layers} == set(names)
-    with tapped(model, layers, 5) as pooled:
+    with tapped(model, layers, Seen(5, words=False)) as seen:
         model(torch.randint(9, (5, 3)))
-    assert pooled.keys() == {"words", "head"}
+    assert seen.runs.keys() == {"words", "head"}
 
 
 def test_hooks_are_gone_where_the_model_fails():
     layer = nn.Linear(3, 2)
-    with pytest.raises(RuntimeError), tapped(layer, [layer_of(layer)], 2):
+    with pytest.raises(RuntimeError), tapped(layer, [layer_of(layer)], Seen(2)):
         layer(torch.randn(2, 5))
     assert not layer._forward_hooks
 

@@ -25,7 +25,7 @@ from bayesadam.likelihoods.abstention import abstention, check_abstention, label
 from bayesadam.likelihoods.classes import IGNORED, SHARE_OF_TEXTS, classes_are_second, of_examples
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
-from bayesadam.predict.batches import batches_of, numbers_of, to_device
+from bayesadam.predict.batches import batches_of, is_ragged, numbers_of, to_device
 from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
 from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.network import Forward
@@ -74,7 +74,8 @@ def calibrate(
         held_out: data that training never saw: a loader of (inputs, targets), of mappings with their labels, or one
             such pair. Targets belong to the outputs at their positions: class indices (batch, ...) go with outputs
             (batch, ..., classes) or, as torch's cross-entropy takes them, (batch, classes, ...). In answers the classes
-            are always last, and a set holds the class of a position of the example drawn at random.
+            are always last, and a set holds the class of a position of the example drawn at random. Inputs that are
+            no rows, such as graphs, are a list of examples, or a `Batch` of PyTorch Geometric with its own `y`.
         likelihood: of the targets; None for the posterior's own.
         forward: `forward(model, inputs)` for models whose call is unusual, or for a part of their outputs; the result
             keeps it.
@@ -234,8 +235,9 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
             entropies += [kind.novelty(f, torch.ones(len(f), device=f.device))] if positions else []
             parts.append((f[keep], y[keep], owners[keep] if positions else owners.reshape(len(y), -1)[keep, 0]))
             pooled.append(seen)
-            inputs_seen.append(inputs)
-            prints += fingerprints(inputs).tolist()
+            if not is_ragged(inputs):
+                inputs_seen.append(inputs)
+                prints += fingerprints(inputs).tolist()
             n += len(y)
             bar.step()
     if not n:

@@ -24,7 +24,7 @@ from bayesadam.calibrated.ranges import InputRange, example_of
 from bayesadam.errors import FileError, MissingFileError, SettingError
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.moments import rows
-from bayesadam.predict.batches import numbers_of
+from bayesadam.predict.batches import is_ragged, numbers_of
 from bayesadam.predict.leverage import Leverage
 from bayesadam.predict.matrices import layers_of
 
@@ -202,8 +202,11 @@ def export(
     if suffix == ".onnx" and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
         raise SettingError("onnxruntime runs no bfloat16: net.half() or net.float() before it is saved")
     leaves = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not leaves:
-        raise SettingError("pass the model's inputs as torch tensors: the example holds none")
+    if not leaves or is_ragged(example):
+        raise SettingError(
+            "a program takes torch tensors with a row for each example, and the example is no such batch: pass one, or "
+            "save a .safetensors, which takes lists of examples"
+        )
     if (size := leaves[0].shape[0]) == 1:
         # The size of batches were fixed.
         example, size = pytree.tree_map(_doubled, example), 2

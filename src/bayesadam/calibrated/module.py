@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -25,11 +25,11 @@ from bayesadam.calibrated.ranges import MASK, departure, example_of, inside, los
 from bayesadam.compress.packing import is_packed, load_network
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import either, p_values, threshold
-from bayesadam.predict.batches import numbers_of
+from bayesadam.predict.batches import is_ragged, numbers_of
 from bayesadam.predict.leverage import Ratios, log_leverages, relative
 from bayesadam.predict.matrices import Matrix
-from bayesadam.predict.network import Forward, output_tensor
-from bayesadam.predict.tap import Layouts, Observed, by_example, first_input, require_layers
+from bayesadam.predict.network import Call, Forward, output_tensor, widened
+from bayesadam.predict.tap import Layouts, Observed, Seen, by_example, require_layers
 
 if TYPE_CHECKING:
     from bayesadam.weights.posterior import Posterior
@@ -52,9 +52,7 @@ class Tapped(nn.Module):
             if isinstance(module, nn.TransformerEncoder):
                 # Nested tensors of texts without their padding have no shape, and are not exported.
                 module.use_nested_tensor = False
-        self._seen: dict[str, list[Tensor]] | None = None
-        self._size, self._mask = 0, None
-        self._layout: list[tuple[Hashable, ...]] = []
+        self._seen: Seen | None = None
         self._layouts: Layouts = {}
         self._handles: list[RemovableHandle] = []
         self.watch(layers)
@@ -71,44 +69,25 @@ class Tapped(nn.Module):
 
     def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
         """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_ragged(inputs):
             return self._once(inputs)[:2]
         with alone_with(self.model):
             return by_example(self._once, inputs, self._layouts, numbers_of(self.model).dtype)
 
     def _once(self, inputs: object) -> Observed:
-        first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
-        if first is None:
-            raise MatchError("pass the model's inputs as torch tensors: the batch holds none")
-        if not torch.compiler.is_compiling() and not first.shape[0]:
-            raise MatchError("the batch is empty: it has no examples")
-        self._seen, self._size, self._layout = {}, first.shape[0], []
-        self._mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
+        self._seen = seen = Seen.of(inputs)
         try:
-            raw = self._run(pytree.tree_map(self._typed, inputs))
-            seen = {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self._seen.items()}
+            raw = Call(self.model, self.call).run(pytree.tree_map(self._typed, inputs))
         finally:
-            self._seen = self._mask = None
+            self._seen = None
         outputs = output_tensor(raw)
         outputs = outputs if self.class_dim == -1 else outputs.movedim(self.class_dim, -1)
-        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)), seen, tuple(self._layout)
+        return widened(outputs), seen.pooled(), tuple(seen.layout)
 
-    def _run(self, inputs: object) -> Any:
-        if self.call is not None:
-            return self.call(self.model, inputs)
-        if isinstance(inputs, Mapping):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
-
-    def _see(self, layer: Matrix, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _see(self, layer: Matrix, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""
         if self._seen is not None:
-            a = first_input(args, kwargs)
-            compiling = torch.compiler.is_compiling()
-            if compiling or layer.has_rows(a, self._size):
-                if not compiling:
-                    self._layout.append(layer.layout(a, self._size))
-                self._seen.setdefault(layer.module, []).append(layer.pooled(module, a, self._size, self._mask))
+            self._seen.add(layer, module, args, kwargs)
 
     def _typed(self, leaf: object) -> object:
         """Real numbers in the model's type, unless they are of another that it has too."""
@@ -122,7 +101,7 @@ class Calibrated(nn.Module):
     """A network and its doubt: call it with a batch for an `Answer`. Made by `calibrate`.
 
         net = ba.calibrate(posterior, held_out)
-        p = net(x)                       # a tensor, a tuple of tensors or a mapping, as the model takes
+        p = net(x)                       # a tensor, a tuple of tensors, a mapping or a list of examples
         net.save("model.onnx", example=x[:2])
 
     It has its own copy of the model, in evaluation mode. `half()` and `bfloat16()` change the model alone: what doubt

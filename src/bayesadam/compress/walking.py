@@ -211,7 +211,8 @@ class Walk:
         except (RuntimeError, TypeError, ValueError, LookupError) as error:
             raise MatchError(
                 f"the network does not run on these inputs ({error}): give a batch as the network is called, without "
-                "targets, or a loader of (inputs, targets), or pass forward=lambda model, batch: ..."
+                "targets, or a loader of (inputs, targets), or pass forward=lambda model, batch: ... Mappings that are "
+                "examples and no batches are given as [examples]"
             ) from error
         if n < _FEWEST:
             warn(f"{n} inputs say little of any layer: give a few hundred")

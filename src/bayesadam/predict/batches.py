@@ -1,8 +1,13 @@
-"""What a batch is: tensors or arrays, alone, in tuples or in mappings, with a row for each example."""
+"""What a batch is: tensors or arrays, alone, in tuples or in mappings, with a row for each example; or the examples.
+
+Examples that are no rows, such as graphs, crystals or texts, make a *ragged* batch: a list of them, or a `Batch` of
+PyTorch Geometric. `forward(model, batch)` is given some of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -19,16 +24,37 @@ _LABELS = ("labels", "label", "label_ids", "targets", "target", "y")
 # --- batches and loaders --------------------------------------------------------------------------------------------
 
 
+def is_ragged(inputs: Any) -> bool:
+    """Whether it is a batch of examples that are no rows; a list of tensors is what a model is called with.
+
+    >>> is_ragged(["a text", "longer"]), is_ragged([{"x": torch.zeros(2, 3)}]), is_ragged([torch.zeros(2, 3)])
+    (True, True, False)
+    """
+    if not isinstance(inputs, list):
+        return hasattr(inputs, "to_data_list")
+    return bool(inputs) and not any(isinstance(one, list | float | int | np.generic) or _is_data(one) for one in inputs)
+
+
 def is_loader(data: Any) -> TypeGuard[Iterable[Any]]:
-    """Whether it gives batches and is not one: an iterable, but no tensor, array, tuple, mapping or list of tensors.
+    """Whether it gives batches and is not one: an iterable, but no tensor, array, tuple, mapping or ragged batch.
+
+    A list is one where all its entries are batches: so `[examples]` is, for examples that could be batches themselves.
 
     >>> is_loader([(torch.zeros(2, 3), torch.zeros(2))]), is_loader([torch.zeros(2, 3), torch.zeros(2)])
     (True, False)
     """
     if isinstance(data, list):
-        batches = [entry for entry in data if isinstance(entry, tuple | list | Mapping)]
-        return bool(data) and len(batches) == len(data) and all(any(map(_is_data, pytree.tree_leaves(b))) for b in data)
-    return isinstance(data, Iterable) and not isinstance(data, tuple | Mapping | str) and not _is_data(data)
+        return bool(data) and all(map(_is_batch, data))
+    return isinstance(data, Iterable) and not (
+        isinstance(data, tuple | Mapping | str) or _is_data(data) or is_ragged(data)
+    )
+
+
+def _is_batch(entry: Any) -> bool:
+    """Whether an entry of a list is a batch by itself, and none of the arguments or examples of one."""
+    return is_ragged(entry) or (
+        isinstance(entry, tuple | list | Mapping) and any(map(_is_data, pytree.tree_leaves(entry)))
+    )
 
 
 def batches_of(data: Any, model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
@@ -61,6 +87,8 @@ def inputs_of(data: Any, model: nn.Module) -> Iterator[Any]:
 
 def _split(batch: Any) -> tuple[Any, Any]:
     """Inputs, and targets: those under a label's name or else the last; None where there are none."""
+    if is_ragged(batch):
+        return batch, getattr(batch, "y", None)
     if isinstance(batch, Mapping):
         key = next((key for key in _LABELS if key in batch), None)
         return {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key]
@@ -106,15 +134,18 @@ def has_graph(inputs: Any) -> bool:
 
 
 def batch_size(inputs: Any) -> int:
-    """The number of examples: the length of the first tensor."""
+    """The number of examples: the length of the first tensor, or of a ragged batch."""
+    if is_ragged(inputs):
+        return len(inputs) if isinstance(inputs, list) else int(inputs.num_graphs)
     first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
         raise MatchError(
-            f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array"
+            f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array, or "
+            "a list of examples of several rows each, such as graphs"
         )
-    if not len(first):
+    if not first.shape[0]:
         raise MatchError("the batch is empty: it has no examples")
-    return len(first)
+    return first.shape[0]
 
 
 def is_batched(leaf: Any, size: int) -> TypeGuard[Tensor]:
@@ -122,14 +153,9 @@ def is_batched(leaf: Any, size: int) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size
 
 
-def _map_examples(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    size = batch_size(inputs)
-    return pytree.tree_map(lambda leaf: change(leaf) if is_batched(leaf, size) else leaf, inputs)
-
-
 def examples(inputs: Any, start: int, stop: int) -> Any:
-    """Examples `start` to `stop` of a batch of tensors, tuples or dicts."""
-    return _map_examples(inputs, lambda leaf: leaf[start:stop])
+    """Examples `start` to `stop` of a batch."""
+    return chosen_examples(inputs, slice(start, stop))
 
 
 def parts(inputs: Any, step: int) -> Iterator[Any]:
@@ -137,13 +163,38 @@ def parts(inputs: Any, step: int) -> Iterator[Any]:
     return (examples(inputs, start, start + step) for start in range(0, batch_size(inputs), step))
 
 
-def chosen_examples(inputs: Any, rows: Tensor) -> Any:
+def chosen_examples(inputs: Any, rows: Tensor | slice) -> Any:
     """Some examples of a batch, by index."""
-    return _map_examples(inputs, lambda leaf: leaf[rows.to(leaf.device)])
+    size = batch_size(inputs)
+    if is_ragged(inputs):
+        some = [inputs[i] for i in (range(size)[rows] if isinstance(rows, slice) else rows.tolist())]
+        return some if isinstance(inputs, list) else inputs.from_data_list(some)
+
+    def cut(leaf: Any) -> Any:
+        if not is_batched(leaf, size):
+            return leaf
+        return leaf[rows.to(leaf.device) if isinstance(rows, Tensor) else rows]
+
+    return pytree.tree_map(cut, inputs)
+
+
+def owners(inputs: Any) -> dict[int, Tensor]:
+    """The graph of each row that a layer of a graph network is given, by the number of rows: nodes, edges or graphs.
+
+    Empty of what is no `Batch` of PyTorch Geometric, and where two of these numbers are the same.
+    """
+    node, edges = getattr(inputs, "batch", None), getattr(inputs, "edge_index", None)
+    if isinstance(inputs, list) or not is_ragged(inputs) or node is None:
+        return {}
+    rows = [torch.arange(batch_size(inputs), device=node.device), node, *([] if edges is None else [node[edges[0]]])]
+    by_number = {len(owner): owner for owner in rows}
+    return by_number if len(by_number) == len(rows) else {}
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:
-    """The batch on another device."""
+    """The batch on another device; of a list of objects, `forward` moves what is in them."""
+    if not isinstance(inputs, list) and is_ragged(inputs):
+        return copy.copy(inputs).to(device)
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
 
 

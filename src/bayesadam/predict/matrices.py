@@ -111,6 +111,8 @@ class Matrix:
         Raises:
             MatchError: there are more rows than examples, and nothing says whose they are.
         """
+        if not a.numel():
+            return False
         if self.tokens or a.dim() < 2:
             return a.dim() > 1 and len(a) == size
         if len(a) % size == 0 or (a.dim() > 2 and a.shape[1] == size):
@@ -118,8 +120,8 @@ class Matrix:
         if len(a) > size:
             raise MatchError(
                 f"layer {self.module!r} has {len(a)} rows of inputs for {size} examples, and nothing says which rows "
-                "are whose: novelty would be averaged over neighbours. Pad the examples of a batch to the same number "
-                "of rows, (batch, rows, ...), or ask for one example at a time"
+                "are whose: novelty would be averaged over neighbours. Give a list of examples, such as graphs, with "
+                "forward=lambda model, examples: ..., or pad them to the same number of rows, (batch, rows, ...)"
             )
         return False
 

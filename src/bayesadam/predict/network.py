@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bayesadam._alone import alone_with, in_eval_mode, named_modules
 from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.predict.batches import is_ragged
 from bayesadam.readers.match import own_parameters
 from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.named import Named
@@ -86,9 +87,10 @@ def swapped(model: nn.Module, params: Named) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """f(θ, inputs) → (batch, ...) of one model; tensors are passed alone, tuples as arguments, mappings as keywords.
+    """f(θ, inputs) → (batch, ...) of one model.
 
-    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken. `mean` is μ.
+    Tensors and ragged batches are passed alone, tuples as arguments, mappings as keywords. `forward(model, inputs)` is
+    for models whose call is unusual; its first tensor or `.logits` is taken. `mean` is μ.
     """
 
     model: nn.Module
@@ -127,10 +129,19 @@ class Call:
     def run(self, inputs: Any) -> Any:
         """All that the model returns, with the weights that it has."""
         if self.forward is not None:
-            return self.forward(self.model, inputs)
-        if isinstance(inputs, dict):
+            try:
+                return self.forward(self.model, inputs)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                raise MatchError(
+                    "forward= takes a gradient, such as a force, where gradients are off: put it under "
+                    "torch.enable_grad()"
+                ) from error
+        if isinstance(inputs, Mapping):
             return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+        several = isinstance(inputs, tuple | list) and not is_ragged(inputs)
+        return self.model(*inputs) if several else self.model(inputs)
 
 
 def output_tensor(output: Any) -> Tensor:
@@ -155,7 +166,9 @@ def require_rows(output: Tensor, size: int) -> None:
     if output.shape[0] != size:
         raise MatchError(
             f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
-            "Pass forward=lambda model, batch: ... that returns (batch, ...), and the inputs with the batch first"
+            "Pass forward=lambda model, batch: ... that returns (batch, ...), and the inputs with the batch first. "
+            "Examples of several rows each, such as graphs, are given as a list of them: of mappings or tuples, which "
+            "in a list are batches, as [examples] or (examples, targets)"
         )
 
 

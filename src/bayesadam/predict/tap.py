@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, examples, has_graph, parts, plain
+from bayesadam.predict.batches import batch_size, examples, has_graph, is_ragged, owners, parts, plain
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, mixes_examples, require_rows, widened
 
@@ -35,37 +37,74 @@ def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-@contextmanager
-def tapped(
-    model: nn.Module,
-    layers: Sequence[Matrix],
-    size: int,
-    mask: Tensor | None = None,
-    layout: list[tuple[Hashable, ...]] | None = None,
-    words: bool = False,
-) -> Iterator[dict[str, Tensor]]:
-    """The pooled input of every layer that a forward pass inside runs, (size, width) by the layer's module.
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The inputs of layers in one forward pass, pooled by example.
 
     A layer that runs several times has the mean of its inputs; one that does not run, or whose input all examples
-    share, has none; nor has an embedding of positions, unless all are known to be of `words`. How the examples may lie
-    in each is added to `layout`.
+    share, has none; nor has an embedding of positions, unless all are known to be of `words`.
+
+    Attributes:
+        size: the number of examples.
+        mask: 0 at padding, (size, positions).
+        owners: of a batch of graphs, see `batches.owners`.
+        runs: of each layer, by its module, the pooled inputs of its runs, (size, width).
+        layout: how the examples may lie in each.
     """
-    pooled: dict[str, Tensor] = {}
-    runs: dict[str, int] = {}
+
+    size: int
+    mask: Tensor | None = None
+    owners: Mapping[int, Tensor] = field(default_factory=dict)
+    words: bool = True
+    runs: dict[str, list[Tensor]] = field(default_factory=dict)
+    layout: list[tuple[Hashable, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, inputs: Any, *, words: bool = True) -> Seen:
+        """Nothing yet, of a pass over these inputs."""
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        return cls(batch_size(inputs), mask, owners(inputs), words)
+
+    def add(self, layer: Matrix, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """One run of a layer."""
+        a, compiling = first_input(args, kwargs), torch.compiler.is_compiling()
+        if self.owners:
+            self._add_rows_of_graphs(layer, module, a)
+        elif compiling or (isinstance(a, Tensor) and layer.has_rows(a, self.size) and not self._is_position(layer, a)):
+            if not compiling:
+                self.layout.append(layer.layout(a, self.size))
+            self.runs.setdefault(layer.module, []).append(layer.pooled(module, a, self.size, self.mask))
+
+    def _add_rows_of_graphs(self, layer: Matrix, module: nn.Module, a: Tensor) -> None:
+        if layer.tokens or a.dim() < 2:
+            return
+        owner = self.owners.get(len(a))
+        if owner is None:
+            raise MatchError(f"layer {layer.module!r} has {len(a)} rows, not as many as nodes, edges or graphs")
+        rows = F.pad(layer.pooled(module, a, len(a), None), (0, 1), value=1.0)
+        sums = rows.new_zeros(self.size, rows.shape[1]).index_add(0, owner, rows)
+        if bool(sums[:, -1].all()):
+            self.layout.append((layer.module, list(self.owners).index(len(a))))
+            self.runs.setdefault(layer.module, []).append(sums[:, :-1] / sums[:, -1:])
+
+    def _is_position(self, layer: Matrix, tokens: Tensor) -> bool:
+        """Whether these may be the indices of positions, the same for all examples."""
+        if self.words or not layer.tokens:
+            return False
+        tokens = tokens.reshape(len(tokens), -1)
+        return torch.equal(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+
+    def pooled(self) -> dict[str, Tensor]:
+        """The mean over runs, (size, width), by module."""
+        return {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self.runs.items()}
+
+
+@contextmanager
+def tapped(model: nn.Module, layers: Sequence[Matrix], seen: Seen) -> Iterator[Seen]:
+    """Within, every run of these layers is added to `seen`."""
     by_module = {model.get_submodule(layer.module): layer for layer in layers}
-
-    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        a, layer = first_input(args, kwargs), by_module[module]
-        if isinstance(a, Tensor) and layer.has_rows(a, size) and (words or not (layer.tokens and _counts_up(a))):
-            mean, name = layer.pooled(module, a, size, mask), layer.module
-            runs[name] = runs.get(name, 0) + 1
-            before = pooled.get(name, mean)
-            pooled[name] = before + (mean - before) / runs[name]
-            if layout is not None:
-                layout.append(layer.layout(a, size))
-
-    with watched(by_module, see):
-        yield pooled
+    with watched(by_module, lambda module, args, kwargs, _: seen.add(by_module[module], module, args, kwargs)):
+        yield seen
 
 
 # f, pooled inputs by module, and the layout of every input.
@@ -83,9 +122,16 @@ def by_example(
 
     Of each new layout, two batches have two examples run alone. Where the rows of a layer are not theirs, as of a
     sequence as long as the batch, of packed sequences, or of positions folded before the examples, every example is run
-    alone. `dtype` is the model's.
+    alone; those of a ragged batch are at once. `dtype` is the model's.
     """
-    f, pooled, layout = run(inputs)
+    if is_ragged(inputs) and not owners(inputs):
+        return _alone(run, inputs)
+    try:
+        f, pooled, layout = run(inputs)
+    except MatchError:
+        if is_ragged(inputs):
+            return _alone(run, inputs)
+        raise
     size = batch_size(inputs)
     rough = dtype.itemsize < 4 or torch.is_autocast_enabled(f.device.type)
     require_rows(f, size)
@@ -118,9 +164,17 @@ def by_example(
             )
     if layouts.get(layout, 0) < math.inf:
         return f, pooled
-    every = [run(example)[1] for example in parts(inputs, 1)]
-    names = set.intersection(set(pooled), *(set(seen) for seen in every))
-    return f, {name: torch.cat([seen[name] for seen in every]) for name in pooled if name in names}
+    seen = _alone(run, inputs)[1]
+    return f, {name: seen[name] for name in pooled if name in seen}
+
+
+def _alone(run: Callable[[Any], Observed], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """f and the pooled inputs of every example alone, of the layers that all of them run."""
+    fs, every, _ = zip(*map(run, parts(inputs, 1)), strict=True)
+    for f in fs:
+        require_rows(f, 1)
+    names = set.intersection(*map(set, every))
+    return torch.cat(fs), {name: torch.cat([seen[name] for seen in every]) for name in every[0] if name in names}
 
 
 def require_layers(layers: Sequence[Matrix], pooled: Mapping[str, Tensor]) -> None:
@@ -149,12 +203,6 @@ def _same(some: Tensor, rows: Tensor, all_rows: Tensor, tolerance: float) -> boo
     return float(distance) <= tolerance * float(all_rows.norm()) / math.sqrt(len(all_rows))
 
 
-def _counts_up(tokens: Tensor) -> bool:
-    """Whether these are the indices of positions, the same for all examples."""
-    tokens = tokens.reshape(len(tokens), -1)
-    return torch.equal(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-
-
 def observed(
     posterior: Gaussian,
     layers: Sequence[Matrix],
@@ -165,15 +213,14 @@ def observed(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """f(x; μ), (batch, ...), in float32 or wider, and the pooled input of each layer, (batch, width) by its module.
 
-    `layouts` are those of batches before; `words` is as in `tapped`.
+    `layouts` are those of batches before; `words` is as in `Seen`.
     """
     inputs = plain(inputs, graph=True)
 
     def run(batch: Any) -> Observed:
-        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-        layout: list[tuple[Hashable, ...]] = []
-        with tapped(posterior.model, layers, batch_size(batch), mask, layout, words or batch is not inputs) as pooled:
-            return widened(call(call.mean, batch)), pooled, tuple(layout)
+        with tapped(posterior.model, layers, Seen.of(batch, words=words or batch is not inputs)) as seen:
+            f = widened(call(call.mean, batch))
+        return f, seen.pooled(), tuple(seen.layout)
 
     with evaluating(posterior.model, differentiable=False), torch.set_grad_enabled(has_graph(inputs)):
         call = Call.of(posterior, forward)
