@@ -170,6 +170,27 @@ def test_rows_that_may_be_of_either_are_told_apart(nodes: int, edges: int) -> No
 
 
 @pytest.mark.parametrize("name", FORMS)
+def test_a_layer_that_a_graph_does_not_run_is_left_out_of_its_mean(name: str) -> None:
+    q, batch, forward = setting(name)
+    held_out, some = graphs_of(80), graphs_of(5, seed=1)
+    held_out[::16], some[3] = [graph(3, 0) for _ in range(5)], graph(4, 0)
+    data = batch(held_out), torch.cat([g.y for g in held_out])
+    net = ba.calibrate(q, data, likelihood="regression", forward=forward)
+    how = {"reference": [batch(held_out)], "likelihood": "regression", "forward": forward}
+    for novelty in (lambda x: net(x).novelty, lambda x: q.novelty([x], **how)):
+        whole = novelty(batch(some))
+        assert bool(whole.isfinite().all())
+        assert_close(torch.cat([novelty(batch([g])) for g in some]), whole, rtol=1e-6)
+    leverage = net.fit.leverage
+    assert [layer.module for layer in leverage.layers] == ["nodes", "edges", "head"]
+    _, pooled = observed(q, leverage.layers, batch(some[3:4]), forward)
+    assert bool(pooled["edges"].isnan().all())
+    log_h = [(pooled[m][0] @ leverage.factors[i][0]).square().sum().log() for i, m in ((0, "nodes"), (2, "head"))]
+    r = (torch.stack(log_h) - leverage.medians[[0, 2]]).exp().mean() / leverage.medians[-1].exp()
+    assert_close(net(batch(some)).leverage[3], r, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_networks_of_graphs_are_made_smaller(name: str) -> None:
     q, batch, forward = setting(name)
     inputs = [batch(graphs_of(40))]

@@ -247,7 +247,9 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
         raise MatchError(f"there is nothing to score: every class is {kind.ignored}, which is left out")
     modules = set.intersection(*(set(seen) for seen in pooled))
     inputs = {name: torch.cat([seen[name] for seen in pooled]) for name in pooled[0] if name in modules}
-    if not all(bool(t.isfinite().all()) for t in (outputs, *inputs.values())):
+    # A layer is NaN for the graphs that do not run it.
+    inputs = {name: a for name, a in inputs.items() if not bool(a.isnan().all())}
+    if not bool(outputs.isfinite().all()) or any(bool(a.isinf().any()) for a in inputs.values()):
         raise CalibrationError(
             "the network's outputs on the held-out data, or the inputs of its layers, are not finite. Do the held-out "
             "inputs contain NaN or infinities?"

@@ -61,6 +61,7 @@ class Tapped(nn.Module):
         """Look at these layers, and at no others."""
         for handle in self._handles:
             handle.remove()
+        self._layers = layers
         modules = dict(self.model.named_modules())
         self._handles = [
             modules[layer.module].register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
@@ -75,14 +76,14 @@ class Tapped(nn.Module):
             return by_example(self._once, inputs, self._layouts, numbers_of(self.model).dtype)
 
     def _once(self, inputs: object) -> Observed:
-        self._seen = seen = Seen.of(inputs)
+        self._seen = seen = Seen.of(inputs, self._layers)
         try:
             raw = Call(self.model, self.call).run(pytree.tree_map(self._typed, inputs))
         finally:
             self._seen = None
         outputs = output_tensor(raw)
         outputs = outputs if self.class_dim == -1 else outputs.movedim(self.class_dim, -1)
-        return widened(outputs), seen.pooled(), tuple(seen.layout)
+        return widened(outputs), seen.pooled(widened(outputs)), tuple(seen.layout)
 
     def _see(self, layer: Matrix, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a layer runs: keep its input."""

@@ -129,9 +129,10 @@ def relative(log_h: Tensor, medians: Tensor, source: Source) -> Ratios:
 
 
 def _means_over_layers(log_h: Tensor, source: Source) -> tuple[Tensor, Tensor]:
-    """The logarithms of the geometric mean over layers and of novelty's, (batch,) each."""
-    p = _MEANS[source]
-    return log_h.mean(dim=1), ((p * log_h).logsumexp(dim=1) - math.log(log_h.shape[1])) / p
+    """The logarithms of the geometric mean over layers and of novelty's, (batch,) each; NaN is of no layer's."""
+    p, ran = _MEANS[source], ~log_h.isnan()
+    n = ran.sum(dim=1)
+    return log_h.where(ran, 0).sum(dim=1) / n, ((p * log_h).where(ran, -math.inf).logsumexp(dim=1) - n.log()) / p
 
 
 def _log(h: Tensor) -> Tensor:
@@ -224,13 +225,13 @@ def from_inputs(
     stands where familiar inputs are fewer than 20, or where there is no other layer; None where there is none either.
 
     Args:
-        pooled: the inputs by module, (n, width).
+        pooled: the inputs by module, (n, width); NaN where an example does not run a layer.
         familiar: which of them are in A, (n,) booleans.
         state: the leverage that the optimiser's state gives, where there is one.
     """
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
-    m, everyone = int(familiar.sum()), torch.ones_like(familiar)
-    if not wide or m < FEWEST:
+    everyone = torch.ones_like(familiar)
+    if not wide or int(familiar.sum()) < FEWEST:
         state = None if state is None else state.among(pooled)
         if state is None or not state.layers:
             return None, torch.zeros(0, 0), everyone
@@ -240,8 +241,9 @@ def from_inputs(
     columns = []
     for layer in wide:
         a = pooled[layer.module]
-        inside = familiar.to(a.device)
-        if bool(a[inside].any()):
+        inside = familiar.to(a.device) & ~a.isnan().any(dim=1)
+        m = int(inside.sum())
+        if m >= FEWEST and bool(a[inside].any()):
             x = _blocks(a[inside], layer)
             factors[layer] = w = factor(torch.einsum("bgs,bgt->gst", x, x) / m)
             h = _h(a[None], w[None], layer)[0]

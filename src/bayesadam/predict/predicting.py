@@ -128,13 +128,14 @@ def novelty(
         return [observed(posterior, leverage.layers, batch, forward, layouts, words) for batch in batches]
 
     familiar = seen(reference, words=False)
-    leverage = leverage.among(set.intersection(*(set(pooled) for _, pooled in familiar)))
+    ran = {name for _, pooled in familiar for name, a in pooled.items() if not bool(a.isnan().all())}
+    leverage = leverage.among(ran.intersection(*(set(pooled) for _, pooled in familiar)))
     if leverage.layers:
         log_h = torch.cat([leverage.log_h(pooled) for _, pooled in familiar])
-        finite = log_h.isfinite().all(dim=1) & torch.cat([rows(f).isfinite().all(dim=1) for f, _ in familiar])
+        finite = ~log_h.isinf().any(dim=1) & torch.cat([rows(f).isfinite().all(dim=1) for f, _ in familiar])
         if lost := int((~finite).sum()):
             raise MatchError(f"{lost} of {len(log_h)} inputs of the reference give NaN or infinities: leave them out")
-        if (different := len(torch.unique(log_h, dim=0))) < _FAMILIAR:
+        if (different := len(torch.unique(log_h.nan_to_num(), dim=0))) < _FAMILIAR:
             warn(f"{different} different inputs in the reference set the scale of novelty: pass {_FAMILIAR} or more")
         leverage = leverage.against(log_h)
     scores = []

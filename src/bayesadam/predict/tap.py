@@ -42,9 +42,11 @@ class Seen:
     """The inputs of layers in one forward pass, pooled by example.
 
     A layer that runs several times has the mean of its inputs; one that does not run, or whose input all examples
-    share, has none; nor has an embedding of positions, unless all are known to be of `words`.
+    share, has none; nor has an embedding of positions, unless all are known to be of `words`. In a ragged batch it is
+    NaN for the examples that do not run it.
 
     Attributes:
+        layers: those of which a ragged batch has inputs, if only NaN.
         size: the number of examples.
         mask: 0 at padding, (size, positions).
         owners: of a batch of graphs, see `batches.owners`.
@@ -56,14 +58,15 @@ class Seen:
     mask: Tensor | None = None
     owners: Mapping[int, Tensor] = field(default_factory=dict)
     words: bool = True
+    layers: Sequence[Matrix] = ()
     runs: dict[str, list[Tensor]] = field(default_factory=dict)
     layout: list[tuple[Hashable, ...]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, inputs: Any, *, words: bool = True) -> Seen:
+    def of(cls, inputs: Any, layers: Sequence[Matrix], *, words: bool = True) -> Seen:
         """Nothing yet, of a pass over these inputs."""
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-        return cls(batch_size(inputs), mask, owners(inputs), words)
+        return cls(batch_size(inputs), mask, owners(inputs), words, layers if is_ragged(inputs) else ())
 
     def add(self, layer: Matrix, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """One run of a layer."""
@@ -83,9 +86,8 @@ class Seen:
             raise MatchError(f"layer {layer.module!r} has {len(a)} rows, not as many as nodes, edges or graphs")
         rows = F.pad(layer.pooled(module, a, len(a), None), (0, 1), value=1.0)
         sums = rows.new_zeros(self.size, rows.shape[1]).index_add(0, owner, rows)
-        if bool(sums[:, -1].all()):
-            self.layout.append((layer.module, list(self.owners).index(len(a))))
-            self.runs.setdefault(layer.module, []).append(sums[:, :-1] / sums[:, -1:])
+        self.layout.append((layer.module, list(self.owners).index(len(a))))
+        self.runs.setdefault(layer.module, []).append(sums[:, :-1] / sums[:, -1:])
 
     def _is_position(self, layer: Matrix, tokens: Tensor) -> bool:
         """Whether these may be the indices of positions, the same for all examples."""
@@ -94,9 +96,10 @@ class Seen:
         tokens = tokens.reshape(len(tokens), -1)
         return torch.equal(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
 
-    def pooled(self) -> dict[str, Tensor]:
-        """The mean over runs, (size, width), by module."""
-        return {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self.runs.items()}
+    def pooled(self, f: Tensor) -> dict[str, Tensor]:
+        """The mean over runs, (size, width), by module; f is the output of the pass."""
+        absent = {layer.module: f.new_full((self.size, layer.width), math.nan) for layer in self.layers}
+        return absent | {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self.runs.items()}
 
 
 @contextmanager
@@ -218,9 +221,9 @@ def observed(
     inputs = plain(inputs, graph=True)
 
     def run(batch: Any) -> Observed:
-        with tapped(posterior.model, layers, Seen.of(batch, words=words or batch is not inputs)) as seen:
+        with tapped(posterior.model, layers, Seen.of(batch, layers, words=words or batch is not inputs)) as seen:
             f = widened(call(call.mean, batch))
-        return f, seen.pooled(), tuple(seen.layout)
+        return f, seen.pooled(f), tuple(seen.layout)
 
     with evaluating(posterior.model, differentiable=False), torch.set_grad_enabled(has_graph(inputs)):
         call = Call.of(posterior, forward)
