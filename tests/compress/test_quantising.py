@@ -236,3 +236,16 @@ def test_the_network_of_the_mean_is_rounded() -> None:
     model.load_state_dict({**shrunk.model.state_dict(), **shrunk.mean})
     small, expected = quantise(shrunk, 4, inputs=x), quantise(posterior_of(model), 4, inputs=x)
     assert_close(dict(small.model.named_parameters()), dict(expected.model.named_parameters()))
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(30, 3)])
+@pytest.mark.filterwarnings("ignore:no input reaches unused")
+def test_matrices_that_were_not_trained_are_rounded(inputs: Tensor | None) -> None:
+    model = nn.Linear(3, 4)
+    model.unused = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 3)).square().mean().backward()
+    optimizer.step()
+    small = quantise(ba.Posterior.from_optimizer(model, optimizer, 8), 8, inputs=inputs)
+    assert small.grids.keys() == {"weight", "unused.weight"}
+    assert_close(small.model.unused.weight, model.unused.weight, rtol=0.01)

@@ -117,7 +117,8 @@ class Factors:
 
     def through(self, small: nn.Module, visit: Visit, description: str) -> None:
         """Visit every matrix, as if each still got the inputs of the dense network; see `Walk.through`."""
-        named, own = self.dense.mean, dict(small.named_parameters())
+        own = dict(small.named_parameters())
+        named = {**own, **self.dense.mean}
         for name, matrix in self.matrices.items():
             w = matrix.with_bias(named)
             a = self.a[name].to(w)
