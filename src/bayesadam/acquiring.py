@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Likelihood, agreed
 from bayesadam.predict import Forward, linearised
-from bayesadam.predict.batches import chosen_examples, inputs_of, parts
+from bayesadam.predict.batches import chosen_examples, inputs_of, joined, parts
 from bayesadam.predict.tap import first_input, observed, watched
 from bayesadam.weights.mixture import Mixture
 from bayesadam.weights.posterior import Posterior
@@ -73,8 +72,7 @@ def acquire(
         batches.append(batch)
     _check_size(sum(map(len, single)), k)
     candidates = torch.cat(single).argsort(descending=True, stable=True)[: max(k, _CANDIDATES)].cpu()
-    whole = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *batches)
-    mean, covariance = _moments(q, chosen_examples(whole, candidates), forward, joint=True)
+    mean, covariance = _moments(q, chosen_examples(joined(batches), candidates), forward, joint=True)
     return candidates[_most_information(covariance, _hessian(q, kind, mean), k)]
 
 

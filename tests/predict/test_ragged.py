@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.compress import condition, masks
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.predict import linearised
 from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.tap import observed
 from floats import assert_close
@@ -210,6 +211,41 @@ def test_nodes_are_positions_of_a_layer():
     by_nodes = condition(q, kept, torch.cat([g.x for g in some]))
     by_graphs = condition(q, kept, some, forward=lambda m, graphs: torch.stack([m(g.x).sum(dim=0) for g in graphs]))
     assert_close(by_graphs.mode, by_nodes.mode, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_variances_of_graphs_are_those_of_their_gradients(name: str) -> None:
+    q, batch, forward = setting(name)
+    some = graphs_of(5)
+    prediction = linearised(q, batch(some), forward=forward)
+    call = forward or (lambda model, data: model(data))
+    for i, g in enumerate(some):
+        f = call(q.model, batch([g]))[0]
+        assert_close(prediction.mean[i], f)
+        for k in range(2):
+            gradients = torch.autograd.grad(f[k], list(q.model.parameters()), retain_graph=True)
+            pairs = zip(gradients, q.coordinate_variance.values(), strict=True)
+            assert_close(prediction.variance[i, k], sum((d.square() * v).sum() for d, v in pairs))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_input_sides_are_means_over_the_rows_of_graphs(name: str) -> None:
+    q, batch, forward = setting(name)
+    some = graphs_of(6)
+    sides = q.with_inputs([batch(some)], forward=forward).curvature.inputs
+    assert sides.keys() == {"nodes.weight", "edges.weight", "head.weight"}
+    x = [torch.cat([g.x, torch.ones(len(g.x), 1)], dim=1) for g in some]
+    side = sides["nodes.weight"]
+    a = torch.stack([rows.T @ rows / len(rows) for rows in x]).mean(dim=0)
+    assert_close((side.basis * side.spectrum) @ side.basis.mT, a)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_graphs_of_several_batches_are_acquired(name: str) -> None:
+    q, batch, forward = setting(name)
+    q, pool = q.replace(noise_variance=torch.ones(2)), graphs_of(9)
+    how = {"k": 3, "likelihood": "regression", "forward": forward}
+    assert torch.equal(ba.acquire(q, [batch(pool[:4]), batch(pool[4:])], **how), ba.acquire(q, [batch(pool)], **how))
 
 
 def test_calibrated_networks_of_graphs_are_saved_and_loaded(tmp_path):

@@ -7,7 +7,7 @@ PyTorch Geometric. `forward(model, batch)` is given some of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -176,6 +176,14 @@ def chosen_examples(inputs: Any, rows: Tensor | slice) -> Any:
         return leaf[rows.to(leaf.device) if isinstance(rows, Tensor) else rows]
 
     return pytree.tree_map(cut, inputs)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Several batches as one."""
+    if not is_ragged(first := batches[0]):
+        return pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *batches)
+    every = [one for batch in batches for one in (batch if isinstance(batch, list) else batch.to_data_list())]
+    return every if isinstance(first, list) else first.from_data_list(every)
 
 
 def owners(inputs: Any) -> dict[int, Tensor]:

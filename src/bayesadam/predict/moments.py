@@ -15,7 +15,16 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.moments import Moments
-from bayesadam.predict.batches import batch_size, chosen_examples, examples, has_graph, is_batched, parts, plain
+from bayesadam.predict.batches import (
+    batch_size,
+    chosen_examples,
+    examples,
+    has_graph,
+    is_batched,
+    is_ragged,
+    parts,
+    plain,
+)
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
 from bayesadam.predict.uses import Addend, Product, Pulled, contracted
@@ -267,7 +276,7 @@ def jacobians(call: Call, names: Sequence[str], inputs: Any) -> dict[str, Tensor
     """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
     size = batch_size(inputs)
     leaves, spec = pytree.tree_flatten(inputs)
-    batched = [is_batched(leaf, size) for leaf in leaves]
+    batched = [is_batched(leaf, size) and not is_ragged(inputs) for leaf in leaves]
 
     def single(chosen: dict[str, Tensor], *varying: Tensor) -> Tensor:
         rows = iter(varying)
@@ -281,7 +290,8 @@ def jacobians(call: Call, names: Sequence[str], inputs: Any) -> dict[str, Tensor
         last = one_jacobian(call, names, examples(inputs, size - 1, size))
         if all(agree(rows[name][-1], truth) for name, truth in last.items()):
             return rows
-    except RuntimeError:
+    except (RuntimeError, ValueError):
+        # A model that vmap does not take, or examples that are no rows.
         pass
     loop = [one_jacobian(call, names, example) for example in parts(inputs, 1)]
     return {name: torch.stack([row[name] for row in loop]) for name in names}

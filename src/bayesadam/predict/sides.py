@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, inputs_of, parts
+from bayesadam.predict.batches import batch_size, inputs_of, is_ragged, parts
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import Pass, examined, plan_for
 from bayesadam.predict.uses import Addend, Product, Use
@@ -42,7 +42,9 @@ def input_sides(posterior: Gaussian, inputs: Any, *, forward: Forward | None = N
     with evaluating(call.model):
         for batch in inputs_of(inputs, call.model):
             plan = plan_for(call, batch)
-            for part in parts(batch, max(1, _AT_ONCE // max(1, _PATCH * plan.widest))):
+            # All rows of a graph that is alone are its own.
+            step = 1 if is_ragged(batch) else max(1, _AT_ONCE // max(1, _PATCH * plan.widest))
+            for part in parts(batch, step):
                 run = examined(call, part, plan.shared)
                 if not bool(run.finite.all()):
                     raise MatchError("the network's outputs for these inputs are not finite: look for NaN in them")
