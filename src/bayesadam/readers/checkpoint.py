@@ -16,6 +16,7 @@ from bayesadam._alone import unwrap
 from bayesadam._files import replacing
 from bayesadam._shards import placed_like
 from bayesadam._storage import write_tensors
+from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.choose import choose, copies_of, dotted, matching
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
@@ -205,7 +206,8 @@ def match_checkpoint(
     if is_part:
         pairing = _pair_file(checkpoint, slots, options)
         inner = {name: key for key, name in stored.items()}
-        pairing = Pairing({key: inner[name] for key, name in pairing.names.items() if name in inner}, pairing.why)
+        own = {key: inner[name] for key, name in pairing.names.items() if inner.get(name) in parameters}
+        pairing = Pairing(own, pairing.why)
         return match_pairs(parameters, state, reader, pairing)
     given, in_order = options.get("param_names"), options.get("groups_in_order", False)
     if given is None and names_in(state) is None:
@@ -305,7 +307,9 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str,
                     f"build the model as it was trained: {name!r} has shape {tuple(outline[key].shape)} in "
                     f"{checkpoint.path} and {tuple(tensors[name].shape)} in the model"
                 )
-        return names, False
+        others = {key for name, key in names.items() if name not in tensors} & candidates(checkpoint.weights).keys()
+        is_part = bool(tensors and others) and tensors.keys() <= names.keys()
+        return names, is_part and not rules.partial and rules.orders is None
     # The model may be a part of what was trained, under a prefix.
     first = next(iter(tensors))
     prefixes = sorted({name.removesuffix(first) for name in outline if name.endswith("." + first)})
@@ -325,23 +329,25 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str,
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Copy the checkpoint's weights and buffers into the model, all or none of them."""
+    """Copy the checkpoint's weights and buffers into the model, all or none of them; a part of a model gets its own."""
     inner = unwrap(model)
-    names, _ = _stored_by_name(checkpoint, inner)
+    names, is_part = _stored_by_name(checkpoint, inner)
     tensors = tensors_of(inner)
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(tensors[name]) for name in names if name in tensors}
     absent = [name for name in tensors if name not in names and memory_of(tensors[name]) not in saved]
     missing = [name for name in absent if not name.endswith("num_batches_tracked")]
     unknown = [name for name in names if name not in tensors]
-    if (missing and not checkpoint.rules.partial) or unknown:
+    if (missing and not checkpoint.rules.partial) or (unknown and not is_part):
         raise MatchError(
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
+    if unknown:
+        warn(f"{checkpoint.path} holds more than this {type(inner).__name__}, which has no {unknown}: left out")
     with torch.no_grad():
-        for name, stored in names.items():
-            tensors[name].copy_(placed_like(checkpoint.weights[stored], tensors[name]))
+        for name in names.keys() & tensors.keys():
+            tensors[name].copy_(placed_like(checkpoint.weights[names[name]], tensors[name]))
 
 
 def write_network(checkpoint: Checkpoint, model: nn.Module, out: str | os.PathLike[str]) -> None:

@@ -350,13 +350,20 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
     names = [
         name
         for name, tensor in outline.items()
-        if (tensor.is_floating_point() or tensor.is_complex()) and name.rpartition(".")[2] not in _BUFFER_SUFFIXES
+        if (tensor.is_floating_point() or tensor.is_complex())
+        and name.rpartition(".")[2] not in _BUFFER_SUFFIXES
+        and not (name.endswith("mask") and _is_mask(weights[name]))
     ]
     first = {identity[name]: name for name in reversed(names) if outline[name].numel()}
     distinct = [name for name in names if first.get(identity[name], name) == name]
     names = distinct if len(distinct) >= count else names
     trained = [name for name in names if (original := _TARGET.sub("", name)) == name or original not in outline]
     return {name: outline[name].shape for name in (trained if len(trained) >= count else names)}
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether it is of zeros and ones alone, which no weight is that was trained: a mask of e3nn or of torch's pruning."""
+    return not tensor.is_meta and bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def pair(
