@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,6 +88,25 @@ def test_the_doctor_is_asked_and_a_read_checkpoint_will_do(path: Path) -> None:
     assert {"few-steps", "zero-curvature", "implied-prior"} <= set(found.diagnosis.codes())
     assert found.diagnosis.summary == "c.pt trained by adamw: 541 weights in 6 parameters have a second moment"
     assert inspect(read_checkpoint(path), n_data=500) == found
+
+
+def test_rows_and_columns_without_gradients_are_named_and_the_groups(trained_pair: Any, tmp_path: Path) -> None:
+    model, optimizer = trained_pair
+    state = optimizer.state_dict()
+    # Of 20 units five never had a gradient, and two had one long ago.
+    state["state"][2]["exp_avg_sq"][[3, 4, 5, 9, 11]] = 0
+    state["state"][2]["exp_avg_sq"][[0, 19]] *= 1e-12
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
+    found = inspect(tmp_path / "c.pt")
+    rows = {row.name: (row.untrained, row.stopped) for row in found.parameters}
+    assert rows["0.weight"] == (((), (3,)), ((), ()))
+    assert rows["2.weight"] == (((3, 4, 5, 9, 11), ()), ((0, 19), ()))
+    assert rows["4.weight"] == (((), ()), ((), ()))
+    assert rows["0.bias"] == ((), ())
+    lines = str(found).splitlines()
+    assert "never trained: rows 3 to 5, 9, 11 of the 20 of 2.weight" in lines
+    assert "group 0: 6 parameters, lr 0.001, betas (0.9, 0.999), weight_decay 0.1" in lines
+    assert json.loads(json.dumps(found.to_dict()))["parameters"]["2.weight"]["stopped"] == [[0, 19], []]
 
 
 def test_it_prints_as_a_table(path: Path) -> None:

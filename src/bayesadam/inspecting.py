@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import Tensor
 
 from bayesadam._tables import aligned
 from bayesadam.compress import PruningReport, Quantised
@@ -17,6 +19,7 @@ from bayesadam.compress.packing import is_packed, report_packed
 from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
 from bayesadam.errors import BayesAdamError, MatchError, MissingFileError, SettingError
 from bayesadam.readers import Checkpoint, CheckpointKeywords, read_checkpoint
+from bayesadam.readers.match import Match
 from bayesadam.weights.gaussian import GaussianWeights, is_saved
 
 if TYPE_CHECKING:
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 # Quantiles of a larger tensor come from every k-th weight, so many or fewer.
 _SAMPLE = 2**20
+# More runs of rows are not shown.
+_RUNS = 12
+# Numbers of rows, and of columns.
+Sides = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class ParameterReport:
 
     Attributes:
         dead: how many have v = 0.
+        untrained: the rows (units, entries of an embedding) and the columns (inputs) of a matrix in which all have.
+        stopped: those whose v, summed, is below 10⁻⁹ of the median's: units that died in training.
         below: how many have |μ|/σ < 1; None where that or N is not known.
         quantiles: 5, 50 and 95 % of |μ|/σ, or of σ.
     """
@@ -40,6 +49,8 @@ class ParameterReport:
     shape: tuple[int, ...]
     weights: int
     dead: int
+    untrained: Sides
+    stopped: Sides
     below: int | None
     quantiles: tuple[float, float, float]
 
@@ -51,6 +62,7 @@ class Inspection:
     Attributes:
         optimizer: the reader that read the state.
         n_data: N, or None where it is not known: the numbers are then those of N = 1.
+        groups: the optimiser's groups of parameters in words; none of a saved posterior.
         omitted: tensors without a state, with the reason.
         why: how the file was read, a sentence each.
         rule: what |μ|/σ or σ is, in words.
@@ -61,6 +73,7 @@ class Inspection:
     format: str
     optimizer: str
     n_data: float | None
+    groups: tuple[str, ...]
     parameters: tuple[ParameterReport, ...]
     omitted: Mapping[str, str]
     diagnosis: Diagnosis
@@ -90,10 +103,10 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        shown = ("source", "format", "optimizer", "n_data", "weights", "dead", "below", "why", "quantity")
+        shown = ("source", "format", "optimizer", "n_data", "groups", "weights", "dead", "below", "why")
         parameters = [asdict(row) for row in self.parameters]
         return {
-            **{key: getattr(self, key) for key in shown},
+            **{key: getattr(self, key) for key in (*shown, "quantity")},
             "parameters": {row.pop("name"): row for row in parameters},
             "omitted": dict(self.omitted),
             "doctor": self.diagnosis.to_dict(),
@@ -107,6 +120,14 @@ class Inspection:
             table.append((row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", dead, *quantiles, below))
         dead, below = _share(self.dead, self.weights), _share(self.below or 0, self.weights)
         table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
+        idle = [
+            f"{why}: {side} {_ranges(at)} of the {length} of {row.name}"
+            for why, sides in (("never trained", "untrained"), ("dead (v below 10⁻⁹ of the median's)", "stopped"))
+            for row in self.parameters
+            for side, at, length in zip(("rows", "columns"), getattr(row, sides), row.shape, strict=False)
+            if at
+        ]
+        idle += [f"group {number}: {text}" for number, text in enumerate(self.groups)]
         legend = [
             "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
             f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights.",
@@ -114,7 +135,7 @@ class Inspection:
         ]
         if self.below is None:
             table, legend = [row[:-1] for row in table], legend[:-1]
-        return "\n".join([str(self.diagnosis), "", *aligned(table), "", *legend, self.rule])
+        return "\n".join([str(self.diagnosis), "", *aligned(table), "", *idle, "", *legend, self.rule])
 
 
 @overload
@@ -167,6 +188,7 @@ def inspect(
         format="posterior" if opened is None else opened.format,
         optimizer=match.entries[0].reader.name if match else " and ".join(gaussian.origin.optimizers) or "unknown",
         n_data=n,
+        groups=() if match is None else _groups(match),
         parameters=tuple(reports),
         omitted=gaussian.omitted,
         diagnosis=diagnose(gaussian, examined, match, n_data=n),
@@ -223,11 +245,47 @@ def _rule(gaussian: GaussianWeights, n_data: float | None, is_checkpoint: bool) 
 @torch.no_grad()
 def _report(part: GaussianWeights, result: Examined, n_data: float | None) -> ParameterReport:
     name = result.name
+    untrained, stopped = _idle(part.curvature.diagonal(name))
     values = (part.snr() if part.has_weights else part.stddev)[name].flatten().cpu()
     below = int((values < 1).sum()) if part.has_weights and n_data else None
     sample, levels = values[:: 1 + len(values) // _SAMPLE], values.new_tensor((0.05, 0.5, 0.95))
     low, median, high = torch.quantile(sample, levels).tolist() if len(sample) else (math.nan,) * 3
-    return ParameterReport(name, tuple(part.shapes[name]), result.numel, result.zeros, below, (low, median, high))
+    quantiles, shape = (low, median, high), tuple(part.shapes[name])
+    return ParameterReport(name, shape, result.numel, result.zeros, untrained, stopped, below, quantiles)
+
+
+def _idle(v: Tensor) -> tuple[Sides, Sides]:
+    """The rows and columns of a matrix v that are 0, and the others whose sum is below 10⁻⁹ of the median's."""
+    if v.dim() < 2 or not v.any():
+        return (), ()
+    sums = [v.sum([i for i in range(v.dim()) if i != side]).cpu() for side in (0, 1)]
+    small = [(side > 0) & (side < 1e-9 * side[side > 0].median()) for side in sums]
+    untrained, stopped = (
+        tuple(tuple(side.nonzero().flatten().tolist()) for side in sides)
+        for sides in ([side == 0 for side in sums], small)
+    )
+    return untrained, stopped
+
+
+def _groups(match: Match) -> tuple[str, ...]:
+    """How many parameters each group of the optimiser has, with the settings that are numbers."""
+    groups = {id(entry.group): entry.group for entry in match.entries}
+    return tuple(
+        f"{len(group['params'])} parameters, "
+        + ", ".join(f"{key} {group[key]}" for key in ("lr", "betas", "weight_decay") if key in group)
+        for group in groups.values()
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words.
+
+    >>> _ranges([1, 2, 3, 7])
+    '1 to 3, 7'
+    """
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    text = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(text if len(text) <= _RUNS else [*text[:_RUNS], "…"])
 
 
 def _share(count: int, total: int) -> str:

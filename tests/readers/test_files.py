@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 import bayesadam as ba
@@ -294,6 +295,27 @@ def test_a_buffer_is_told_by_its_shape_or_refused(tmp_path: Path) -> None:
     same(read_curvature(read, Buffered(3)), net, live)
 
 
+@pytest.mark.parametrize("kind", ["buffer of e3nn", "torch's pruning", "trained"])
+def test_a_mask_of_zeros_and_ones_is_no_weight(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(OrderedDict(a=nn.Linear(3, 3, bias=False), b=nn.Linear(3, 3, bias=False)))
+    for layer in net:
+        if kind == "torch's pruning":
+            prune.random_unstructured(layer, "weight", 0.5)
+        elif kind == "trained":
+            layer.weight.requires_grad_(False)
+            layer.mask = nn.Parameter(torch.ones(3, 3))
+        else:
+            layer.register_buffer("output_mask", torch.ones(3, 3))
+    live = stepped(torch.optim.Adam([p for p in net.parameters() if p.requires_grad]))
+    read = read_checkpoint(save(tmp_path, net, live))
+    if kind == "trained":
+        with pytest.raises(MatchError, match=r"'a\.weight' or to 'b\.weight'"):
+            read_curvature(read)
+    else:
+        same(read_curvature(read), net, live)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_whatever_is_not_refused_is_right(seed: int, tmp_path: Path) -> None:
     """Random models of few shapes with buffers, frozen parts, unused and tied ones; a wrong answer is never given."""
@@ -436,6 +458,22 @@ def test_the_network_inside_what_was_trained(tmp_path: Path) -> None:
     _, _, path = wrapped(tmp_path, "net", "other")
     with pytest.raises(MatchError, match=r"'net\.' and 'other\.'"):
         ba.Posterior.from_checkpoint(path, mlp(3, 3, 3), n_data=32)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_class_that_lacks_some_of_what_was_trained_gets_its_own(named: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = mlp(3, 4, 1)
+    net.scale, net.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    live = stepped(torch.optim.Adam(net.named_parameters() if named else net.parameters()))
+    path, inner = save(tmp_path, net, live), mlp(3, 4, 1)
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"Sequential, which has no \['scale', 'shift'\]: left out"):
+        found = ba.Posterior.from_checkpoint(path, inner, n_data=32)
+    whole = ba.Posterior.from_optimizer(net, live, n_data=32)
+    assert list(found.mode) == [name for name, _ in inner.named_parameters()]
+    for name, theta in found.mode.items():
+        assert torch.equal(theta, whole.mode[name])
+        assert torch.equal(found.variance[name], whole.variance[name])
 
 
 def test_the_trainers_rule_orders_the_parameters(tmp_path: Path) -> None:

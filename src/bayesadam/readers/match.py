@@ -362,7 +362,7 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0) -> dict[str, torch
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether it is of zeros and ones alone, which no weight is that was trained: a mask of e3nn or of torch's pruning."""
+    """Whether it is of zeros and ones alone, as no trained weight is: a mask of e3nn, or of torch's pruning."""
     return not tensor.is_meta and bool(((tensor == 0) | (tensor == 1)).all())
 
 
