@@ -243,6 +243,15 @@ def test_groups_in_order_are_not_recommended_where_they_tell_nothing(tmp_path: P
         with pytest.raises(MatchError, match=r"may belong to '0\.weight' or to '[24]\.weight'") as caught:
             read_curvature(read, **options)
         assert "groups_in_order" not in str(caught.value)
+    # Nor for a class whose order is not the file's, where they are refused.
+    net, changed = Pair("first", "second"), Pair("second", "first")
+    read = read_checkpoint(
+        save(tmp_path, net, in_groups(net, [["first.weight", "second.weight"], ["first.bias", "second.bias"]]))
+    )
+    for options in ({}, {"groups_in_order": True}):
+        with pytest.raises(MatchError) as caught:
+            read_curvature(read, changed, **options)
+        assert "groups_in_order=True" not in str(caught.value)
 
 
 # --- frozen, unused, buffers ----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from bayesadam.readers.formats.lazy import clean_names, gathered, identities, me
 from bayesadam.readers.formats.registry import format_of
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
+    IN_ORDER,
     NAMES,
     Match,
     Pairing,
@@ -214,11 +215,12 @@ def match_checkpoint(
         given = _by_rule(checkpoint, slots, unwrap(model))
     named = pair_by_names(state, parameters, given)
     shapes = shapes_listed(parameters, len(slots))
-    pairing = named or pair(slots, shapes, ordered=True, in_order=in_order)
     filed = {name: shapes[name] for name in stored if name in shapes}
-    # The class may have changed since.
-    if named is None and checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-        other = pair(slots, filed, ordered=True, in_order=in_order).names
+    # The class may have changed since; that its order is the optimiser's nobody can then state.
+    moved = checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes)
+    pairing = named or pair(slots, shapes, ordered=True, in_order=in_order, remedy="" if moved else IN_ORDER)
+    if named is None and moved:
+        other = pair(slots, filed, ordered=True, in_order=in_order, remedy="").names
         for key, name in pairing.names.items():
             if other.get(key) != name:
                 raise MatchError(

@@ -39,7 +39,7 @@ from bayesadam.readers.registry import (
 from bayesadam.readers.tracking import is_tracked
 
 NAMES = "Pass param_names=[...], the parameter names in the order in which the optimiser was given them"
-_IN_ORDER = ", or groups_in_order=True if each group was filled in the model's order"
+IN_ORDER = ", or groups_in_order=True if each group was filled in the model's order"
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
@@ -367,7 +367,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def pair(
-    slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False, remedy: str = _IN_ORDER
+    slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False, remedy: str = IN_ORDER
 ) -> Pairing:
     """The names behind the keys: by the order of the parameters, else by shapes that occur once.
 
