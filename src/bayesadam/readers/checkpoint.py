@@ -346,7 +346,8 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
     if unknown:
-        warn(f"{checkpoint.path} holds more than this {type(inner).__name__}, which has no {unknown}: left out")
+        more = f"{len(unknown)} tensors that {type(inner).__name__} has not, {', '.join(unknown[:4])}"
+        warn(f"{checkpoint.path} holds {more}: left out. Build the model as it was trained if it should have them")
     with torch.no_grad():
         for name in names.keys() & tensors.keys():
             tensors[name].copy_(placed_like(checkpoint.weights[names[name]], tensors[name]))
