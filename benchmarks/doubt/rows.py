@@ -284,6 +284,101 @@ def detector(name: str, maker: Maker, *, gradients: bool = False, held_out: bool
     return row
 
 
+# --- written from their papers --------------------------------------------------------------------------------------
+
+# Training features, their classes and the last layer → doubt of features.
+Fitted = Callable[[Tensor, Tensor, nn.Linear], Callable[[Tensor], Tensor]]
+
+
+def of_features(fit: Fitted) -> Callable[[Case], Scorer]:
+    """One that sees nothing but the inputs of the last layer."""
+
+    def row(case: Case) -> Scorer:
+        body, head = case.model[:-1], case.model[-1]
+        assert isinstance(head, nn.Linear)
+        x, y = (part[:FEATURE_IMAGES] for part in case.suite.train)
+        with torch.no_grad():
+            doubt = fit(logits_of(body, x), y, head)
+        return torch.no_grad()(lambda x: Answer(None, doubt(body(x))))
+
+    return row
+
+
+def means_of(z: Tensor, y: Tensor) -> Tensor:
+    """Class by class, (classes, width)."""
+    return torch.stack([z[y == label].mean(dim=0) for label in y.unique()])
+
+
+def relative_mahalanobis(z: Tensor, y: Tensor, head: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """RMDS++: min_c |z − μ_c|² under the within-class covariance less |z − μ|² under that of all, z of unit length."""
+    z = F.normalize(z.double())
+    means, mean = means_of(z, y), z.mean(dim=0)
+    within, whole = (torch.linalg.pinv(torch.cov(x.T, correction=0), hermitian=True) for x in (z - means[y], z))
+
+    def doubt(z: Tensor) -> Tensor:
+        z = F.normalize(z.double())
+        away, near = z - mean, z[:, None] - means
+        return (near @ within * near).sum(dim=2).amin(dim=1) - (away @ whole * away).sum(dim=1)
+
+    return doubt
+
+
+def weiper(z: Tensor, y: Tensor, head: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """WeiPer's largest probability, its mean over 100 heads w + δ |w| u, u random and of length 1, δ = 2.1."""
+    w = head.weight
+    noise = F.normalize(torch.randn(100, *w.shape, generator=torch.Generator().manual_seed(0)), dim=2).to(w)
+    heads = w + 2.1 * w.norm(dim=1, keepdim=True) * noise
+    return lambda z: -(torch.einsum("bd,rcd->brc", z, heads) + head.bias).softmax(dim=2).amax(dim=2).mean(dim=1)
+
+
+def core(z: Tensor, y: Tensor, head: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """CORE: energy, and the cosine of what the head does not see of z with its mean in the predicted class; both
+    standardised by training features.
+    """
+    span = torch.linalg.qr(head.weight.T).Q
+    means = means_of(z - z @ span @ span.T, y)
+
+    def parts(z: Tensor) -> Tensor:
+        f, left = head(z), z - z @ span @ span.T
+        return torch.stack([f.logsumexp(dim=1), F.cosine_similarity(left, means[f.argmax(dim=1)])], dim=1)
+
+    of_train = parts(z)
+    return lambda z: -((parts(z) - of_train.mean(dim=0)) / of_train.std(dim=0)).sum(dim=1)
+
+
+def adascale(case: Case) -> Scorer:
+    """AdaSCALE-A with OpenOOD's defaults: energy of features scaled by exp(Σ z/Σ of the largest), the more of which
+    count the less the features move when .5 is added to the 5 % of the pixels that matter least.
+    """
+    body, head = case.model[:-1], case.model[-1]
+
+    def seen(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            z = body(x)
+            (slope,) = torch.autograd.grad(head(z).amax(dim=1).sum(), x)
+        least = slope.flatten(1).abs().topk(slope[0].numel() // 20, dim=1, largest=False).indices
+        moved = 0.5 * torch.zeros_like(slope.flatten(1)).scatter(1, least, 1.0).view_as(slope) * slope.sign()
+        with torch.no_grad():
+            other = body(x + moved)
+        first, second = (z.topk(max(1, share * z.shape[1] // 100), dim=1).indices for share in (5, 1))
+        shift = 10 * (z - other).abs().gather(1, second).sum(dim=1) + other.relu().gather(1, first).sum(dim=1)
+        return z.detach().relu(), shift.detach()
+
+    familiar = torch.cat([seen(x)[1] for x in case.suite.held_out[0].split(500)]).sort().values
+
+    def score(x: Tensor) -> Answer:
+        z, shift = seen(x)
+        percentile = 85 - 10 * torch.searchsorted(familiar, shift, right=True) / len(familiar)
+        kept = z.shape[1] - (z.shape[1] * percentile / 100).round()
+        ordered = z.sort(dim=1, descending=True).values
+        largest = (ordered * (torch.arange(z.shape[1], device=z.device) < kept[:, None])).sum(dim=1)
+        with torch.no_grad():
+            return Answer(None, -head(z * (z.sum(dim=1) / largest).exp()[:, None]).logsumexp(dim=1))
+
+    return score
+
+
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +440,10 @@ ROWS: Mapping[str, Row] = {
     "NACUE": _peer("NACUE", of_last, FITTED, gradients=True),
     "Mahalanobis": _peer("Mahalanobis", of_body, FITTED),
     "RMD": _peer("RMD", of_body, FITTED),
+    "RMDS++": Row(of_features(relative_mahalanobis), FITTED),
+    "WeiPer": Row(of_features(weiper), NOTHING),
+    "CORE": Row(of_features(core), FITTED),
+    "AdaSCALE": Row(adascale, HELD_OUT),
     "ViM": _peer("ViM", of_half, FITTED),
     "KNN": _peer("KNN", of_body, KEPT),
     "NNGuide": _peer("NNGuide", of_parts, KEPT),

@@ -13,6 +13,7 @@ import bayesadam as ba
 from bayesadam.calibrated.doubtful import balance
 from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Moments, likelihood
+from bayesadam.predict.leverage import Ratios
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, seeded, trained, waves
 from floats import approx, assert_close
 
@@ -41,22 +42,22 @@ def test_the_temperature_is_the_likeliest():
     assert net.report.nll["network alone"][0] == approx(float(F.cross_entropy(f, held_out[1])), rel=1e-5)
 
 
-def gentle_ratios(net: ba.Calibrated, x: Tensor) -> Tensor:
-    """r of the geometric mean over layers."""
-    leverage, pooled = net.fit.leverage, net.tapped(x)[1]
-    return leverage.ratios(leverage.log_h(pooled)).gentle
+def ratios(net: ba.Calibrated, x: Tensor) -> Ratios:
+    """r of each example."""
+    leverage, (f, pooled) = net.fit.leverage, net.tapped(x)
+    return leverage.ratios(leverage.log_h(pooled, f))
 
 
 def test_probabilities_grow_humble_with_leverage():
     q, x = trained("classification"), torch.cat([blobs(50, 300)[0], 10 * torch.randn(50, 2, generator=seeded())])
     net = ba.calibrate(q, blobs(300, 200))
     p, logits = net(x), q.model(x).detach()
-    gentle = gentle_ratios(net, x)
-    growth = ((1 + gentle) / 2) ** net.fit.exponent
+    r = ratios(net, x)
+    growth = ((1 + r.gentle) / 2) ** net.fit.exponent
     assert_close(p.probs, (logits / (net.fit.temperature * growth[:, None])).softmax(dim=1))
     assert_close(p.distribution.probs, p.probs)
     assert float(p.leverage[50:].median()) > 2 * float(p.leverage[:50].median())
-    at = logits / (1 + 10 * math.pi / 4 * p.leverage**1.5).sqrt()[:, None]
+    at = logits / (1 + 10 * math.pi / 4 * r.near**1.5).sqrt()[:, None]
     assert_close(p.novelty, torch.distributions.Categorical(logits=at).entropy())
 
 
@@ -65,7 +66,7 @@ def test_numbers_widen_with_leverage():
     x = torch.tensor([[0.0], [40.0], [400.0]])
     with pytest.warns(ba.errors.BayesAdamWarning):
         p = net(x)
-    gentle = gentle_ratios(net, x)
+    gentle = ratios(net, x).gentle
     assert_close(p.f_variance, gentle[:, None] * net.spread)
     assert_close(p.stddev, (p.f_variance + net.noise_variance).sqrt())
     assert_close(p.distribution.stddev, p.stddev)

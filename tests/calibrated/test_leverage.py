@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.predict.leverage import RIDGE, WIDEST, Leverage, factor, from_inputs, from_structure, log_leverages
+from bayesadam.predict.leverage import (
+    RIDGE,
+    WIDEST,
+    Leverage,
+    chosen,
+    factor,
+    from_inputs,
+    from_structure,
+    log_leverages,
+)
 from bayesadam.predict.matrices import Matrix, layers_of
 from calibrated.cases_calibrated import blobs, trained
 from floats import assert_close
@@ -62,6 +71,13 @@ def test_each_input_is_left_out_of_its_own():
         assert_close(log_h[i, 0].exp(), a[i] @ torch.linalg.inv(rest + ridge) @ a[i])
 
 
+def test_inputs_make_a_whatever_seed_shuffled_them():
+    """Of classes one after the other, shuffled by a seed, each gives a third."""
+    for seed in range(50):
+        first = torch.randperm(300, generator=torch.Generator().manual_seed(seed)) < 150
+        assert 30 < int(chosen(300)[first].sum()) < 70
+
+
 def test_wide_layers_are_cut_in_blocks():
     layer = layer_of("m", WIDEST + 3)
     known, *_ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, torch.ones(20, dtype=torch.bool), None)
@@ -111,6 +127,44 @@ def test_a_kronecker_posterior_gives_its_right_factor():
     ridge = RIDGE * moment.diagonal().mean() * torch.eye(2)
     w = known.factors[0][0]
     assert_close(w @ w.T @ (moment + ridge), torch.eye(2), rtol=1e-3, atol=1e-3)
+
+
+def test_the_last_layers_are_seen_within_their_class():
+    """Of the exact definition, one familiar input after the other left out of its mean, and of A but for the ridge."""
+    a, outputs, m = double(45, 4), double(45, 3), 31
+    outputs[:1, 2], outputs[1:, 2] = 9, -9
+    familiar, classes = torch.arange(45) < m, outputs.argmax(dim=1)
+    layers = [layer_of("x", 3), layer_of("y", 4), layer_of("z", 4)]
+    pooled = {"x": double(45, 3), "y": double(45, 4), "z": a}
+    known, log_h, _ = from_inputs(layers, pooled, familiar, None, outputs)
+    assert [part.module for part in known.parts] == ["x", "y", "z", "y within its class", "z within its class"]
+    assert_close(known.log_h({name: x[m:] for name, x in pooled.items()}, outputs[m:]), log_h[m:])
+
+    def mean(rows: torch.Tensor, c: int) -> torch.Tensor:
+        inside = rows[classes[:m][rows] == c]
+        return (a[:m].mean(dim=0) + a[inside].sum(dim=0)) / (1 + len(inside))
+
+    everyone = torch.arange(m)
+    left = torch.stack([a[i] - mean(everyone[everyone != i], int(classes[i])) for i in range(m)])
+    new = torch.stack([a[i] - mean(everyone, int(classes[i])) for i in range(m, 45)])
+    moment = left.T @ left / m
+    ridge = RIDGE * moment.diagonal().mean() * torch.eye(4, dtype=torch.float64)
+    inverse = torch.linalg.inv(moment + ridge)
+    h = torch.einsum("bi,ij,bj->b", left, inverse, left)
+    assert_close(log_h[m:, 4].exp(), torch.einsum("bi,ij,bj->b", new, inverse, new))
+    assert_close(log_h[:m, 4].exp(), (m - 1) / m * h / (1 - h / m))
+    steep, within = (log_h[:, some].exp() / known.medians[some].exp() for some in (slice(3), slice(3, 5)))
+    near = (steep.mean(dim=1) * within.mean(dim=1)).sqrt()
+    assert_close(known.ratios(log_h).near, near / near[:m].quantile(0.5))
+
+
+@pytest.mark.parametrize(("classes", "a"), [(3, double(30, 4)), (4, double(30, 4)), (2, torch.ones(30, 4))])
+def test_few_inputs_a_class_or_the_same_for_all_have_no_means(classes, a):
+    familiar = torch.ones(30, dtype=torch.bool)
+    known, log_h, _ = from_inputs([layer_of("z", 4)], {"z": a}, familiar, None, double(30, classes))
+    assert len(known.means) == (classes == 3)
+    ratios = known.ratios(log_h)
+    assert torch.equal(ratios.near, ratios.steep) == (classes != 3)
 
 
 def test_ratios_are_means_over_layers_relative_to_medians():

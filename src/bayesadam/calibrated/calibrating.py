@@ -109,7 +109,8 @@ def calibrate(
     f, y = seen.outputs, seen.targets
 
     state = None if q is None else from_structure(layers, q.curvature)
-    leverage, log_h, fresh = from_inputs(layers, seen.pooled, chosen(seen.n), state)
+    logits = f if kind.coupled and f.dim() == 2 and len(f) == seen.n else None
+    leverage, log_h, fresh = from_inputs(layers, seen.pooled, chosen(seen.n), state, logits)
     ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
     if layers and not seen.pooled:
         warn(
@@ -119,7 +120,7 @@ def calibrate(
     # What is compared with new inputs rests on those that A has not seen either.
     of_fresh = fresh.to(f.device)[seen.owners]
     # r of the example that each row belongs to.
-    owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep)))
+    owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep, ratios.near)))
     fit, alone = Fit(kind, leverage, dims=seen.dims, class_dim=tapped.class_dim, ranges=seen.ranges), 1.0
     if isinstance(kind, ClassLikelihood):
         alone, score = best_temperature(kind, f, y)

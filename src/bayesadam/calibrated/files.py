@@ -9,6 +9,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import torch
@@ -95,8 +96,9 @@ def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool, probe: 
     if (leverage := fit.leverage) is not None:
         assert leverage.medians is not None
         header["leverage"] = {"source": leverage.source, "modules": [layer.module for layer in leverage.layers]}
-        factors = zip(leverage.layers, leverage.factors, strict=True)
+        factors = zip(leverage.parts, leverage.factors, strict=True)
         tensors |= {"medians": leverage.medians} | {f"factor.{layer.module}": w for layer, w in factors}
+        tensors |= {f"mean{n}": mean for n, mean in enumerate(leverage.means)}
     storage.write(path, tensors, header, _KIND)
 
 
@@ -122,8 +124,11 @@ def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], mode
     if "leverage" in header:
         by_module = {layer.module: layer for layer in layers_of(model, dict(model.named_parameters()))}
         modules = header["leverage"]["modules"]
-        layers, factors = tuple(by_module[m] for m in modules), tuple(tensors[f"factor.{m}"] for m in modules)
-        leverage = Leverage(layers, factors, header["leverage"]["source"], tensors["medians"])
+        means = tuple(tensors[f"mean{n}"] for n in range(len(modules)) if f"mean{n}" in tensors)
+        leverage = Leverage(
+            tuple(by_module[m] for m in modules), (), header["leverage"]["source"], tensors["medians"], means
+        )
+        leverage = replace(leverage, factors=tuple(tensors[f"factor.{part.module}"] for part in leverage.parts))
     return Fit(
         likelihood_of(header["likelihood"]),
         leverage,

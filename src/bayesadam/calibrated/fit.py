@@ -74,7 +74,7 @@ class Fit:
     def answer(self, f: Tensor, ratios: Ratios, spread: Tensor | None, noise: Tensor | None) -> Answer:
         """Novelty and y, given the network's outputs and relative leverages; v and σ² are on the outputs' device."""
         kind = self.likelihood
-        novelty = few_digits(kind.novelty(f, ratios.steep))
+        novelty = few_digits(kind.novelty(f, ratios.near))
         answer = Answer(novelty, f_mean=f, leverage=few_digits(ratios.steep), likelihood=kind.name)
         if isinstance(kind, ClassLikelihood):
             temperature = self.temperature * of_examples(ratios.growth(self.exponent), f)

@@ -26,7 +26,7 @@ from bayesadam.compress.packing import is_packed, load_network
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import either, p_values, threshold
 from bayesadam.predict.batches import is_ragged, numbers_of
-from bayesadam.predict.leverage import Ratios, log_leverages, relative
+from bayesadam.predict.leverage import Ratios, log_leverages, relative, within_class
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Call, Forward, output_tensor, widened
 from bayesadam.predict.tap import Layouts, Observed, Seen, by_example, require_layers
@@ -133,6 +133,7 @@ class Calibrated(nn.Module):
         tables["order"] = None if leverage is None else leverage.order
         self._stacks = [] if leverage is None else [layers for layers, _ in leverage.stacks]
         tables |= {f"factors{n}": w for n, (_, w) in enumerate([] if leverage is None else leverage.stacks)}
+        tables |= {f"means{n}": mean for n, mean in enumerate(() if leverage is None else leverage.means)}
         for name, tensor in tables.items():
             if tensor is None:
                 setattr(self, name, None)
@@ -194,10 +195,13 @@ class Calibrated(nn.Module):
 
     def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
         """The numbers of an answer, given the network's outputs and the pooled inputs of its layers."""
-        fit, ratios = self.fit, Ratios.usual(f)
-        if fit.leverage is not None:
+        fit, ratios, leverage = self.fit, Ratios.usual(f), self.fit.leverage
+        if leverage is not None:
             stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
-            ratios = relative(log_leverages(seen, stacks, self.order), self.medians, fit.leverage.source)
+            means = [getattr(self, f"means{n}") for n in range(len(leverage.means))]
+            inputs = within_class(seen, leverage.layers, means, f) if means else seen
+            log_h = log_leverages(inputs, stacks, self.order)
+            ratios = relative(log_h, self.medians, leverage.source, len(means))
         return fit.answer(f, ratios, self.spread, self.noise_variance)
 
     def judged(self, answer: Answer) -> Answer:

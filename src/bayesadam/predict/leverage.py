@@ -9,6 +9,9 @@ the row's constant,
 the leverage of x in that layer, a its input, averaged over positions. A is the second moment of familiar inputs
 (`weights.inputs`), or what the curvature in the optimiser's state says of it: the column sums of Adam's second moment,
 the right factor of a Kronecker posterior.
+
+New classes may lie amid the known ones, where the leverage of a is small, that of a − μ is not: μ is the mean of
+familiar inputs that the network takes for the same class, A the second moment of what is left.
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ WIDEST = 2048
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
 # leverage count for more.
 _MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
+# The last layers are those whose inputs the classes part.
+NEAR, _WITHIN = 2, " within its class"
+# Fewer familiar inputs a class leave its mean uncertain.
+A_CLASS = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +51,20 @@ class Ratios:
 
     Attributes:
         gentle: of the geometric mean over layers, which moves temperatures.
-        steep: of the mean, or a power mean, over layers, which moves novelty.
+        steep: of the mean, or a power mean, over layers.
+        near: √(r r_c), which moves novelty, r the steep one and r_c of the mean over the last layers of what is left of
+            their inputs within the predicted class; r where no classes are known.
     """
 
     gentle: Tensor
     steep: Tensor
+    near: Tensor
 
     @classmethod
     def usual(cls, outputs: Tensor) -> Ratios:
         """1, where no layer is known."""
         ones = torch.ones_like(outputs.reshape(outputs.shape[0], -1)[:, 0])
-        return cls(ones, ones)
+        return cls(ones, ones, ones)
 
     def growth(self, exponent: float) -> Tensor:
         """((1 + r)/2)^exponent, by which an example's own temperature is above the common one."""
@@ -67,15 +77,22 @@ class Leverage:
 
     Attributes:
         layers: the layers.
-        factors: for each layer W with h = |Wᵀ a|²; see `factor`.
+        factors: for each of `parts` W with h = |Wᵀ a|²; see `factor`.
         source: where A is from.
-        medians: of log h of familiar inputs, layer by layer, then of the logarithms of both means over layers.
+        medians: of log h of familiar inputs, part by part, then of the logarithms of the means over them.
+        means: of the inputs of the last layers, class by class, (classes, width).
     """
 
     layers: tuple[Matrix, ...]
     factors: tuple[Tensor, ...]
     source: Source
     medians: Tensor | None = None
+    means: tuple[Tensor, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Matrix, ...]:
+        """The layers, and again those whose inputs are taken within their class."""
+        return *self.layers, *_within(self.layers, len(self.means))
 
     @cached_property
     def stacks(self) -> tuple[tuple[tuple[Matrix, ...], Tensor], ...]:
@@ -84,16 +101,18 @@ class Leverage:
         for number, w in enumerate(self.factors):
             shapes.setdefault(w.shape, []).append(number)
         groups = shapes.values()
-        return tuple((tuple(self.layers[i] for i in g), torch.stack([self.factors[i] for i in g])) for g in groups)
+        return tuple((tuple(self.parts[i] for i in g), torch.stack([self.factors[i] for i in g])) for g in groups)
 
     @cached_property
     def order(self) -> Tensor:
         """The place of every layer among the stacked ones."""
-        stacked = [layer for layers, _ in self.stacks for layer in layers]
-        return torch.tensor([stacked.index(layer) for layer in self.layers])
+        stacked = [layer.module for layers, _ in self.stacks for layer in layers]
+        return torch.tensor([stacked.index(layer.module) for layer in self.parts])
 
-    def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """log h of pooled inputs by module, (batch, layers)."""
+    def log_h(self, inputs: Mapping[str, Tensor], outputs: Tensor | None = None) -> Tensor:
+        """log h of pooled inputs by module, (batch, parts), given the logits where there are `means`."""
+        if outputs is not None and self.means:
+            inputs = within_class(inputs, self.layers, self.means, outputs)
         return log_leverages(inputs, self.stacks, self.order)
 
     def among(self, modules: Collection[str]) -> Leverage:
@@ -104,13 +123,13 @@ class Leverage:
     def against(self, log_h: Tensor) -> Leverage:
         """Relative to familiar inputs, whose leverages these are."""
         medians = log_h.nanquantile(0.5, dim=0)
-        means = torch.stack(_means_over_layers(log_h - medians, self.source), dim=1).nanquantile(0.5, dim=0)
+        means = torch.stack(_means(log_h - medians, self.source, len(self.means)), dim=1).nanquantile(0.5, dim=0)
         return replace(self, medians=torch.cat([medians, means]))
 
     def ratios(self, log_h: Tensor) -> Ratios:
         """Relative to familiar inputs."""
         assert self.medians is not None
-        return relative(log_h, self.medians, self.source)
+        return relative(log_h, self.medians, self.source, len(self.means))
 
 
 def log_leverages(
@@ -121,18 +140,47 @@ def log_leverages(
     return _log(torch.cat([part.sum(dim=2) for part in parts])[order.to(parts[0].device)].T)
 
 
-def relative(log_h: Tensor, medians: Tensor, source: Source) -> Ratios:
-    """r of examples, relative to the medians of familiar inputs."""
-    medians = medians.to(log_h)
-    gentle, steep = _means_over_layers(log_h - medians[:-2], source)
-    return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp())
+def within_class(
+    inputs: Mapping[str, Tensor], layers: Sequence[Matrix], means: Sequence[Tensor], outputs: Tensor
+) -> dict[str, Tensor]:
+    """Pooled inputs, and of the last layers what is left of them within the predicted class of each example."""
+    classes = outputs.argmax(dim=1)
+    pairs = zip(layers[len(layers) - len(means) :], _within(layers, len(means)), means, strict=True)
+    left = {
+        within.module: inputs[layer.module] - mean.to(inputs[layer.module])[classes] for layer, within, mean in pairs
+    }
+    return {**inputs, **left}
 
 
-def _means_over_layers(log_h: Tensor, source: Source) -> tuple[Tensor, Tensor]:
-    """The logarithms of the geometric mean over layers and of novelty's, (batch,) each; NaN is of no layer's."""
+def _within(layers: Sequence[Matrix], n: int) -> tuple[Matrix, ...]:
+    """The last n layers, by the names of their inputs within the class."""
+    return tuple(replace(layer, module=layer.module + _WITHIN) for layer in layers[len(layers) - n :])
+
+
+def relative(log_h: Tensor, medians: Tensor, source: Source, near: int) -> Ratios:
+    """r of examples, relative to the medians of familiar inputs, `near` parts of them within the class."""
+    medians, n = medians.to(log_h), log_h.shape[1]
+    r = (torch.stack(_means(log_h - medians[:n], source, near), dim=1) - medians[n:]).exp()
+    return Ratios(r[:, 0], r[:, 1], r[:, -1])
+
+
+def _means(log_h: Tensor, source: Source, near: int) -> list[Tensor]:
+    """The logarithms of the geometric mean over layers, of the steep one and, with `near`, novelty's, (batch,) each.
+
+    NaN is of a layer that an example does not run.
+    """
     p, ran = _MEANS[source], ~log_h.isnan()
-    n = ran.sum(dim=1)
-    return log_h.where(ran, 0).sum(dim=1) / n, ((p * log_h).where(ran, -math.inf).logsumexp(dim=1) - n.log()) / p
+    layers, within = slice(log_h.shape[1] - near), slice(log_h.shape[1] - near, None)
+
+    def mean(some: slice) -> Tensor:
+        kept = (p * log_h).where(ran, -math.inf)[:, some].logsumexp(dim=1)
+        return (kept - ran[:, some].sum(dim=1).log()) / p
+
+    gentle, steep = log_h.where(ran, 0)[:, layers].sum(dim=1) / ran[:, layers].sum(dim=1), mean(layers)
+    if not near:
+        return [gentle, steep]
+    own = mean(within)
+    return [gentle, steep, (steep + torch.where(own.isnan(), steep, own)) / 2]
 
 
 def _log(h: Tensor) -> Tensor:
@@ -208,14 +256,19 @@ def _right_side(layer: Matrix, structure: Diagonal) -> Tensor | None:
 
 def chosen(n: int) -> Tensor:
     """Which of n inputs make A, (n,) booleans: a third, drawn at random, 20 to 1,000; none of fewer than 40."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    # Of a seed that nobody shuffles by: inputs in the order of the same permutation would be the first third of them.
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(577215664))
     return order < (min(max(n // 3, FEWEST), MOST) if n >= 2 * FEWEST else 0)
 
 
 def from_inputs(
-    layers: Sequence[Matrix], pooled: Mapping[str, Tensor], familiar: Tensor, state: Leverage | None
+    layers: Sequence[Matrix],
+    pooled: Mapping[str, Tensor],
+    familiar: Tensor,
+    state: Leverage | None,
+    outputs: Tensor | None = None,
 ) -> tuple[Leverage | None, Tensor, Tensor]:
-    """Of m familiar inputs, A = Σ a aᵀ/m; the log h of all n, (n, layers); and which of them are not in A, (n,).
+    """Of m familiar inputs, A = Σ a aᵀ/m; the log h of all n, (n, parts); and which of them are not in A, (n,).
 
     The others have the same A as new inputs have: among them and one more, all ranks of h are equally likely, and equal
     inputs tie. The familiar ones are left out of their own, h ← (m − 1)/m · h/(1 − h/m), which makes them as large, but
@@ -228,6 +281,8 @@ def from_inputs(
         pooled: the inputs by module, (n, width); NaN where an example does not run a layer.
         familiar: which of them are in A, (n,) booleans.
         state: the leverage that the optimiser's state gives, where there is one.
+        outputs: the logits of classes, (n, classes), by which the last inputs are taken within their class, where the
+            familiar ones are enough for it.
     """
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
     everyone = torch.ones_like(familiar)
@@ -237,20 +292,41 @@ def from_inputs(
             return None, torch.zeros(0, 0), everyone
         log_h = state.log_h(pooled)
         return state.against(log_h), log_h, everyone
-    factors: dict[Matrix, Tensor] = {}
-    columns = []
-    for layer in wide:
-        a = pooled[layer.module]
-        inside = familiar.to(a.device) & ~a.isnan().any(dim=1)
-        m = int(inside.sum())
-        if m >= FEWEST and bool(a[inside].any()):
-            x = _blocks(a[inside], layer)
-            factors[layer] = w = factor(torch.einsum("bgs,bgt->gst", x, x) / m)
-            h = _h(a[None], w[None], layer)[0]
-            left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
-            columns.append(torch.where(inside[:, None], left_out, h).sum(dim=1))
-    if not factors:
+    layers_inputs = ((layer, pooled[layer.module]) for layer in wide)
+    known = {layer: a for layer, a in layers_inputs if len(seen := a[_inside(a, familiar)]) >= FEWEST and seen.any()}
+    if not known:
         return None, torch.zeros(0, 0), everyone
+    last: list[tuple[Tensor, Tensor]] = []
+    if outputs is not None and int(familiar.sum()) >= A_CLASS * outputs.shape[1]:
+        last = [_around_class(a, familiar.to(a.device), outputs.to(a.device)) for a in list(known.values())[-NEAR:]]
+    # Inputs that are the same for all have nothing left, and a layer that some do not run has no means.
+    last = last if all(bool(left[familiar.to(left.device)].any() & ~left.isnan().any()) for _, left in last) else []
+    factors, columns = [], []
+    for layer, a in (*known.items(), *zip(list(known)[len(known) - len(last) :], (a for _, a in last), strict=True)):
+        inside = _inside(a, familiar)
+        x, m = _blocks(a[inside], layer), int(inside.sum())
+        factors.append(w := factor(torch.einsum("bgs,bgt->gst", x, x) / m))
+        h = _h(a[None], w[None], layer)[0]
+        left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
+        columns.append(torch.where(inside[:, None], left_out, h).sum(dim=1))
     log_h = _log(torch.stack(columns, dim=1))
-    leverage = Leverage(tuple(factors), tuple(factors.values()), "inputs")
+    leverage = Leverage(tuple(known), tuple(factors), "inputs", means=tuple(mean for mean, _ in last))
     return leverage.against(log_h[familiar.to(log_h.device)]), log_h, ~familiar
+
+
+def _inside(a: Tensor, familiar: Tensor) -> Tensor:
+    """Which inputs of a layer make its A: the familiar ones that run it."""
+    return familiar.to(a.device) & ~a.isnan().any(dim=1)
+
+
+def _around_class(a: Tensor, familiar: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """μ_c = (ā + Σ a)/(1 + n_c) over the n_c familiar inputs that the network takes for class c; and a − μ, (n, width).
+
+    The familiar inputs are left out of their own mean, which makes what is left (1 + n_c)/n_c times as long.
+    """
+    classes = F.one_hot(outputs.argmax(dim=1), outputs.shape[1]).to(a)
+    known = classes * familiar[:, None]
+    counts = known.sum(dim=0)[:, None]
+    means = (a[familiar].mean(dim=0) + known.T @ a) / (1 + counts)
+    longer = 1 + (known @ (1 / counts.clamp(min=1)))
+    return means, longer * (a - classes @ means)

@@ -142,5 +142,5 @@ def novelty(
     for outputs, pooled in seen(inputs, words=True):
         require_layers(leverage.layers, pooled)
         ratios = leverage.ratios(leverage.log_h(pooled)) if leverage.layers else Ratios.usual(outputs)
-        scores.append(kind.novelty(outputs, ratios.steep))
+        scores.append(kind.novelty(outputs, ratios.near))
     return torch.cat(scores)
