@@ -59,16 +59,32 @@ def test_mean_and_deviation_by_hand():
         features = belief.features(head, x)
         pooled = head.scale.sum() / (1 + (head.shape - 1).sum())
         for arm in range(3):
-            tempered = 0.09 + 0.91 / (1 + 2 * (belief.linear.shape[arm] - 1))
+            own = (head.scale[arm] + 4 * pooled) / (head.shape[arm] - 1 + 4)
             for k, row in enumerate(features):
                 width = row @ head.covariance[arm] @ row
+                tempered = 0.09 + 0.91 * width / (1 + width)
                 expected[0][k, arm] += share * row @ head.mean[arm]
-                expected[1][k, arm] += share * math.sqrt((tempered * pooled + noise / head.shape[arm]) * width)
+                expected[1][k, arm] += share * math.sqrt((tempered * own + noise / head.shape[arm]) * width)
     assert_close(mean, expected[0], rtol=1e-9)
     assert_close(std, expected[1], rtol=1e-9)
     draws = learner.sampler(x)(20_000, Streams([1], "draws"))
-    assert_close(draws.mean(axis=1), mean, atol=5 * std.max() / math.sqrt(20_000))
-    assert_close(draws.std(axis=1), std, rtol=0.03)
+    optimism = (draws - mean[:, None]) / std[:, None]
+    assert_close(optimism, optimism[..., :1].repeat(3, axis=2), atol=1e-3)
+    assert optimism.min() > -1e-3
+    assert_close((optimism**2).mean(axis=1), np.ones((6, 3)), rtol=0.05)
+
+
+@pytest.mark.parametrize("far", [0.3, 30.0])
+def test_an_arm_stays_doubtful_whatever_others_pay_and_where_it_was_not_tried(far):
+    x, rewards = rng(8).normal(size=(60, 3)).astype(np.float32), rng(9).normal(size=60).astype(np.float32)
+    stds = []
+    for passes in (1, 2000):
+        learner, seen = Hybrid(HybridSettings(reward_range=(-2.0, 2.0)), 3, 2, 1), Observations(3)
+        learner.observe(seen, seen.add(x, np.ones(60, int), rewards))
+        learner.observe(seen, seen.add(np.resize(x, (passes, 3)), np.zeros(passes, int), np.zeros(passes)))
+        stds.append(learner.predictive(np.full((1, 3), far, np.float32))[1][0, 1])
+    assert 0.9 * stds[0] < stds[1] <= stds[0]
+    assert (stds[1] > 1) == (far > 1)
 
 
 @pytest.mark.parametrize(("average", "l2"), [(0.0, 0.0), (0.6, 0.01)])

@@ -36,6 +36,8 @@ from bayesadam.engine.streams import Streams
 _FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 9.0
 # The prior that arms share is learnt from them and from so many arms with the prior above, in so many steps a training.
 _FIRST_ARMS, _SHARED_STEPS = 4.0, 2
+# Half as many observations as the noise of all arms together counts for beside an arm's own.
+_OWN = 4.0
 # The range seen is widened by this factor where `reward_range` is not given: more may come.
 _MORE = 2.0
 # Each observation forgets this share of the others' errors when the network's noise is estimated.
@@ -81,11 +83,14 @@ class Hybrid(Learner):
     held-out observations: where rewards are linear, or data are few, it is near 0.
 
     The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). How much
-    each feature of the contexts matters is learnt from all arms together: see `shared_precision`. σ² is the noise of
-    all arms together: b − b₀, which the heads hold, and a − a₀ are summed over them. A decision draws each arm's f with
-    one normal number ε for both heads, f + ε ((1 − s) √(V_x) + s √(V_h)) with V = (α² σ² + b₀/a) xᵀ C x. α falls from 1
-    to `exploration` with the arm's own observations n, α² as 1/(1 + n), and b₀/a with the arm's own a: an arm that was
-    seldom chosen stays doubtful however much is known of the others.
+    each feature of the contexts matters is learnt from all arms together: see `shared_precision`.
+
+    A decision draws one normal number ε for all arms and both heads, and takes the arm of the largest
+    f + |ε| ((1 − s) √(V_x) + s √(V_h)): randomised optimism, in which many doubtful arms do not outbid a good one by
+    the luck of their own draws. V = (α² σ_a² + b₀/a) w with w = xᵀ C x. σ_a² is the arm's noise, shrunk toward that of
+    all arms as by 2κ observations, (b + κσ²)/(n/2 + κ): an arm that pays the same always does not make others look
+    certain. α² is `exploration`² and rises to 1 with w/(1 + w), the leverage of the context: it falls as the arm is
+    tried in such contexts, and not as it is tried elsewhere.
 
     The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
@@ -138,27 +143,25 @@ class Hybrid(Learner):
 
     def predictive(self, contexts: Contexts) -> tuple[Floats, Floats]:
         """Mean and standard deviation of f, (k, arms), in units of the targets."""
-        belief, least = self.belief, self.settings.exploration**2
-        noise, counts = self._noise(belief), 2 * (belief.linear.shape - _SHAPE)
-        tempered = least + (1 - least) / (1 + counts)
+        belief, least, noise = self.belief, self.settings.exploration**2, self._noise(self.belief)
         mean = std = np.zeros(())
         for head, weight in ((belief.linear, 1 - belief.share), (belief.hidden, belief.share)):
             if weight:
                 x = belief.features(head, contexts)
-                pooled = head.scale.sum() / (_SHAPE + (head.shape - _SHAPE).sum())
+                widths, halves = head.widths(x), head.shape - _SHAPE
+                own = (head.scale + _OWN * head.scale.sum() / (_SHAPE + halves.sum())) / (halves + _OWN)
+                tempered = least + (1 - least) * widths / (1 + widths)
                 mean = mean + weight * (x @ head.mean.T)
-                std = std + weight * np.sqrt((tempered * pooled + noise / head.shape) * head.widths(x))
+                std = std + weight * np.sqrt((tempered * own + noise / head.shape) * widths)
         return mean, std
 
     def sampler(self, contexts: Contexts) -> Sampler:
-        """One normal number an arm and draw."""
+        """One number |ε| a draw for all arms."""
         mean, std = (part.astype(np.float32)[:, None] for part in self.predictive(contexts))
 
         def draw(n: int, streams: Streams) -> Scores:
-            scores: Scores = streams.normal(len(contexts), n, self.n_arms).numpy()[0]
-            scores *= std
-            scores += mean
-            return scores
+            optimism: Scores = np.abs(streams.normal(len(contexts), n, 1).numpy()[0])
+            return mean + optimism * std
 
         return draw
 

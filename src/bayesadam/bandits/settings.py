@@ -108,7 +108,7 @@ class HybridSettings(AgentSettings):
         l2: λ of the penalty (λ/2)|θ|², in units of the rewards' noise; it falls with the observations.
         dropout: the rate at which hidden units are dropped in training.
         reward_range: (low, high), where it is known; None for twice the range seen so far.
-        exploration: α, the share of the posterior's standard deviation that acts in the end; it begins at 1.
+        exploration: α, the least share of the posterior's standard deviation; where little is known, it is 1.
     """
 
     train_every: Count = 5
