@@ -62,7 +62,7 @@ def test_mean_and_deviation_by_hand():
             own = (head.scale[arm] + 4 * pooled) / (head.shape[arm] - 1 + 4)
             for k, row in enumerate(features):
                 width = row @ head.covariance[arm] @ row
-                tempered = 0.09 + 0.91 * width / (1 + width)
+                tempered = max(0.09, width / (1 + width))
                 expected[0][k, arm] += share * row @ head.mean[arm]
                 expected[1][k, arm] += share * math.sqrt((tempered * own + noise / head.shape[arm]) * width)
     assert_close(mean, expected[0], rtol=1e-9)

@@ -76,7 +76,7 @@ class Belief:
 
 
 class Hybrid(Learner):
-    """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
+    """Randomised optimism about f = (1 − s) f_x + s f_h, linear in contexts and in a network's last hidden layer.
 
     Both heads are exact Gaussians that every observation updates at once. After a training the head on the hidden layer
     is refitted to all observations, around the network's own last layer. s minimises the squared error of the sum on
@@ -86,11 +86,10 @@ class Hybrid(Learner):
     each feature of the contexts matters is learnt from all arms together: see `shared_precision`.
 
     A decision draws one normal number ε for all arms and both heads, and takes the arm of the largest
-    f + |ε| ((1 − s) √(V_x) + s √(V_h)): randomised optimism, in which many doubtful arms do not outbid a good one by
-    the luck of their own draws. V = (α² σ_a² + b₀/a) w with w = xᵀ C x. σ_a² is the arm's noise, shrunk toward that of
-    all arms as by 2κ observations, (b + κσ²)/(n/2 + κ): an arm that pays the same always does not make others look
-    certain. α² is `exploration`² and rises to 1 with w/(1 + w), the leverage of the context: it falls as the arm is
-    tried in such contexts, and not as it is tried elsewhere.
+    f + |ε| ((1 − s) √(V_x) + s √(V_h)): among many doubtful arms none wins by the luck of a draw of its own. Here
+    V = (α² σ_a² + b₀/a) w and w = xᵀ C x. σ_a² = (b + κσ²)/(n/2 + κ) is the arm's noise, shrunk toward that of all arms
+    as by 2κ observations: an arm that always pays the same does not make others look certain. α² is w/(1 + w), the
+    leverage of the context, at least `exploration`²: it falls where the arm was tried, not elsewhere.
 
     The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
@@ -150,7 +149,7 @@ class Hybrid(Learner):
                 x = belief.features(head, contexts)
                 widths, halves = head.widths(x), head.shape - _SHAPE
                 own = (head.scale + _OWN * head.scale.sum() / (_SHAPE + halves.sum())) / (halves + _OWN)
-                tempered = least + (1 - least) * widths / (1 + widths)
+                tempered = np.maximum(least, widths / (1 + widths))
                 mean = mean + weight * (x @ head.mean.T)
                 std = std + weight * np.sqrt((tempered * own + noise / head.shape) * widths)
         return mean, std
