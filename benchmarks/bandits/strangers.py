@@ -4,7 +4,7 @@
         [--horizons 500 2000] [--runs 20] [--seed 0] [--device cpu] [--jobs 1] [--report FILE] [--out ...]
 
 A problem whose package or file is absent is left out, with the reason. An agent is "default", a name of ours with
-changed settings, as in "hybrid,exploration=0.1", or a rival with one of its settings, as in "Vowpal Wabbit: --squarecb
+changed settings, as in "hybrid,dropout=0.1", or a rival with one of its settings, as in "Vowpal Wabbit: --squarecb
 -l 0.5, costs shifted"; its first setting where none is named. "reported" stands for the agents of the table in
 docs/bandits.md: ours, and every rival's default and the setting that was best on 24 other problems. Rivals are told the
 range of the rewards, ours are not. Slow rivals play fewer runs and rounds, see `MOST_RUNS`, and no wide problems, see

@@ -49,7 +49,7 @@ def played(x: np.ndarray, pays: np.ndarray, rounds: int, **changes: object) -> t
 
 
 def test_mean_and_deviation_by_hand():
-    learner, _ = played(RINGS, RINGS_PAY, 150, exploration=0.3, reward_range=(0.0, 2.0))
+    learner, _ = played(RINGS, RINGS_PAY, 150, reward_range=(0.0, 2.0))
     belief, x = learner.belief, RINGS[200:206]
     belief.share = 0.4
     mean, std = learner.predictive(x)
@@ -62,9 +62,8 @@ def test_mean_and_deviation_by_hand():
             own = (head.scale[arm] + 4 * pooled) / (head.shape[arm] - 1 + 4)
             for k, row in enumerate(features):
                 width = row @ head.covariance[arm] @ row
-                tempered = max(0.09, width / (1 + width))
                 expected[0][k, arm] += share * row @ head.mean[arm]
-                expected[1][k, arm] += share * math.sqrt((tempered * own + noise / head.shape[arm]) * width)
+                expected[1][k, arm] += share * math.sqrt((own * width / (16 + width) + noise / head.shape[arm]) * width)
     assert_close(mean, expected[0], rtol=1e-9)
     assert_close(std, expected[1], rtol=1e-9)
     draws = learner.sampler(x)(20_000, Streams([1], "draws"))
@@ -190,7 +189,7 @@ def test_trainings_grow_rarer():
     trained, following = 0, 0
     for count in range(5, 401, 5):
         if count >= following:
-            trained, following = trained + 1, count + int(max(5, (1.15 - 1) * count))
+            trained, following = trained + 1, count + int(max(5, (1.3 - 1) * count))
     assert played(RINGS, RINGS_PAY, 400, train_steps=2)[0].stack.done == 2 * trained
     assert played(RINGS, RINGS_PAY, 400, train_steps=2, forget=50.0)[0].stack.done > 2 * trained
 

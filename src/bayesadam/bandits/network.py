@@ -38,6 +38,8 @@ _FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 9.0
 _FIRST_ARMS, _SHARED_STEPS = 4.0, 2
 # Half as many observations as the noise of all arms together counts for beside an arm's own.
 _OWN = 4.0
+# The leverage at which half of the noise acts.
+_DOUBT = 16.0
 # The range seen is widened by this factor where `reward_range` is not given: more may come.
 _MORE = 2.0
 # Each observation forgets this share of the others' errors when the network's noise is estimated.
@@ -47,7 +49,7 @@ _CAUTION = 4.0
 # The penalty falls to a half over this many observations.
 _PENALISED = 500.0
 # The next training comes when the number of observations has grown by this factor.
-_GROWTH = 1.15
+_GROWTH = 1.3
 # One of so many observations is held out from the network, to weigh the heads by.
 _HOLD_OUT = 10
 _CLIP, _CHUNK = 5.0, 4096
@@ -88,8 +90,8 @@ class Hybrid(Learner):
     A decision draws one normal number ε for all arms and both heads, and takes the arm of the largest
     f + |ε| ((1 − s) √(V_x) + s √(V_h)): among many doubtful arms none wins by the luck of a draw of its own. Here
     V = (α² σ_a² + b₀/a) w and w = xᵀ C x. σ_a² = (b + κσ²)/(n/2 + κ) is the arm's noise, shrunk toward that of all arms
-    as by 2κ observations: an arm that always pays the same does not make others look certain. α² is w/(1 + w), the
-    leverage of the context, at least `exploration`²: it falls where the arm was tried, not elsewhere.
+    as by 2κ observations: an arm that always pays the same does not make others look certain. α² = w/(c + w) falls
+    where the arm was tried, not elsewhere.
 
     The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
     """
@@ -142,16 +144,15 @@ class Hybrid(Learner):
 
     def predictive(self, contexts: Contexts) -> tuple[Floats, Floats]:
         """Mean and standard deviation of f, (k, arms), in units of the targets."""
-        belief, least, noise = self.belief, self.settings.exploration**2, self._noise(self.belief)
+        belief, noise = self.belief, self._noise(self.belief)
         mean = std = np.zeros(())
         for head, weight in ((belief.linear, 1 - belief.share), (belief.hidden, belief.share)):
             if weight:
                 x = belief.features(head, contexts)
                 widths, halves = head.widths(x), head.shape - _SHAPE
                 own = (head.scale + _OWN * head.scale.sum() / (_SHAPE + halves.sum())) / (halves + _OWN)
-                tempered = np.maximum(least, widths / (1 + widths))
                 mean = mean + weight * (x @ head.mean.T)
-                std = std + weight * np.sqrt((tempered * own + noise / head.shape) * widths)
+                std = std + weight * np.sqrt((own * widths / (_DOUBT + widths) + noise / head.shape) * widths)
         return mean, std
 
     def sampler(self, contexts: Contexts) -> Sampler:

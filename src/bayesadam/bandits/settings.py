@@ -108,17 +108,15 @@ class HybridSettings(AgentSettings):
         l2: λ of the penalty (λ/2)|θ|², in units of the rewards' noise; it falls with the observations.
         dropout: the rate at which hidden units are dropped in training.
         reward_range: (low, high), where it is known; None for twice the range seen so far.
-        exploration: α, the least share of the posterior's standard deviation; where little is known, it is 1.
     """
 
     train_every: Count = 5
     initial_pulls: CountOrZero = 1
     hidden: SomeWidths = (100, 100)
     lr: Positive = 4e-3
-    batch_size: Count = 256
+    batch_size: Count = 64
     train_steps: Count = 200
     average: Share = 0.995
     l2: NotNegative = 6e-3
     dropout: Share = 0.2
     reward_range: Range = None
-    exploration: Probability = 0.0
