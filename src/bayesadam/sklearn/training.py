@@ -18,6 +18,8 @@ from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Likelihood
 
 _LARGEST_SEED = 2**31 - 1
+# Passes over the data that the moving average of the weights reaches back.
+_AVERAGED = 5
 
 
 class Part(NamedTuple):
@@ -55,7 +57,7 @@ def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: n
 
 
 class Trained(NamedTuple):
-    """One network after the epoch with its lowest held-out loss, counted from 1: weights and AdamW's v̂."""
+    """One network after the epoch with its lowest held-out loss, counted from 1: averaged weights and AdamW's v̂."""
 
     params: dict[str, Tensor]
     second_moment: dict[str, Tensor]
@@ -78,10 +80,10 @@ def fit_networks(
     device: str | torch.device,
     centre: Tensor | None = None,
 ) -> list[Trained]:
-    """One network per part of the data, as it was at its best epoch: weights, v and step alike.
+    """One network per part of the data, as it was at its best epoch: averaged weights, v and step alike.
 
-    `data` are inputs (n, features) in float32, and targets as the likelihood's `shaped` has them; `centre` is added to
-    the last layer's initial bias, (outputs,).
+    The average is a moving one over five epochs. `data` are inputs (n, features) in float32, and targets as the
+    likelihood's `shaped` has them; `centre` is added to the last layer's initial bias, (outputs,).
     """
     x, y = (tensor.to(device) for tensor in data)
     rows, held_out = (torch.stack([getattr(part, name) for part in parts]).to(device) for name in ("rows", "held_out"))
@@ -97,12 +99,13 @@ def fit_networks(
     weights = initial(network, seeds, device=device)
     if centre is not None:
         weights[f"layer{len(network.hidden)}.bias"] += centre.to(device)
-    stack = Stack(network, rule, seeds, batch, weights=flatten(weights), device=device)
-    live = {name: stack.tensors()[name] for name in ("weights", "exp_avg_sq")}
+    steps, falling, patient = n // size, cosine(lr, max_epochs), patience or math.inf
+    average = 1 - 1 / (_AVERAGED * steps)
+    stack = Stack(network, rule, seeds, batch, weights=flatten(weights), device=device, average=average)
+    live = {name: stack.tensors()[name] for name in ("mean", "exp_avg_sq")}
     best = {name: tensor.clone() for name, tensor in live.items()}
     lowest = torch.full((len(parts),), math.inf)
     best_epoch, trained = torch.zeros(2, len(parts), dtype=torch.long)
-    steps, falling, patient = n // size, cosine(lr, max_epochs), patience or math.inf
     for epoch, block in enumerate(islice(epochs(n, size, seeds), max_epochs), start=1):
         # The rate of an epoch stays the same from its first step to its last.
         train(stack, [block], lambda done: falling((done / steps).floor()))
@@ -118,7 +121,7 @@ def fit_networks(
             break
     if not best_epoch.all():
         raise SettingError(f"the held-out loss was not finite after any of {epoch} epochs: lower lr={lr:g}")
-    weights, v = (unflatten(network, best[name].cpu()) for name in ("weights", "exp_avg_sq"))
+    weights, v = (unflatten(network, best[name].cpu()) for name in ("mean", "exp_avg_sq"))
     trained_networks = []
     for number, at in enumerate(best_epoch.tolist()):
         moment = {name: tensor / (1 - rule.betas[1] ** (steps * at)) for name, tensor in member(v, number).items()}
