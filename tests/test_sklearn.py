@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sklearn
 import torch
+from scipy.stats import norm
 from sklearn.base import clone
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.linear_model import LinearRegression
@@ -18,6 +19,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
@@ -120,6 +122,11 @@ def toy_parts(seeds=(3, 4)):
     return x, y, [Part(part.rows, part.held_out, seed) for part, seed in zip(parts, seeds, strict=True)]
 
 
+def five_epochs(average, new, done):
+    """A moving average over 5 x 3 steps, of all weights so far while these are fewer."""
+    return average + (new - average) * max(1 / 15, 1 / (1 + float(done)))
+
+
 def fit_toy(x, y, parts, *, lr=1e-2, max_epochs=6, patience=None):
     rule = Adam(decoupled=True, weight_decay=0.1)
     settings = {"lr": lr, "batch_size": 16, "max_epochs": max_epochs, "patience": patience, "device": "cpu"}
@@ -135,17 +142,18 @@ def test_networks_trained_together_are_those_of_a_plain_loop():
                 parameter.copy_(values[0])
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-        losses, states = [], []
+        losses, states, average = [], [], AveragedModel(network, avg_fn=five_epochs)
         for order in itertools.islice(epochs(48, 16, [part.seed]), 6):
             for (chosen,) in order:
                 batch = part.rows[chosen]
                 optimizer.zero_grad()
                 nn.functional.mse_loss(network(x[batch]), y[batch]).backward()
                 optimizer.step()
+                average.update_parameters(network)
             scheduler.step()
             with torch.no_grad():
-                losses.append(float(nn.functional.mse_loss(network(x[part.held_out]), y[part.held_out])))
-            states.append(copy.deepcopy((list(network.parameters()), optimizer.state_dict()["state"])))
+                losses.append(float(nn.functional.mse_loss(average(x[part.held_out]), y[part.held_out])))
+            states.append(copy.deepcopy((list(average.parameters()), optimizer.state_dict()["state"])))
         weights, state = states[fit.best_epoch - 1]
         assert fit.best_epoch == int(np.argmin(losses)) + 1
         assert_close([*fit.params.values()], [w.detach() for w in weights], rtol=1e-4, atol=1e-6)
@@ -272,12 +280,33 @@ def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     rates = torch.stack([network(x).detach().exp() for network in model.networks_]).mean(dim=0)
     assert_close(mean, (rates if name == "poisson" else p.mean).numpy()[:, 0] * scale + shift, rtol=1e-12)
     assert_close(std, p.stddev.numpy()[:, 0] * scale, rtol=1e-12)
-    scaled = torch.from_numpy((y[:6, None] - shift) / scale)
-    assert_close(model.log_likelihood(X[:6], y[:6]), p.log_prob(scaled).numpy() - np.log(scale), rtol=1e-9)
+    scores = model.log_likelihood(X[:6], y[:6])
+    assert_close(model.distribution(X[:6]).log_prob(torch.from_numpy(y[:6, None]))[:, 0].numpy(), scores, rtol=1e-9)
     assert hasattr(model, "noise_variance_") == (name == "regression")
     grid = np.arange(400) if name == "poisson" else np.linspace(y.min() - 30, y.max() + 30, 8001)
     density = np.exp(model.log_likelihood(np.repeat(X[:1], len(grid), axis=0), grid))
     assert np.trapezoid(density, grid) == approx(1, abs=1e-3)
+    assert np.trapezoid(density * (grid - mean[0]) ** 2, grid) == approx(std[0] ** 2, rel=0.01)
+    if name == "poisson":
+        assert_close(p.log_prob(torch.from_numpy(y[:6, None])).numpy(), scores, rtol=1e-9)
+
+
+def test_one_row_in_a_hundred_may_be_four_times_as_far_off():
+    X, y = sine(60)
+    model = BadamRegressor(**{**HOMOSCEDASTIC, "n_ensemble": 2}).fit(X, y)
+    expected = np.zeros((8, 60))
+    for posterior in model.posteriors_:
+        p, noise = (
+            posterior.predict(torch.from_numpy(model.input_scaler_.transform(X))),
+            float(posterior.noise_variance),
+        )
+        for share, factor in ((0.99, 1.0), (0.01, 16.0)):
+            std = y.std() * np.sqrt(p.f_variance.numpy()[:, 0] + noise * factor / (0.99 + 0.01 * 16))
+            expected += (
+                share / 2 * norm.pdf(y + np.arange(8)[:, None], y.mean() + y.std() * p.f_mean.numpy()[:, 0], std)
+            )
+    found = [model.log_likelihood(X, y + shift) for shift in range(8)]
+    assert_close(np.stack(found), np.log(expected), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -311,6 +340,18 @@ def test_the_default_noise_depends_on_the_input_where_enough_rows_are_held_out()
     assert model.likelihood_ == told.likelihood_ == "heteroscedastic"
     assert np.array_equal(model.predict(X), told.predict(X))
     assert BadamRegressor(**SMALL).fit(X[:40], y[:40]).likelihood_ == "regression"
+
+
+def test_counts_are_poisson_by_default_where_held_out_rows_say_so():
+    random = np.random.RandomState(0)
+    X = random.uniform(-1, 1, (200, 2))
+    y, ages = random.poisson(np.exp(X[:, 0])), np.round(50 + 5 * X[:, 0] + 2 * random.randn(200))
+    settings = {**SMALL, "n_ensemble": 5}
+    model = BadamRegressor(**settings).fit(X, y)
+    told = BadamRegressor(**settings, likelihood="poisson").fit(X, y)
+    assert model.likelihood_ == "poisson"
+    assert np.array_equal(model.predict(X, return_interval=0.8), told.predict(X, return_interval=0.8))
+    assert BadamRegressor(**settings).fit(X, ages).likelihood_ == "heteroscedastic"
 
 
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic"])
@@ -376,8 +417,8 @@ def test_probabilities_are_averaged_over_the_networks_whatever_the_labels(labels
     assert model.score(X, y) > 0.75
     far = torch.tensor([[-40.0, 40.0], [60.0, -50.0]], dtype=torch.float64)
     with torch.no_grad():
-        sure = np.mean([network(far).softmax(dim=-1).numpy() for network in model.networks_], axis=0)
-    assert (model.posterior_.predict(far).probs.numpy().max(axis=1) <= sure.max(axis=1)).all()
+        for posterior in model.posteriors_:
+            assert (posterior.predict(far).probs.amax(dim=1) <= posterior.model(far).softmax(dim=1).amax(dim=1)).all()
 
 
 # --- randomness, threads, arguments ---------------------------------------------------------------------------------

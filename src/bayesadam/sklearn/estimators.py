@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
+from torch.distributions import AffineTransform, Distribution, TransformedDistribution
 
 from bayesadam._alone import alone_with
 from bayesadam._checks import count, not_negative, positive
@@ -22,7 +24,15 @@ from bayesadam._warnings import warn
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import Adam
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, Moments, NumericLikelihood, likelihood
+from bayesadam.likelihoods import (
+    LIKELIHOODS,
+    Component,
+    Likelihood,
+    Moments,
+    NumericLikelihood,
+    Prediction,
+    likelihood,
+)
 from bayesadam.likelihoods.conformal import threshold
 from bayesadam.sklearn.training import Part, fit_networks, split
 from bayesadam.weights.mixture import Mixture
@@ -34,6 +44,10 @@ _DTYPES = (np.float64, np.float32)
 _REGRESSIONS = tuple(name for name, kind in LIKELIHOODS.items() if isinstance(kind, NumericLikelihood))
 # With fewer held-out rows a noise that depends on the input is not learnt.
 _FEWEST_HELD_OUT = 20
+# Poisson counts vary by at least their mean; of larger ones the noise is as good as Gaussian.
+_LARGEST_COUNT = 100.0
+# Shares of the rows, and the variance of their noise: one row in a hundred has four times the others' σ.
+_OUTLIERS = ((0.99, 1 / 1.15), (0.01, 16 / 1.15))
 
 
 # Its `__init__` keeps every argument as it is, under its name, as scikit-learn wants it.
@@ -66,7 +80,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         """Train, read the posteriors, tune them and keep them."""
         settings, kind, n = self._settings(), likelihood(name), len(parts[0].rows)
         decay, batch_size = settings["weight_decay"], settings["batch_size"]
-        decay = kind.weight_decay if decay == "auto" else decay
+        decay = (0.3 if kind.is_classes else 0.01) if decay == "auto" else decay
         y = kind.shaped(y, x)
         start = kind.start(y)
         network = Network(x.shape[1], settings["hidden"], kind.n_outputs(y), self.activation)
@@ -143,10 +157,11 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         hidden: units of each hidden layer; () for a linear model.
         likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
             that depends on the input; `"poisson"`, counts, which are not standardised; `"auto"` is the second, or the
-            first where fewer than 20 rows are held out or the structure is not diagonal.
+            first where fewer than 20 rows are held out or the structure is not diagonal; of small counts the second or
+            the third, both trained, whichever makes the held-out rows likelier.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
-        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine; the decay `"auto"` is 0.01, 0.1
-            for heteroscedastic, 0.3 for classification.
+        lr, weight_decay: AdamW's; the rate falls to 0 at `max_epochs`, along a cosine; the decay `"auto"` is 0.01, 0.3
+            for classification. Weights are averaged over five epochs.
         batch_size: `"auto"`: 32, or a 32nd of the training data, up to 256.
         patience: passes over the training data without a lower held-out loss after which training ends; None for all
             `max_epochs`.
@@ -177,24 +192,31 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         if self.likelihood not in ("auto", *_REGRESSIONS):
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
         x, parts = self._split(rows, np.zeros(len(values)))
-        self.likelihood_ = self.likelihood
+        columns = values.reshape(len(values), -1).astype(np.float64)
+        fits, names = [], [self.likelihood]
         if self.likelihood == "auto":
             few = sum(len(part.held_out) for part in parts) < _FEWEST_HELD_OUT
             # A posterior that widens makes E[exp(log-variance)] far too large.
-            self.likelihood_ = "regression" if few or self.structure != "diagonal" else "heteroscedastic"
+            names = ["regression" if few or self.structure != "diagonal" else "heteroscedastic"]
+            small = columns.mean(axis=0) <= np.minimum(columns.var(axis=0), _LARGEST_COUNT)
+            counts = bool(((columns >= 0) & (columns % 1 == 0) & small).all())
+            names += ["poisson"] if counts and names == ["heteroscedastic"] else []
+        for name in names:
+            self.likelihood_, kind = name, likelihood(name)
+            # A scaler of zeros leaves counts as they are.
+            self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
+            targets = torch.from_numpy(self.target_scaler_.transform(columns))
+            self._train(x, targets, parts, name)
+            score, self.residuals_ = self._held_out(x, targets, parts)
+            fits.append((score - np.log(self.target_scaler_.scale_).sum(), self.__dict__.copy()))
+        self.__dict__.update(max(fits, key=lambda fit: fit[0])[1])
         self._one_target, kind = values.ndim == 1, likelihood(self.likelihood_)
-        columns = values.reshape(len(values), -1).astype(np.float64)
-        # A scaler of zeros leaves counts as they are.
-        self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
-        targets = torch.from_numpy(self.target_scaler_.transform(columns))
-        self._train(x, targets, parts, self.likelihood_)
-        if not kind.standardised:
+        if self.likelihood == "poisson":
             held_out = parts[0].held_out
             with torch.no_grad():
                 reason = kind.mismatch(self.networks_[0](x[held_out]), targets[held_out])
             if reason is not None:
                 warn(f"trust the means and the intervals more than the likelihood: {reason.partition(': ')[0]}")
-        self.residuals_ = self._residuals(x, targets, parts)
         if kind.noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
             noise = noise * self.target_scaler_.scale_**2
@@ -225,13 +247,27 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             answer += [self._in_units(low), self._in_units(high)]
         return tuple(answer) if len(answer) > 1 else answer[0]
 
+    def distribution(self, X: ArrayLike) -> Distribution:
+        """p(y | X), (n, targets), in the units of y.
+
+        One row in 100 has four times the standard deviation of noise that the others have; the variance is that of
+        `predict`. Of counts it is the mixture as it is.
+        """
+        shift, scale = (torch.from_numpy(part) for part in (self.target_scaler_.mean_, self.target_scaler_.scale_))
+        units = AffineTransform(shift, scale)
+        return TransformedDistribution(self._predicted(X).distribution, [units], validate_args=False)
+
     def log_likelihood(self, X: ArrayLike, y: ArrayLike) -> Array:
         """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets together."""
-        inputs = self._inputs(X)
-        columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
-        scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        scores = self.posterior_.predict(inputs).log_prob(scaled).numpy()
+        p = self._predicted(X)
+        columns = np.asarray(y, dtype=np.float64).reshape(len(p.components[0].f.mean), -1)
+        scores = p.log_prob(torch.from_numpy(self.target_scaler_.transform(columns))).numpy()
         return np.asarray(scores - np.log(self.target_scaler_.scale_).sum())
+
+    def _predicted(self, X: ArrayLike) -> Prediction:
+        """p(y) of scaled targets."""
+        p = self.posterior_.predict(self._inputs(X))
+        return replace(p, components=tuple(part for c in p.components for part in _with_outliers(p.likelihood, c)))
 
     def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: int | np.random.RandomState | None = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples).
@@ -249,19 +285,23 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             for number, network in enumerate(networks):
                 q = self.posteriors_[network]
                 f = Moments(q.draw(seed + number)(inputs))
-                draws.append(kind.distribution([Component(f, q.noise_variance)]).sample())
+                draws.append(kind.distribution(_with_outliers(kind, Component(f, q.noise_variance))).sample())
         return np.moveaxis(self._in_units(torch.stack(draws)), 0, -1)
 
-    def _residuals(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> Array:
-        """|y − E[y]| in standard deviations, (rows, targets), of each row under the first network that held it out."""
-        kind, residuals = likelihood(self.likelihood_), dict[int, Tensor]()
+    def _held_out(self, x: Tensor, y: Tensor, parts: Sequence[Part]) -> tuple[float, Array]:
+        """Of rows under networks that held them out: their mean log-likelihood, and |y − E[y]| in standard deviations.
+
+        Of few rows some are held out by several networks: each has the residual, (rows, targets), of the first, for a
+        rank among n needs n rows.
+        """
+        kind, residuals, scores = likelihood(self.likelihood_), dict[int, Tensor](), []
         for posterior, part in zip(self.posteriors_, parts, strict=True):
-            inputs = x[part.held_out]
-            error = (y[part.held_out] - _mean(posterior.model, inputs, kind)).abs()
-            # Of few rows some are held out by several networks: each counts once, for a rank among n needs n rows.
-            for row, residual in zip(part.held_out.tolist(), error / posterior.predict(inputs).stddev, strict=True):
+            p, targets = posterior.predict(x[part.held_out]), y[part.held_out]
+            scores.append(p.log_prob(targets))
+            error = (targets - _mean(posterior.model, x[part.held_out], kind)).abs()
+            for row, residual in zip(part.held_out.tolist(), error / p.stddev, strict=True):
                 residuals.setdefault(row, residual)
-        return torch.stack([*residuals.values()]).numpy()
+        return float(torch.cat(scores).mean()), torch.stack([*residuals.values()]).numpy()
 
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
         """From standardised targets, in the last dimension, to the shape and units of y."""
@@ -336,6 +376,19 @@ def _mean(network: nn.Module, inputs: Tensor, kind: Likelihood) -> Tensor:
     assert isinstance(kind, NumericLikelihood)
     with alone_with(network), torch.no_grad():
         return kind.expected(Component(Moments(network(inputs))))
+
+
+def _with_outliers(kind: Likelihood, c: Component) -> list[Component]:
+    """The same network with `_OUTLIERS`; of counts as it is."""
+    if not kind.standardised:
+        return [c]
+    assert c.noise_variance is not None
+    mean, *log_variance = c.f.mean.chunk(kind.outputs_per_target, dim=-1)
+    parts = []
+    for share, factor in _OUTLIERS:
+        f = replace(c.f, mean=torch.cat([mean, *(g + math.log(factor) for g in log_variance)], dim=-1))
+        parts.append(replace(c, f=f, weight=share * c.weight, noise_variance=factor * c.noise_variance))
+    return parts
 
 
 def _tuned(posterior: Posterior, kind: Likelihood, x: Tensor, y: Tensor) -> Posterior:
