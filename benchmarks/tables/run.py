@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,12 +66,13 @@ def play(path: Path, name: str, who: str, split: int, *, gap: bool) -> None:
     with warnings.catch_warnings():
         # A kernel's length at its bound, a solver's last iteration, a posterior that is not tuned.
         warnings.simplefilter("ignore")
-        if TABLES[name].is_classes:
-            probs = CLASSIFIERS[who](*parts, split).clip(LEAST_PROBABILITY)
-            scores = harness.class_scores(torch.from_numpy(probs), torch.from_numpy(y[test]))
-        else:
-            scores = REGRESSORS[who](*parts, split).scores(y[test])
-    harness.write_cell(path, {"settings": ABOUT, "scores": {**scores, "seconds": time.perf_counter() - began}})
+        found: Any = (CLASSIFIERS if TABLES[name].is_classes else REGRESSORS)[who](*parts, split)
+    seconds = time.perf_counter() - began
+    if TABLES[name].is_classes:
+        scores = harness.class_scores(torch.from_numpy(found.clip(LEAST_PROBABILITY)), torch.from_numpy(y[test]))
+    else:
+        scores = found.scores(y[test])
+    harness.write_cell(path, {"settings": ABOUT, "scores": {**scores, "seconds": seconds}})
 
 
 def contest(names: Iterable[str], rows: Sequence[str], folder: Path, options: Namespace) -> Results:
