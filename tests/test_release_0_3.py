@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bayesadam as ba
+from floats import assert_close
 
 FOLDER = Path(__file__).parent / "release_0_3"
 
@@ -25,4 +26,11 @@ def test_agents_go_on(name):
     kept = json.loads((FOLDER / "agents.json").read_text())
     agent = ba.bandits.Agent.load(FOLDER / f"agent-{name}.safetensors")
     assert list(agent.pending) == kept["agents"][name]["pending"]
-    assert [agent.act(context) for context in np.array(kept["contexts"])] == kept["agents"][name]["arms"]
+    contexts = np.array(kept["contexts"])
+    if name == "hybrid":
+        # What it has learnt; its rule of exploring is another.
+        assert_close(
+            agent._learner.predictive(contexts.astype(np.float32))[0], kept["agents"][name]["means"], atol=1e-5
+        )
+    else:
+        assert [agent.act(context) for context in contexts] == kept["agents"][name]["arms"]

@@ -46,7 +46,6 @@ class Likelihood(ABC):
         coupled: whether the Hessian couples the outputs in the last dimension; else it is diagonal.
         outputs_per_target: the number of outputs for each target, those of all targets one after the other.
         ignored: the class index that every score leaves out.
-        weight_decay: the default of the scikit-learn estimators.
         standardised: whether the estimators may standardise targets.
     """
 
@@ -56,7 +55,6 @@ class Likelihood(ABC):
     coupled: bool = False
     outputs_per_target: int = 1
     ignored: int | None = None
-    weight_decay: float = 0.01
     standardised: bool = True
 
     # --- training -----------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ class ClassLikelihood(Likelihood):
     """p(y | f) of classes."""
 
     is_classes = True
-    weight_decay = 0.3
 
     @abstractmethod
     def link(self, logits: Tensor) -> Tensor:

@@ -157,7 +157,6 @@ class Heteroscedastic(NumericLikelihood):
 
     name = "heteroscedastic"
     outputs_per_target = 2
-    weight_decay = 0.1
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
