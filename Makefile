@@ -8,7 +8,7 @@ PEERS  := .venv-peers
 OUT    ?= out
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo reproduce goldens test test-all test-gpu check bench peers peers-test mergekit-test botorch-test wild docs serve build release-test clean
+.PHONY: help demo reproduce goldens test test-all test-gpu check bench peers peers-test mergekit-test botorch-test science-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, draw its posterior's error bars (out/demo)"
@@ -26,6 +26,7 @@ help:
 	@echo "make wild    checkpoints written by other libraries, read and compared with the live optimiser"
 	@echo "make mergekit-test   mergekit, in an environment of its own, with the methods in contrib"
 	@echo "make botorch-test   the BoTorch model, in an environment of its own, under botorch's acquisition functions"
+	@echo "make science-test   models from the package index, in an environment of its own: the page, the benchmark at its smallest"
 	@echo "make peers-test   import every peer, run every benchmark at its smallest size"
 
 # The package alone, which is all that the demo needs; what the tests need comes on top.
@@ -142,6 +143,20 @@ $(BOTORCH)/.ready: pyproject.toml constraints.txt tests/botorch.txt
 botorch-test: $(BOTORCH)/.ready
 	OMP_NUM_THREADS=1 $(BOTORCH)/bin/python -m pytest tests/test_botorch.py
 
+# Models that the package index has with the state of their optimisers.
+SCIENCE := .venv-science
+$(SCIENCE)/.ready: pyproject.toml constraints.txt benchmarks/science/packages.txt
+	$(PYTHON) -m venv $(SCIENCE)
+	$(SCIENCE)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable . pytest pyyaml ase==3.29.0 pymatgen==2026.10.24
+	$(SCIENCE)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/science/packages.txt
+	@touch $@
+
+science-test: $(SCIENCE)/.ready
+	OMP_NUM_THREADS=1 $(SCIENCE)/bin/python -m pytest tests/docs/test_examples.py -k "runs_as_it_is_shown and package-index"
+	OMP_NUM_THREADS=1 $(SCIENCE)/bin/python -m benchmarks.science.chgnet --quick --out $(OUT)/bench
+	OMP_NUM_THREADS=1 $(SCIENCE)/bin/python -m benchmarks.science.voice --quick --out $(OUT)/bench
+
 # Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
 WILD := .venv-wild
 $(WILD)%/.ready: benchmarks/checkpoints/wild.txt benchmarks/checkpoints/wild-lightning1.txt constraints.txt
@@ -154,4 +169,4 @@ wild: $(WILD)2/.ready $(WILD)1/.ready
 	$(WILD)2/bin/python -m benchmarks.checkpoints.wild --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(BOTORCH) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) $(MERGEKIT) $(BOTORCH) $(SCIENCE) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

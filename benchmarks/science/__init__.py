@@ -1,0 +1,1 @@
+"""Models from the package index, with the state of the optimiser that trained them."""
