@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.predict.leverage import (
@@ -178,3 +180,28 @@ def test_ratios_are_means_over_layers_relative_to_medians():
     assert_close(ratios.steep, (other.exp() / medians).mean(dim=1) / steep.quantile(0.5))
     assert_close(ratios.growth(0.5), ((1 + expected) / 2).sqrt())
     assert_close(known.ratios(log_h).gentle.quantile(0.5), torch.ones((), dtype=torch.float64))
+
+
+def test_a_layer_that_is_mostly_silent_says_nothing_of_novelty(tmp_path: Path) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.gate, self.out = nn.Linear(3, 4), nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.tanh(self.dense(x)) + self.gate((x - 2).relu()))
+
+    model, x, far = Gated(), torch.randn(200, 3), torch.tensor([[0.0, -2, 2.01], [2.9, -2.9, 2.9], [0, 0, 0]])
+    adam = torch.optim.Adam(model.parameters())
+    model(3 * x).square().mean().backward()
+    adam.step()
+    posterior = ba.Posterior.from_optimizer(model, adam, 200, likelihood="regression")
+    answer = ba.calibrate(model, (x, torch.randn(200, 2)), likelihood="regression")
+    answer.save(tmp_path / "net.safetensors")
+    for novelty in (
+        posterior.novelty(far, reference=x[:20]),
+        answer(far).novelty,
+        ba.load(tmp_path / "net.safetensors", model)(far).novelty,
+    ):
+        assert bool((novelty < 1e4).all())
+        assert novelty[1] > 2 * novelty[2]

@@ -123,6 +123,9 @@ class Leverage:
     def against(self, log_h: Tensor) -> Leverage:
         """Relative to familiar inputs, whose leverages these are."""
         medians = log_h.nanquantile(0.5, dim=0)
+        # Where a layer's inputs are mostly all 0 nothing says what is usual: it is left out.
+        silent = medians <= _log(torch.zeros((), dtype=log_h.dtype)).item()
+        medians = medians.masked_fill(silent & ~silent.all(), math.nan)
         means = torch.stack(_means(log_h - medians, self.source, len(self.means)), dim=1).nanquantile(0.5, dim=0)
         return replace(self, medians=torch.cat([medians, means]))
 
