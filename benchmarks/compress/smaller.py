@@ -21,13 +21,14 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from benchmarks.common.harness import arguments, number, replaced
+from benchmarks.common.harness import arguments, number, replaced, write_results
 from benchmarks.compress import picture, published
 from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
 
@@ -246,6 +247,21 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(text)
 
 
+def means(rows: list[Row]) -> dict[str, Any]:
+    """By network and method: at each fraction pruned the mean score, its standard error, and the bytes."""
+    cells: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        label = f"{row['method']}, {row['inputs']} inputs" + (f", {row['bits']} bits" if row["bits"] else "")
+        cells.setdefault((row["net"], label, str(row["fraction"])), []).append(row)
+    found: dict[str, Any] = {}
+    for (net, label, fraction), some in cells.items():
+        scores = [row["score"] for row in some]
+        error = round(stdev(scores) / math.sqrt(len(some)), 4) if len(some) > 1 else None
+        at = found.setdefault(net, {}).setdefault(label, {})
+        at[fraction] = [round(fmean(scores), 4), error, round(fmean(row["bytes"] for row in some))]
+    return found
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="one small network on made-up images", device=True)
     parser.add_argument("--nets", type=Path, help="folder of the trained networks")
@@ -267,6 +283,7 @@ def main() -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*-*.json"))]
     rows = [row for rows in found for row in rows]
     print(tables(rows))
+    write_results(out, "smaller", means(rows))
     if options.picture:
         figure = picture.drawn(rows, options.picture)
         replaced(out / "smaller.png", lambda unfinished: figure.savefig(unfinished, dpi=120, format="png"))
