@@ -1,17 +1,23 @@
 """Accuracy against bytes: a panel a network, a line a method, a point a fraction or a number of bits.
 
-Means over the seeds, with their spread.
+    python -m benchmarks.compress.picture [--rows docs/results/smaller.json]
+
+Means over the seeds with their standard errors: smaller.png; with the demo's error bars beside them: first.png.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
+
+from bayesadam.cli import demo
+from benchmarks.common.harness import arguments
 
 Row = dict[str, Any]
 TITLES = {
@@ -55,35 +61,62 @@ LINES: tuple[tuple[Callable[[Row], bool], str, dict[str, Any]], ...] = (
 
 def panel(axes: Axes, rows: list[Row]) -> None:
     """One network, most of whose rows have as many inputs as any."""
-    dense = [row["score"] for row in rows if row["method"] == "dense"]
+    dense = next(row["score"] for row in rows if row["method"] == "dense")
     most = max(row["inputs"] for row in rows)
-    axes.axhline(fmean(dense), color="#D9D9D9", linewidth=1, zorder=0)
+    axes.axhline(dense, color="#D9D9D9", linewidth=1, zorder=0)
     for chosen, label, style in LINES:
-        points: dict[float, list[Row]] = {}
-        for row in (row for row in rows if chosen(row) and row["inputs"] in (0, most)):
-            points.setdefault(row["fraction"] or row["bits"], []).append(row)
-        seen = sorted(
-            (fmean(row["bytes"] for row in some) / 1e6, [row["score"] for row in some]) for some in points.values()
-        )
-        spread = [stdev(scores) if len(scores) > 1 else 0.0 for _, scores in seen]
-        axes.errorbar([x for x, _ in seen], [fmean(y) for _, y in seen], spread, label=label, markersize=4, **style)
+        line = sorted((row for row in rows if chosen(row) and row["inputs"] in (0, most)), key=lambda row: row["bytes"])
+        # What others lose by their batch norms is given back to them.
+        y = [row["score"] if row["method"] == "ours" else max(row["score"], row["norms again"]) for row in line]
+        x, error = [row["bytes"] / 1e6 for row in line], [row["error"] for row in line]
+        axes.errorbar(x, y, error, label=label, markersize=4, **style)
     # Lines end where a method has lost the network.
     worst, best = (1.4, 0.98) if rows[0]["net"] in TEXTS else (0.85, 1.01)
-    axes.set_ylim(worst * fmean(dense), best * fmean(dense))
+    axes.set_ylim(worst * dense, best * dense)
     axes.set_xscale("log")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MB")
+    what = "bits a byte" if rows[0]["net"] in TEXTS else "test accuracy, %"
+    axes.set_title(f"{TITLES[rows[0]['net']]}: {what}", color=INK, fontsize=10)
 
 
-def drawn(rows: Sequence[Row], nets: Sequence[str]) -> Figure:
-    """The panels of some networks."""
-    figure = Figure(figsize=(max(4 * len(nets), 8), 3.6), layout="constrained")
+def bands(axes: Axes, drawing: dict[str, Any]) -> None:
+    """The demo's error bars: two standard deviations without the input side within those with it."""
+    x = drawing["grid"].flatten().numpy()
+    both = zip(drawing["drawn"].values(), ("Adam's state alone", "with the input side"), (0.5, 0.2), strict=True)
+    for (mean, std), label, alpha in both:
+        axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=OURS, alpha=alpha, linewidth=0, label=label)
+    axes.plot(x, mean, color=OURS)
+    axes.plot(drawing["x"], drawing["y"], ".", color=INK, markersize=3, label="training data")
+    axes.set(title="error bars, ±2 standard deviations", xlabel="x", xlim=(x[0], x[-1]))
+    axes.title.set(color=INK, fontsize=10)
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def drawn(rows: Sequence[Row], nets: Sequence[str], drawing: dict[str, Any] | None = None) -> Figure:
+    """The panels of some networks, and of the demo."""
+    wide = len(nets) + (drawing is not None)
+    figure = Figure(figsize=(4 * wide, 3.6), layout="constrained")
     for index, net in enumerate(nets):
-        axes = figure.add_subplot(1, len(nets), index + 1)
-        panel(axes, [row for row in rows if row["net"] == net])
-        what = "bits a byte" if net in TEXTS else "test accuracy, %"
-        axes.set_title(f"{TITLES.get(net, net)}: {what}", color=INK, fontsize=10)
+        panel(figure.add_subplot(1, wide, index + 1), [row for row in rows if row["net"] == net])
+    if drawing:
+        bands(figure.add_subplot(1, wide, wide), drawing)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="the same")
+    parser.add_argument("--rows", type=Path, default=Path("docs/results/smaller.json"), help="what `smaller` wrote")
+    options = parser.parse_args()
+    rows, out = json.loads(options.rows.read_text(encoding="utf-8")), options.out
+    out.mkdir(parents=True, exist_ok=True)
+    drawn(rows, ("mnist", "resnet18", "gpt")).savefig(out / "smaller.png", dpi=120)
+    drawn(rows, ("resnet18", "gpt"), demo.bands()).savefig(out / "first.png", dpi=120)
+    print(f"pictures: {out / 'smaller.png'}, {out / 'first.png'}")
+
+
+if __name__ == "__main__":
+    main()

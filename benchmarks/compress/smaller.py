@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from benchmarks.common.harness import arguments, number, replaced, write_results
-from benchmarks.compress import picture, published
+from benchmarks.common.harness import arguments, number, replaced
+from benchmarks.compress import published
 from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
 
 FRACTIONS, BITS, COUNTS = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99), (8, 4, 3, 2), (100, 300, 1000)
@@ -247,18 +247,20 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(text)
 
 
-def means(rows: list[Row]) -> dict[str, Any]:
-    """By network and method: at each fraction pruned the mean score, its standard error, and the bytes."""
-    cells: dict[tuple[str, str, str], list[Row]] = {}
+def means(rows: list[Row]) -> list[Row]:
+    """One row for those of all seeds: mean score and standard error, the mean with norms again, mean bytes."""
+    cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        label = f"{row['method']}, {row['inputs']} inputs" + (f", {row['bits']} bits" if row["bits"] else "")
-        cells.setdefault((row["net"], label, str(row["fraction"])), []).append(row)
-    found: dict[str, Any] = {}
-    for (net, label, fraction), some in cells.items():
+        cells.setdefault((row["net"], *key_of(row)), []).append(row)
+    found = []
+    for some in cells.values():
         scores = [row["score"] for row in some]
-        error = round(stdev(scores) / math.sqrt(len(some)), 4) if len(some) > 1 else None
-        at = found.setdefault(net, {}).setdefault(label, {})
-        at[fraction] = [round(fmean(scores), 4), error, round(fmean(row["bytes"] for row in some))]
+        error = round(stdev(scores) / math.sqrt(len(some)), 4) if len(some) > 1 else 0.0
+        about = {key: some[0][key] for key in ("net", "method", "fraction", "bits", "inputs")}
+        size = round(fmean(row["bytes"] for row in some))
+        again = round(fmean(row["score"] if row["renormed"] is None else row["renormed"] for row in some), 4)
+        scored = {"score": round(fmean(scores), 4), "error": error, "norms again": again}
+        found.append(about | {"seeds": len(some), **scored, "bytes": size})
     return found
 
 
@@ -269,7 +271,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="of these alone")
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="how many images, ascending")
     parser.add_argument("--report", action="store_true", help="the tables of what is there")
-    parser.add_argument("--picture", nargs="+", metavar="NET", help="accuracy against bytes of these, smaller.png")
     options = parser.parse_args()
     nets, out = options.nets or options.out / "nets", options.out
     if options.quick and not (nets / "lenet300-0.pt").is_file():
@@ -283,10 +284,8 @@ def main() -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*-*.json"))]
     rows = [row for rows in found for row in rows]
     print(tables(rows))
-    write_results(out, "smaller", means(rows))
-    if options.picture:
-        figure = picture.drawn(rows, options.picture)
-        replaced(out / "smaller.png", lambda unfinished: figure.savefig(unfinished, dpi=120, format="png"))
+    lines = ",\n".join(json.dumps(row) for row in means(rows))
+    replaced(out / "smaller.json", lambda unfinished: unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8"))
 
 
 if __name__ == "__main__":
