@@ -106,7 +106,7 @@ release-test: build
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --editable '.[sklearn,transformers,onnx,serve]' onnxruntime pooch pytest
+	  --editable '.[sklearn,transformers,onnx]' onnxruntime pooch pytest
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt
 	@touch $@
 

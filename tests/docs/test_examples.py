@@ -182,17 +182,6 @@ def test_every_file_named_is_there(page):
         assert (page.parent / name).is_file(), name
 
 
-def test_every_script_is_shown_and_linked():
-    """All of `examples/` stands on one page, section by section, and each section is linked from the page it names."""
-    text = (DOCS / "examples.md").read_text(encoding="utf-8")
-    scripts = sorted(path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
-    assert sorted(re.findall(r'^--8<-- "examples/([\w.]+)"$', text, re.MULTILINE)) == scripts
-    for section in text.split("\n## ")[1:]:
-        title, page = section.splitlines()[0], re.search(r"The page: \[[^\]]*\]\(([\w.-]+)", section)[1]
-        anchor = re.sub(r"\s+", "-", title.lower())
-        assert f"(examples.md#{anchor})" in (DOCS / page).read_text(encoding="utf-8"), title
-
-
 def test_the_sites_contents_are_its_pages():
     """The generator does not tell of a page without an entry, nor of an entry without a page."""
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

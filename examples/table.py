@@ -1,4 +1,4 @@
-"""A scikit-learn pipeline with grid search, and predictions with bands: `python examples/sklearn_pipeline.py`."""
+"""A scikit-learn pipeline with grid search, and predictions with bands: `python examples/table.py`."""
 
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import GridSearchCV, train_test_split
