@@ -44,7 +44,7 @@ $(READY): $(DEMO)
 demo: $(DEMO)
 	$(BIN)/bayesadam demo --out $(OUT)/demo
 
-# Hours on a CPU, minutes on a GPU; stopped, it resumes. The quick version keeps its runs apart and leaves these alone.
+# Hours on a CPU, fewer on a GPU; stopped, it resumes. The quick version keeps its runs apart and leaves these alone.
 reproduce: $(READY)
 	$(BIN)/python -m experiments report $(OUT)/reproduce $(if $(QUICK),--quick)
 

@@ -1,6 +1,6 @@
 """The command line of the experiments: `python -m experiments figure1 | figure2 | table1 | cost | report`.
 
-All write `metrics.json` and a picture or a table to a folder; stopped, they resume. Torch is imported with the work.
+All write `metrics.json` and a picture or a table to a folder; stopped, they resume.
 """
 
 import sys
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bayesadam.errors import BayesAdamError, SettingError
 
@@ -84,8 +86,6 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def _device(asked: str | None) -> str:
-    import torch
-
     available = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     if asked is not None and asked not in available:
         raise SettingError(f"--device must be one of {', '.join(available)} on this machine, got {asked!r}")

@@ -6,7 +6,6 @@ mean and variance; the targets' noise, where it is not learnt, is what the held-
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,13 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from bayesadam import Posterior
+from bayesadam._extras import require
 from bayesadam.engine.gradients import Slope, loss_and_slope
-from bayesadam.engine.network import ACTIVATIONS, forward, linear, member
+from bayesadam.engine.network import ACTIVATIONS, Network, forward, linear, member
+from bayesadam.engine.rules import Adam as Engine
 from bayesadam.engine.stack import constant
+from bayesadam.engine.streams import Streams
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
-from experiments.rules import RULES, Adam, Dropout, Rule, functions
-from experiments.stacks import Network as Network
-from experiments.stacks import Stack, Streams, adam_state, adam_update, blocks, train
+from experiments.rules import RULES, Adam, Dropout, Rule
+from experiments.stacks import Stack, blocks
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05
@@ -115,7 +116,7 @@ def trained(
     rule, device = kind.with_settings(**{**vars(training), **changes}), data.x.device
     index = torch.arange(len(problem.seeds), device=device)[:, None]
     log_noise = torch.full((len(problem.seeds),), -1.0, device=device)
-    noise_state, noise_lr = adam_state(log_noise), torch.tensor(training.lr, device=device)
+    noise_state, noise_lr = Engine().start(log_noise), torch.tensor(training.lr, device=device)
     needs_noise = rule.needs_noise and data.likelihood == "regression"
 
     def batch(rows: Tensor) -> tuple[Tensor, Slope]:
@@ -125,7 +126,7 @@ def trained(
             losses, gradient = loss_and_slope(lambda f: data.loss(f, y), outputs)
             if needs_noise and learn_noise:
                 precision = torch.exp(-2 * log_noise)
-                adam_update(log_noise, 1 - losses * precision, noise_state, noise_lr)
+                Engine().update(log_noise, 1 - losses * precision, noise_state, noise_lr)
                 stack.scale.copy_(0.5 * precision.unsqueeze(1))
             return gradient
 
@@ -135,8 +136,8 @@ def trained(
     if needs_noise and not learn_noise:
         error = data.loss(forward(problem.network, problem.optimum.params, data.x_held_out), data.y_held_out)
         stack.scale.copy_(0.5 / error.clamp(min=1e-12).unsqueeze(1))
-    rows = blocks(n, min(training.batch_size, n), problem.seeds, training.steps(n))
-    train(stack, rows, constant(lr or rule.lr or training.lr))
+    for rows in blocks(n, min(training.batch_size, n), problem.seeds, training.steps(n)):
+        stack.train(rows, constant(lr or rule.lr or training.lr))
     return stack
 
 
@@ -155,7 +156,7 @@ def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Te
 
     def draw(x: Tensor) -> Tensor:
         streams = Streams([problem.seeds[index]], f"{name}-prediction", x.device)
-        params, masks = functions(stack, index, problem.draws, streams)
+        params, masks = stack.functions(index, problem.draws, streams)
         return forward(stack.network, params, x, masks=masks)
 
     return draw
@@ -339,49 +340,24 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
 # --- the reference --------------------------------------------------------------------------------------------------
 
 
-def gaussian_process(theta: Tensor, x: Tensor, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(y) for inputs (n, inputs) and targets (n,), and the mean and variance of f at other inputs.
-
-    θ = (log ℓ for each input, log s², log σ², m), and k(a, b) = s² exp(−½ |(a − b)/ℓ|²), K = k + σ². Then
-    log p(y) = −½ rᵀK⁻¹r − ½ log det K − n/2 log 2π with r = y − m, mean m + k*K⁻¹r, variance s² − k*K⁻¹k*ᵀ.
-    """
-    lengthscales, (signal, noise), mean = theta[:-3].exp(), theta[-3:-1].exp(), theta[-1]
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return torch.exp(-0.5 * ((a[:, None] - b) / lengthscales).square().sum(dim=-1)).mul(signal)
-
-    root = torch.linalg.cholesky(kernel(x, x) + (noise + 1e-6) * torch.eye(len(x), dtype=x.dtype))
-    residual = y - mean
-    solved = torch.cholesky_solve(residual[:, None], root).squeeze(1)
-    evidence = -0.5 * residual @ solved - root.diagonal().log().sum() - len(y) / 2 * math.log(2 * math.pi)
-    cross = kernel(x, at)
-    explained = torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
-    return evidence, mean + cross.T @ solved, (signal - explained).clamp(min=0)
-
-
 def fit_gp(problem: Problem) -> list[Predictor]:
     """The reference of Figure 1: an exact Gaussian process whose hyperparameters maximise the marginal likelihood.
 
-    An RBF kernel with one lengthscale per input, a constant mean and Gaussian noise, one process per seed.
+    An RBF kernel with one lengthscale per input and Gaussian noise, around the targets' mean; one process per seed.
     """
+    processes, kernels = require("sklearn.gaussian_process"), require("sklearn.gaussian_process.kernels")
 
     def predictor(x: Tensor, y: Tensor) -> Predictor:
-        scale, variance = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6), y.var().clamp(min=1e-4)
-        theta = torch.cat([(0.3 * scale).log(), torch.stack([variance.log(), (0.1 * variance).log(), y.mean()])])
-        optimizer = torch.optim.LBFGS([theta.requires_grad_()], max_iter=100, line_search_fn="strong_wolfe")
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = -gaussian_process(theta, x, y, x[:1])[0] / len(y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-        fitted = theta.detach()
+        variance = float(y.var())
+        kernel = kernels.ConstantKernel(variance) * kernels.RBF((0.3 * (x.amax(dim=0) - x.amin(dim=0))).tolist())
+        kernel += kernels.WhiteKernel(0.1 * variance)
+        process = processes.GaussianProcessRegressor(kernel).fit(x.numpy(), (y - y.mean()).numpy())
+        noise = process.kernel_.k2.noise_level
 
         def predict(at: Tensor) -> Prediction:
-            mean, variance = (part.float()[None, :, None] for part in gaussian_process(fitted, x, y, at.double())[1:])
-            return gaussians(mean, variance, fitted[-2].exp().float())
+            mean, std = (torch.from_numpy(part)[None, :, None] for part in process.predict(at.numpy(), return_std=True))
+            f_variance = (std.square() - noise).clamp(min=0).float()
+            return gaussians((mean + y.mean()).float(), f_variance, torch.tensor([noise]).float())
 
         return predict
 

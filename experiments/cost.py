@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from bayesadam.engine.network import Network
 from bayesadam.engine.stack import constant
 from experiments import baselines, figure1, figure2, plots
-from experiments.baselines import Network, Problem, Training, trained
+from experiments.baselines import Problem, Training, trained
 from experiments.data import load_images
 from experiments.rules import RULES
 from experiments.running import MISSING, Run, Sample, Table, digits
@@ -79,8 +80,7 @@ def costs(problem: Problem, rounds: int) -> dict[str, dict[str, list[float]]]:
     (rows,) = blocks(len(data), min(problem.training.batch_size, len(data)), problem.seeds, _STEPS)
 
     def steps(stack: Stack) -> None:
-        stack.prepare(rows, constant(problem.training.lr))
-        stack.run(_STEPS)
+        stack.train(rows, constant(problem.training.lr))
 
     def average(name: str) -> None:
         baselines.drawn(name, problems[name], stacks[name], 0)(x).mean(dim=0)

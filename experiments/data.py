@@ -253,46 +253,43 @@ class Table:
     n_labels: int = 0
 
 
-def load_table(name: str, *, dtype: npt.DTypeLike = np.float32) -> Table:
-    """One of the bandits' tables, neither scaled nor shuffled.
-
-    The `dtype` is that of the contexts: with uint8 the one-hot census takes 1 GB, not 4.
-    """
+def load_table(name: str) -> Table:
+    """One of the bandits' tables, neither scaled nor shuffled."""
     if name not in _READERS:
         raise SettingError(f"{name!r} is not a table: choose from {', '.join(_READERS)}")
-    return _READERS[name](*locate(name).values(), dtype=dtype)
+    return _READERS[name](*locate(name).values())
 
 
-def read_mushroom(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_mushroom(path: Path) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
     rows = _read(path, ",", 23, str)
-    return Table(_one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
+    return Table(_one_hot([*rows.T[1:]]), (rows[:, 0] == "e").astype(np.int64), 2)
 
 
-def read_financial(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_financial(path: Path) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
-    return Table(_read(path, None, 21, np.float64, skip=1).astype(dtype))
+    return Table(_read(path, None, 21, np.float64, skip=1))
 
 
-def read_jester(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_jester(path: Path) -> Table:
     """The 40 jokes with the most ratings, in order of joke number, by the users who rated them all, in file order."""
     ratings = _read(path, ",", 101, np.float64)[:, 1:]
     rated = ratings != 99.0
     jokes = np.sort(np.argsort(-rated.sum(axis=0), kind="stable")[:40])
-    return Table(ratings[np.ix_(rated[:, jokes].all(axis=1), jokes)].astype(dtype))
+    return Table(ratings[np.ix_(rated[:, jokes].all(axis=1), jokes)].astype(np.float32))
 
 
-def _read_classes(separator: str | None, width: int, path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def _read_classes(separator: str | None, width: int, path: Path) -> Table:
     """Integer columns, then the class, 1 to 7 in the file."""
     rows = _read(path, separator, width + 1, np.int32)
-    return Table(rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+    return Table(rows[:, :-1].astype(np.float32), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
 read_statlog = partial(_read_classes, None, 9)
 read_covertype = partial(_read_classes, ",", 54)
 
 
-def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_adult(data: Path, test: Path) -> Table:
     """6 numeric columns, then 7 categorical ones and the income one-hot: 92 in all. The label is the occupation.
 
     Rows with "?" are dropped. The full stop that ends an income in `test` is dropped too: it would make two more
@@ -303,18 +300,18 @@ def read_adult(data: Path, test: Path, dtype: npt.DTypeLike = np.float32) -> Tab
     rows = rows[(rows != "?").all(axis=1)]
     rows[:, -1] = np.char.rstrip(rows[:, -1], ".")
     others = [column for index, column in enumerate(rows.T) if index not in (*numeric, occupation)]
-    contexts = np.concatenate([rows[:, numeric].astype(dtype), _one_hot(others, dtype)], axis=1)
+    contexts = np.concatenate([rows[:, numeric].astype(np.float32), _one_hot(others)], axis=1)
     occupations, labels = np.unique(rows[:, occupation], return_inverse=True)
     return Table(contexts, labels.astype(np.int64), len(occupations))
 
 
-def read_census(path: Path, dtype: npt.DTypeLike = np.float32) -> Table:
+def read_census(path: Path) -> Table:
     """67 categorical columns one-hot. The label is dOccup, 0 to 8; caseid is left out."""
     with _open(path) as stream:
         header = stream.readline().strip().split(",")
     rows = _read(path, ",", 69, np.int32, skip=1)
     features = [column for name, column in zip(header, rows.T, strict=True) if name not in ("caseid", "dOccup")]
-    return Table(_one_hot(features, dtype), _classes(path, rows[:, header.index("dOccup")], 9), 9)
+    return Table(_one_hot(features), _classes(path, rows[:, header.index("dOccup")], 9), 9)
 
 
 _READERS: dict[str, Callable[..., Table]] = {
@@ -358,12 +355,12 @@ def _classes(path: Path, labels: Numbers, n_labels: int) -> npt.NDArray[np.int64
     return labels.astype(np.int64)
 
 
-def _one_hot(columns: Sequence[Numbers], dtype: npt.DTypeLike) -> Numbers:
-    """For each value of each column, in sorted order, a column of zeros and ones."""
+def _one_hot(columns: Sequence[Numbers]) -> Numbers:
+    """For each value of each column, in sorted order, a column of zeros and ones, in bytes."""
     values = [np.unique(column) for column in columns]
     starts = np.cumsum([0, *map(len, values)])
     # Made once: the whole census takes a gigabyte.
-    encoded = np.zeros((len(columns[0]), starts[-1]), dtype)
+    encoded = np.zeros((len(columns[0]), starts[-1]), np.uint8)
     rows = np.arange(len(encoded))
     for column, present, start in zip(columns, values, starts[:-1], strict=True):
         encoded[rows, start + np.searchsorted(present, column)] = 1

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.distributions import Distribution
 
+from bayesadam.engine.network import Network
 from experiments import plots
-from experiments.baselines import METHODS, Data, Method, Network, Predictor, Problem, Training, fit_rule
+from experiments.baselines import METHODS, Data, Method, Predictor, Problem, Training, fit_rule
 from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from experiments.released import fit_letter, fit_script
 from experiments.running import Run, Sample, Table, check_methods, digits, generator, run_parts, seeds_of

@@ -1,5 +1,6 @@
 """Figure 2: accuracy of MNIST networks after pruning, by every method's ranking."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -13,12 +14,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import bayesadam as ba
-from bayesadam.engine.network import forward, unflatten
+from bayesadam.engine.network import Network, forward, unflatten
 from experiments import plots, released
-from experiments.baselines import Data, Network, Problem, Training, diagonal_ggn, read, trained
+from experiments.baselines import Data, Problem, Training, diagonal_ggn, read, trained
 from experiments.data import Images, load_images
-from experiments.rules import RULES, gaussian
-from experiments.running import Run, Table, check_methods, percent, run_parts, seeds_of
+from experiments.rules import RULES
+from experiments.running import Run, Table, check_methods, fixed, run_parts, seeds_of
 
 FRACTIONS = (
     *(round(0.1 * k, 1) for k in range(8)),
@@ -27,19 +28,11 @@ FRACTIONS = (
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 # Badam's networks, whose weights that stay make up for those that go: by these rankings, on so many training images.
 CONDITIONED, BY, N_INPUTS = "badam-conditioned", ("between", "snr", "magnitude"), 1000
-# Badam with other settings than those that the paper found best, no L2 penalty and β₂ = .99999.
-_BETAS, _DECAYS = (0.99, 0.999, 0.9999), (1e-6, 1e-5, 1e-4)
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    **{f"badam-beta2-{beta:g}": {"betas": (0.9, beta)} for beta in _BETAS},
-    **{f"badam-l2-{decay:g}": {"weight_decay": decay} for decay in _DECAYS},
-}
 RELEASED = "badam-released"
 TITLES = {
     CONDITIONED: "Badam, conditioned",
     **plots.METHOD_TITLES,
     RELEASED: "Badam, as the released notebook",
-    **{f"badam-beta2-{beta:g}": f"Badam, β₂ = {beta:g}" for beta in _BETAS},
-    **{f"badam-l2-{decay:g}": f"Badam, L2 penalty {decay:g}" for decay in _DECAYS},
 }
 # The accuracies that the notebook prints, of one network.
 PRINTED: Mapping[str, Mapping[float, float]] = {
@@ -97,7 +90,7 @@ def _usual(problem: Problem) -> Problem:
 
 
 def _from_rule(name: str, problem: Problem, **changes: Any) -> Ranked:
-    found = gaussian(trained(_usual(problem), RULES[name], **changes))
+    found = trained(_usual(problem), RULES[name], **changes).gaussian()
     assert found is not None
     snr = found.mean.abs() / found.variance.sqrt()
     return unflatten(problem.network, found.mean), unflatten(problem.network, snr)
@@ -161,8 +154,6 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
     rankings = {"snr": snr, "magnitude": {name: theta.abs() for name, theta in weights.items()}}
     if method == "mc-dropout":
         del rankings["snr"]
-    elif method in VARIANTS:
-        del rankings["magnitude"]
     elif method not in _TRAINERS:
         rankings["path-snr"] = path_scores(snr)
     return {
@@ -212,7 +203,6 @@ def fit_part(
     problem = lru_cache(maxsize=1)(partial(problem_of, images, seeds=seeds, device=device))
     for name in names:
         training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
-        training = replace(training, **VARIANTS.get(name, {}))
         network = Network(inputs, settings.hidden, classes, dropout=settings.dropout)
         if name == RELEASED:
             network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
@@ -236,10 +226,10 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     rows = []
     for (method, ranking), curve in curves.items():
         bold = ["**" if curve.get(f) == best[f] else "" for f in fractions]
-        cells = (f"{b}{percent(curve.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
+        cells = (f"{b}{fixed(100 * curve.get(f, math.nan), 2)}{b}" for f, b in zip(fractions, bold, strict=True))
         rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
         if method == RELEASED:
-            printed = (percent(PRINTED[ranking].get(f)) for f in fractions)
+            printed = (fixed(100 * PRINTED[ranking].get(f, math.nan), 2) for f in fractions)
             rows.append((f"*what the notebook prints*, {ranking}", *printed))
     title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
     note = "Magnitude is the paper's baseline with Σ = 1; path scores and conditioning are ours. It prints no numbers."
@@ -247,11 +237,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
 
 
 def picture(results: Mapping[str, Any], title: str) -> Figure:
-    """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left.
-
-    Badam with other settings is drawn where nothing else is.
-    """
-    results = {method: curves for method, curves in results.items() if method not in VARIANTS} or results
+    """Accuracy against the fraction pruned, and, on logarithmic scales, the error against the fraction left."""
     with plots.house_style():
         figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)

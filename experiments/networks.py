@@ -25,10 +25,11 @@ from bayesadam.bandits.settings import (
     Widths,
 )
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import flatten, forward, initial, unflatten
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from experiments.rules import Adam, Badam, Dropout, DroppedBadam, Rule, gaussian, sampled_outputs
-from experiments.stacks import Network, Stack, Streams
+from experiments.rules import Adam, Badam, Dropout, DroppedBadam, Rule, sampled_outputs
+from experiments.stacks import Stack
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
 _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
@@ -177,10 +178,9 @@ class GaussianSettings(NetworkSettings):
 
 @dataclass(frozen=True)
 class BadamSettings(GreedySettings, GaussianSettings):
-    """The Gaussian that Adam's state holds, of either form, with the curvature c = v̂ᵖ."""
+    """The Gaussian that Adam's state holds, of either form."""
 
     form: Form = "likelihood"
-    power: Positive = 0.5
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,6 @@ class NetworkLearner(Uniform):
             device=device,
             average=settings.average,
             clip=settings.clip,
-            predraw=True,
         )
         self._batches, self._posterior = Streams(seeds, "batches", device), Streams(seeds, "posterior", device)
         # The Gaussian, kept until the next training.
@@ -259,8 +258,7 @@ class NetworkLearner(Uniform):
         self._shift = torch.zeros(len(seeds), 1, device=device)
         self._scale = torch.ones_like(self._shift)
         self._errors = torch.full((len(seeds), 2), _NOISE_START, device=device)
-        self._l2 = torch.full_like(self._shift, l2)
-        self.stack.penalty = self._l2 if l2 else None
+        self.stack.penalty = torch.full_like(self._shift, l2) if l2 else None
         self.stack.scale.fill_(0.5 / getattr(settings, "noise_variance", 0.5))
 
     def choose(self, contexts: Tensor) -> Tensor:
@@ -274,7 +272,7 @@ class NetworkLearner(Uniform):
     def scores(self, contexts: Tensor) -> Tensor:
         """One draw of the scores for every row, (runs, k, arms)."""
         rule, masks = self.stack.rule, None
-        if self._moments is None and (belief := gaussian(self.stack)) is not None:
+        if self._moments is None and (belief := self.stack.gaussian()) is not None:
             self._moments = unflatten(self.network, belief.mean), unflatten(self.network, belief.variance)
         if self._moments is None:
             if self._drops:
@@ -301,13 +299,11 @@ class NetworkLearner(Uniform):
         # N, the rewards' scale and the penalty, which a training's steps read.
         self.stack.n_data.fill_(settings.n_data(self.buffer.count))
         if settings.standardise:
-            for unit, moment in zip((self._shift, self._scale), self.buffer.moments(), strict=True):
-                unit.copy_(moment)
+            self._shift, self._scale = (moment.float() for moment in self.buffer.moments())
         if getattr(settings, "l2_by_noise", False):
-            torch.mul(self._errors[:, :1] / self._errors[:, 1:], settings.l2, out=self._l2)
+            self.stack.penalty = self._errors[:, :1] / self._errors[:, 1:] * settings.l2
         rows = self._batches.rows(self.buffer.count, settings.train_steps, settings.batch_size)
-        self.stack.prepare(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
-        self.stack.run(settings.train_steps)
+        self.stack.train(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
         self._moments = None
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:

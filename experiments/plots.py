@@ -1,11 +1,11 @@
 """The look that all pictures share: one style, and one colour for each method."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -52,13 +52,9 @@ def colour(method: str) -> str:
     return COLOURS.get(method, MUTED)
 
 
-@contextmanager
-def house_style() -> Iterator[None]:
+def house_style() -> AbstractContextManager[None]:
     """Our style inside, whatever the user's is; theirs again outside."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
+    return matplotlib.style.context(_STYLE, after_reset=True)
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:

@@ -89,7 +89,7 @@ def problem(name: str) -> BanditProblem:
 
     Args:
         name: mushroom, financial, jester, statlog, adult, covertype, census, or wheel, with its δ as in `"wheel:0.95"`;
-            `"jester:redrawn"` has other arms in every run, and `"census:1000"` the first 1,000 people alone.
+            `"census:1000"` has the first 1,000 people alone.
     """
     kind, _, option = name.partition(":")
     if kind == "wheel":
@@ -99,13 +99,13 @@ def problem(name: str) -> BanditProblem:
             raise SettingError(f"the wheel's δ must be a number between 0 and 1, got {name!r}") from None
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
-    table = load_table(table_name(name), dtype=_TYPES.get(kind, np.float32))
+    table = load_table(table_name(name))
     n, width = table.contexts.shape
     if name == "financial":
         make = partial(_financial_rounds, table.contexts)
         return BanditProblem(name, width, _FINANCIAL_ARMS, n, n, make)
     if kind == "jester":
-        make = partial(_jester_rounds, table.contexts, redrawn=bool(option))
+        make = partial(_jester_rounds, table.contexts)
         return BanditProblem(name, _JESTER_FEATURES, width - _JESTER_FEATURES, n, n, make)
     assert table.labels is not None
     if name == "mushroom":
@@ -220,14 +220,10 @@ def _financial_rounds(table: Numbers, seed: int, rounds: int) -> Rounds:
     return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))
 
 
-def _jester_rounds(ratings: Numbers, seed: int, rounds: int, *, redrawn: bool) -> Rounds:
-    """The ratings of 8 jokes are the rewards, those of the other 32 the context; which are which may differ by run."""
-    n = ratings.shape[1]
-    columns = np.array([*sorted({*range(n)} - {*_JESTER_ARMS}), *_JESTER_ARMS])
-    if redrawn:
-        columns = _random(seed, "columns").permutation(n)
-    table = ratings[_shuffled(len(ratings), seed, rounds)][:, columns].astype(np.float32)
-    contexts, rewards = table[:, :_JESTER_FEATURES].copy(), table[:, _JESTER_FEATURES:].copy()
+def _jester_rounds(ratings: Numbers, seed: int, rounds: int) -> Rounds:
+    """The ratings of 8 jokes are the rewards, those of the other 32 the context."""
+    table = ratings[_shuffled(len(ratings), seed, rounds)].astype(np.float32)
+    contexts, rewards = np.delete(table, _JESTER_ARMS, axis=1).copy(), table[:, _JESTER_ARMS].copy()
     return Rounds(contexts, rewards, rewards)
 
 
@@ -244,10 +240,7 @@ def _wheel_rounds(delta: float, seed: int, rounds: int) -> Rounds:
     return Rounds(contexts, rewards.astype(np.float32), expected.astype(np.float32))
 
 
-_PARTS = ("jester:redrawn", "census:1000")
-_TABLES = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census", *_PARTS)
-# The type that a table is kept in, where it is not float32.
-_TYPES: dict[str, npt.DTypeLike] = {"mushroom": np.uint8, "financial": np.float64, "census": np.uint8}
+_TABLES = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census", "census:1000")
 PROBLEMS = (*_TABLES, "wheel")
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bayesadam import Posterior
-from bayesadam.engine.network import linear, member
+from bayesadam.engine.network import Network, linear, member
+from bayesadam.engine.streams import Streams
 from experiments.baselines import Predictor, Problem, read, with_noise
 from experiments.running import generator
-from experiments.stacks import Network, Streams
 
 _BETAS = (0.9, 0.999)
 Weights = dict[str, Tensor]

@@ -2,10 +2,10 @@
 
 import base64
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from bayesadam import __version__
 from bayesadam._extras import require
 from bayesadam.errors import BayesAdamError, FileError
 from experiments import cost, figure1, figure2, table1
-from experiments.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged
 from experiments.data import data_set, find, locate
 from experiments.problems import table_name
 from experiments.running import Run, Table
 
+EXPERIMENTS: Mapping[str, Any] = {"figure1": figure1, "figure2": figure2, "table1": table1, "cost": cost}
 HEADINGS = {
     "figure1": "Figure 1: toy regression",
     "figure2": "Figure 2: pruning by signal-to-noise ratio",
@@ -40,53 +40,51 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def table_of(run: Finished) -> Table:
-    """The table of a run."""
-    table: Table = EXPERIMENTS[run.experiment].table(run.results, run.settings)
-    return table
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """One run's `metrics.json`, its picture, and its folder's name below the report's."""
 
-
-@dataclass(frozen=True)
-class Report:
-    """What the page is made of: runs by experiment, the main one first, and the reason for each one missing."""
-
-    runs: Mapping[str, Sequence[Finished]]
-    missing: Mapping[str, str]
-    quick: bool = False
-
-    @cached_property
-    def claims(self) -> list[Judged]:
-        """Every claim, failed ones first, by the first run that measured it; Table 1's by the paper's settings if any.
-
-        A run that is shorter than the paper's comes last.
-        """
-        verdicts = []
-        for claim in CLAIMS:
-            runs = sorted(self.runs.get(claim.experiment, ()), key=lambda run: run.own_settings or run.too_short)
-            each = (judged(claim, run) for run in runs)
-            verdicts.append(next((one for one in each if one.checks), judged(claim, None)))
-        return sorted(verdicts, key=lambda one: list(Verdict).index(one.verdict))
+    experiment: str
+    name: str
+    metrics: Mapping[str, Any]
+    picture: bytes = b""
 
     @property
-    def every_run(self) -> list[Finished]:
-        return [run for experiment in EXPERIMENTS for run in self.runs.get(experiment, ())]
+    def table(self) -> Table:
+        table: Table = EXPERIMENTS[self.experiment].table(self.metrics["results"], self.metrics["settings"])
+        return table
 
-    def plain(self) -> dict[str, Any]:
-        runs = [
-            {"file": f"{run.name}/metrics.json", "command": run.command, "departures": run.departures}
-            for run in self.every_run
-        ]
-        return {"claims": [one.plain() for one in self.claims], "runs": runs, "missing": dict(self.missing)}
+    @property
+    def complete(self) -> bool:
+        """Whether every requested part is there; Table 1 writes its cells as they come."""
+        problems, agents = (self.metrics["settings"].get(name, ()) for name in ("problems", "agents"))
+        return all(agent in self.metrics["results"].get(problem, {}) for problem in problems for agent in agents)
 
-    def page(self) -> str:
-        """The whole file, out of the template `report.html`; what is not markup already is escaped."""
-        jinja2 = require("jinja2")
-        loader = jinja2.FileSystemLoader(Path(__file__).parent)
-        environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, autoescape=True)
-        tools: Any = {"table_of": table_of, "verdicts": list(Verdict), "headings": HEADINGS}
-        tools["settings_table"] = table1.settings_table()
-        tools["base64"] = lambda content: base64.b64encode(content).decode()
-        return str(environment.get_template("report.html").render(report=self, version=__version__, **tools))
+    @property
+    def command(self) -> str:
+        """What repeats the run: every setting that differs from its default, as an option."""
+        words = ["python", "-m", "experiments", self.experiment, "--seed", str(self.metrics.get("seed", 0))]
+        for name, usual in vars(EXPERIMENTS[self.experiment].Settings()).items():
+            value = self.metrics["settings"].get(name, usual)
+            if value not in (usual, list(usual) if isinstance(usual, tuple) else usual):
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                words += [f"--{name.removeprefix('n_')}", text]
+        if self.experiment in ("figure2", "table1"):
+            words += ["--device", self.metrics.get("device", "cpu")]
+        return shlex.join(words)
+
+
+def page(runs: Mapping[str, Sequence[Finished]], missing: Mapping[str, str], quick: bool) -> str:
+    """The whole file, out of the template `report.html`; what is not markup already is escaped.
+
+    Runs are by experiment, the main one first; `missing` has the reason for each experiment that lacks something.
+    """
+    jinja2 = require("jinja2")
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, autoescape=True)
+    told: Any = {"runs": runs, "missing": missing, "quick": quick, "headings": HEADINGS, "version": __version__}
+    told["base64"] = lambda content: base64.b64encode(content).decode()
+    return str(environment.get_template("report.html").render(**told))
 
 
 def run(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple[Path, ...]:
@@ -96,8 +94,9 @@ def run(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple
     """
     task = Run("report", seed, out, {"quick": quick}, device=device, quiet=quiet)
     missing: dict[str, str] = {}
+    runs: dict[str, list[Finished]] = {}
     for experiment in EXPERIMENTS:
-        if not main_runs(out, experiment, quick):
+        if not any(one.name.endswith(experiment) for one in finished(out, experiment, quick)):
             folder = out / QUICK / experiment if quick else out / experiment
             try:
                 reason = run_missing(experiment, quick, seed=seed, out=folder, quiet=quiet, device=device)
@@ -106,32 +105,32 @@ def run(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple
             if reason:
                 missing[experiment] = reason
                 print(f"experiments: {experiment}:", *reason.split(), file=sys.stderr)
-        runs = {name: [*main_runs(out, name, quick)[:1], *further_runs(out, name)] for name in EXPERIMENTS}
-        report = Report(runs, missing, quick)
-        task.write({"report.html": report.page()})
-    if not report.every_run:
+        runs = {name: finished(out, name, quick) for name in EXPERIMENTS}
+        task.write({"report.html": page(runs, missing, quick)})
+    if not any(runs.values()):
         raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
-    return task.finish({"report.html": report.page()}, report.plain(), name="report.json")
+    told = [{"file": f"{one.name}/metrics.json", "command": one.command} for of in runs.values() for one in of]
+    return task.finish(
+        {"report.html": page(runs, missing, quick)}, {"runs": told, "missing": missing}, name="report.json"
+    )
 
 
-def main_runs(root: Path, experiment: str, quick: bool) -> list[Finished]:
-    """The whole run, then the quick one where wanted."""
-    return _complete(root, experiment, [experiment, *([f"{QUICK}/{experiment}"] if quick else [])])
+def finished(root: Path, experiment: str, quick: bool) -> list[Finished]:
+    """The complete runs: the whole one or, where wanted, the quick one, then those in folders such as `table1-paper`.
+
+    A `metrics.json` that is damaged is an error.
+    """
+    main = [experiment, *([f"{QUICK}/{experiment}"] if quick else [])]
+    further = sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json"))
+    first, rest = ([run for name in names if (run := read(root, name, experiment))] for names in (main, further))
+    return first[:1] + rest
 
 
-def further_runs(root: Path, experiment: str) -> list[Finished]:
-    """Those in folders such as `table1-paper`."""
-    return _complete(root, experiment, sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json")))
-
-
-def _complete(root: Path, experiment: str, names: Sequence[str]) -> list[Finished]:
-    runs = [read(root, name, experiment) for name in names if (root / name / "metrics.json").is_file()]
-    return [run for run in runs if run.complete]
-
-
-def read(root: Path, name: str, experiment: str) -> Finished:
-    """The run in `root/name`. A `metrics.json` that is damaged is an error."""
+def read(root: Path, name: str, experiment: str) -> Finished | None:
+    """The complete run in `root/name`, or None."""
     path = root / name / "metrics.json"
+    if not path.is_file():
+        return None
     try:
         metrics = json.loads(path.read_bytes())
         command = metrics["command"]
@@ -139,8 +138,9 @@ def read(root: Path, name: str, experiment: str) -> Finished:
         raise FileError(f"{path} is not a run's metrics: remove it and run again") from None
     if command != experiment:
         raise FileError(f"{path} is of `{command}`, not {experiment}: move it, or report on another folder")
-    pictures = sorted(path.parent.glob("*.png"))
-    return Finished(experiment, name, metrics, pictures[0].read_bytes() if pictures else b"")
+    picture = next((picture.read_bytes() for picture in sorted(path.parent.glob("*.png"))), b"")
+    run = Finished(experiment, name, metrics, picture)
+    return run if run.complete else None
 
 
 def run_missing(experiment: str, quick: bool, *, device: str, **common: Any) -> str:

@@ -1,12 +1,12 @@
-"""The rules that the paper compares with, and what each of them ends with: a Gaussian, or functions drawn from it.
+"""The rules that the paper compares with: how each learns, and the Gaussian or the functions that it ends with.
 
-They train on `experiments.stacks`. A new rule is a class with `start`, `at` (where the gradient is taken),
-`update` and `gaussian`, and a line in `RULES`.
+`experiments.stacks` trains by them. A new rule is a class with `start`, `at` (where the gradient is taken), `update`
+and `gaussian`, and a line in `RULES`.
 """
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,20 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.engine import rules
-from bayesadam.engine.network import ACTIVATIONS, dropout_mask, linear, unflatten
+from bayesadam.engine.gradients import StackedGradient
+from bayesadam.engine.network import ACTIVATIONS, Network, dropout_mask, linear, unflatten
 from bayesadam.engine.rules import State
-from experiments import stacks
-from experiments.stacks import (
-    Dropped,
-    Network,
-    Number,
-    Stack,
-    Step,
-    Streams,
-    adam_state,
-    adam_update,
-    second_moment,
-)
+from bayesadam.engine.streams import Streams
+
+Number = float | Tensor
 
 
 class Gaussian(NamedTuple):
@@ -42,17 +34,56 @@ class Gaussian(NamedTuple):
 Drawn = tuple[dict[str, Tensor], list[Tensor] | None]
 
 
-class Rule(stacks.Rule):
-    """A rule of a stack, and what it ends with."""
+class Step(NamedTuple):
+    """α, 1 − β₁ᵗ, 1 − β₂ᵗ and N of one step."""
+
+    lr: Number
+    first: Number
+    second: Number
+    n_data: Number
+
+
+class Rule(ABC):
+    """One way to learn; it holds settings only.
+
+    All functions work on flat weights (s, weights), one row per network, and on the memory that `start` made. Its
+    tensors of two dimensions or more have one row per network.
+    """
 
     # Its usual rate, where Adam's does not suit.
     lr: ClassVar[float | None] = None
+    # Whether the gradient is that of the mean negative log-likelihood at weights that `at` writes.
+    needs_noise: ClassVar[bool] = False
+    betas: tuple[float, float]
 
     @classmethod
     def with_settings(cls, **settings: Any) -> "Rule":
         """The rule with those of the settings that it has."""
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in settings.items() if name in own})
+
+    @abstractmethod
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """The memory besides the weights, by name."""
+
+    def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
+        """The random numbers of a step, (s, ...); empty for none."""
+        return torch.empty(0)
+
+    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
+        """The factors of every hidden layer's units, (s, b, units) each, where units are dropped."""
+        return None
+
+    def gradient(self, network: Network, weights: Tensor, state: State) -> Callable[..., Tensor]:
+        """What takes the gradient at the weights that `at` writes."""
+        return StackedGradient(network, weights)
+
+    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:  # noqa: B027
+        """Write the weights at which the gradient is taken into `out`; `noise` may be overwritten."""
+
+    @abstractmethod
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """One step, in place; `gradient` may be overwritten."""
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian | None:
         """The Gaussian over the weights that the rule ends with; None where it ends with a point."""
@@ -67,8 +98,35 @@ class Rule(stacks.Rule):
 
 
 @dataclass(frozen=True)
-class Adam(stacks.Adam, Rule):
-    """The stack's: it ends with a point."""
+class Adam(Rule):
+    """The engine's, with the penalty (λ/2)|θ|² of a `weight_decay` λ: it ends with a point."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        return rules.Adam().start(weights)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        rules.Adam(self.betas, self.weight_decay).update(weights, gradient, state, step.lr)
+
+
+def by_layer(numbers: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """(s, b Σ widths) as (s, b, width) of each layer."""
+    b = numbers.shape[1] // sum(widths)
+    return [part.view(len(part), b, -1) for part in torch.split(numbers, [b * width for width in widths], dim=1)]
+
+
+class Dropped(Rule):
+    """The network's dropout, in prediction as in training (MC dropout), before the rule that it stands in front of."""
+
+    def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
+        """One uniform number for each unit of each example."""
+        return streams.uniform(batch * sum(network.hidden))
+
+    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
+        """(s, b, units) per layer, contiguous."""
+        return [dropout_mask(part, network.dropout) for part in by_layer(noise, network.hidden)]
 
 
 @dataclass(frozen=True)
@@ -84,14 +142,15 @@ class Dropout(Dropped, Adam):
 
 @dataclass(frozen=True)
 class Badam(Adam):
-    """Adam, and the Gaussian that its state holds: precision N c + δ with c = v̂ᵖ, around θ or N c/(N c + δ) θ."""
+    """Adam, and the Gaussian that its state holds: precision N √v̂ + δ, around θ or N √v̂/(N √v̂ + δ) θ."""
 
     prior_variance: float = 0.1
-    power: float = 0.5
     form: str = "likelihood"
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
-        data = second_moment(state, self.betas[1]).pow(self.power) * n_data
+        """v̂ = v/(1 − β₂ᵗ), and 0 before the first step."""
+        left = (1 - self.betas[1] ** state["step"][0].double()).clamp(min=torch.finfo(torch.float32).tiny)
+        data = (state["exp_avg_sq"] / left.float()).sqrt() * n_data
         precision = data + 1 / self.prior_variance
         return Gaussian(data / precision * weights if self.form == "likelihood" else weights, precision.reciprocal())
 
@@ -115,8 +174,8 @@ class Perturbed(Rule):
         noise.mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
         torch.add(weights, noise, out=out)
 
-    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
-        return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
+    def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
+        return streams.normal(sum(math.prod(shape) for shape in network.shapes().values()))
 
 
 class TwoAdams(Perturbed):
@@ -130,14 +189,14 @@ class TwoAdams(Perturbed):
         return math.log(self.initial_std)
 
     def start(self, weights: Tensor, n_data: Number) -> State:
-        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
-        return {"rho": torch.full_like(weights, self.first_rho()), **adam_state(weights), **own}
+        own = {f"rho.{name}": tensor for name, tensor in rules.Adam().start(weights).items()}
+        return {"rho": torch.full_like(weights, self.first_rho()), **rules.Adam().start(weights), **own}
 
     def descend(self, weights: Tensor, state: State, by_mean: Tensor, by_rho: Tensor, step: Step) -> None:
         """One step of both."""
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(weights, by_mean, state, step.lr, rules.Adam(self.betas))
-        adam_update(state["rho"], by_rho, own, step.lr, rules.Adam(self.betas))
+        rules.Adam(self.betas).update(weights, by_mean, state, step.lr)
+        rules.Adam(self.betas).update(state["rho"], by_rho, own, step.lr)
 
 
 @dataclass(frozen=True)
@@ -241,19 +300,6 @@ RULES: Mapping[str, type[Rule]] = {
     "vadam": Vadam,
     "ivon": IVON,
 }
-
-
-def gaussian(stack: Stack) -> Gaussian | None:
-    """The Gaussian that a stack's rule ends with, around its `mean`."""
-    assert isinstance(stack.rule, Rule)
-    return stack.rule.gaussian(stack.mean, stack.state, stack.n_data)
-
-
-def functions(stack: Stack, index: int, n: int, streams: Streams) -> Drawn:
-    """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
-    assert isinstance(stack.rule, Rule)
-    own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in stack.state.items()}
-    return stack.rule.sample(stack.network, stack.mean[index : index + 1], own, stack.n_data, streams, n)
 
 
 def sampled_outputs(

@@ -83,15 +83,6 @@ def digits(value: float) -> str:
     return f"{value:.3g}".replace("-", "−") if math.isfinite(value) else MISSING
 
 
-def percent(value: float | None) -> str:
-    """A share in percent, without the sign.
-
-    >>> percent(0.9843), percent(-0.0042)
-    ('98.43', '−0.42')
-    """
-    return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.2f}".replace("-", "−")
-
-
 class Table(NamedTuple):
     """Rows of texts, the first a name, the others numbers, of which the best has two asterisks on each side."""
 

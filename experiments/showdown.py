@@ -6,20 +6,19 @@ one draw of every unit for each example (local reparameterisation).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.bandits.settings import Positive
 from bayesadam.engine.gradients import Slope
-from bayesadam.engine.network import unflatten
+from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import State
+from bayesadam.engine.streams import Streams
 from experiments.networks import GreedySettings, NetworkSettings
-from experiments.rules import Gaussian, Rule, TwoAdams, sampled_outputs
-from experiments.stacks import Dropped, Network, Number, Step, Streams
+from experiments.rules import Dropped, Gaussian, Number, Rule, Step, TwoAdams, by_layer, sampled_outputs
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -54,26 +53,6 @@ def rmsprop(settings: GreedySettings, network: Network, device: torch.device) ->
 
 
 @dataclass(frozen=True, eq=False)
-class LocalGradient:
-    """By μ and by the variances of the weights, (n, 2 weights), at one draw of every unit for each example."""
-
-    network: Network
-    weights: Tensor
-    log_std: Tensor
-
-    def __call__(self, x: Tensor, slope: Slope, *, masks: Sequence[Tensor] | None = None) -> Tensor:
-        """`masks` are ε, (n, b, units) for every layer."""
-        assert masks is not None
-        flat = self.weights.detach().clone(), (2 * self.log_std).exp().detach()
-        with torch.enable_grad():
-            mean, variance = (unflatten(self.network, leaf.requires_grad_()) for leaf in flat)
-            points = {name: torch.full_like(v, _LEAST) for name, v in variance.items() if name.endswith("bias")}
-            outputs = sampled_outputs(self.network, mean, variance | points, x, masks)
-        gradients = torch.autograd.grad(outputs, flat, slope(outputs.detach()))
-        return torch.cat(gradients, dim=1)
-
-
-@dataclass(frozen=True, eq=False)
 class LocalBayesByBackprop(TwoAdams):
     """Adam on the evidence bound of q = N(μ, exp(2ρ)) of the weights, biases being points.
 
@@ -86,23 +65,30 @@ class LocalBayesByBackprop(TwoAdams):
     precision: Tensor
     initial_std: float = _START
 
-    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
+    def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
         """ε ~ N(0, 1) for every unit of each example."""
-        return streams.normal(*lead, batch * sum((*network.hidden, network.n_outputs)))
+        return streams.normal(batch * sum((*network.hidden, network.n_outputs)))
 
     def masks(self, noise: Tensor, network: Network) -> list[Tensor]:
         """ε by layer, (s, b, units) each."""
-        widths = (*network.hidden, network.n_outputs)
-        b = noise.shape[1] // sum(widths)
-        parts = torch.split(noise, [b * width for width in widths], dim=1)
-        return [part.view(-1, b, width) for part, width in zip(parts, widths, strict=True)]
+        return by_layer(noise, (*network.hidden, network.n_outputs))
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
         """μ: the gradient's own draws are those of units."""
         out.copy_(weights)
 
-    def gradient(self, network: Network, weights: Tensor, state: State) -> Any:
-        return LocalGradient(network, weights, state["rho"])
+    def gradient(self, network: Network, weights: Tensor, state: State) -> Callable[..., Tensor]:
+        """By μ and by the variances of the weights, (n, 2 weights), at one draw of every unit for each example."""
+
+        def of_batch(x: Tensor, slope: Slope, *, masks: Sequence[Tensor]) -> Tensor:
+            flat = weights.detach().clone(), (2 * state["rho"]).exp().detach()
+            with torch.enable_grad():
+                mean, variance = (unflatten(network, leaf.requires_grad_()) for leaf in flat)
+                points = {name: torch.full_like(v, _LEAST) for name, v in variance.items() if name.endswith("bias")}
+                outputs = sampled_outputs(network, mean, variance | points, x, masks)
+            return torch.cat(torch.autograd.grad(outputs, flat, slope(outputs.detach())), dim=1)
+
+        return of_batch
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         by_mean, by_variance = torch.split(gradient, weights.shape[1], dim=1)

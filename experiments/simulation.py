@@ -1,11 +1,7 @@
 """One cell of Table 1: an agent plays a problem, many runs at once."""
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,41 +69,19 @@ def simulate(
         device: None for a GPU where there is one.
         settings: see `agent_settings`.
     """
-    how: Any = {"runs": runs, "rounds": rounds, "seed": seed, "device": device, "settings": settings}
-    *_, outcome = playing(problem, agent, **how)
-    assert outcome is not None
-    return outcome
-
-
-def playing(
-    problem: str | BanditProblem,
-    agent: str,
-    *,
-    runs: int,
-    rounds: int | None,
-    seed: int,
-    device: str | torch.device | None,
-    settings: str | AgentSettings,
-) -> Iterator[Simulation | None]:
-    """`simulate` step by step, for a caller who wants to advance several in turn: the last step has the outcome.
-
-    On a GPU each has a stream of its own, and a step returns before the GPU is done, so that several keep it busy.
-    """
     start, chosen = time.perf_counter(), named_problem(problem) if isinstance(problem, str) else problem
     count("runs", runs, "with seeds of their own")
     rounds, settings, n_arms = chosen.checked_rounds(rounds), agent_settings(agent, settings), chosen.n_arms
     on = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    stream = torch.cuda.Stream(on) if on.type == "cuda" else None  # type: ignore[no-untyped-call]
     seeds = [stream_seed(seed, "run", number) for number in range(runs)]
     played = [chosen.run(one, rounds) for one in seeds]
-    with torch.cuda.stream(stream):
-        buffer = Buffer(torch.from_numpy(np.stack([one.contexts for one in played])).to(on))
-        pays = torch.from_numpy(np.stack([one.rewards for one in played])).to(on)
-        learner = AGENTS[agent].learner(settings, buffer, n_arms, seeds)
+    buffer = Buffer(torch.from_numpy(np.stack([one.contexts for one in played])).to(on))
+    pays = torch.from_numpy(np.stack([one.rewards for one in played])).to(on)
+    learner = AGENTS[agent].learner(settings, buffer, n_arms, seeds)
     # The rounds at first, in which arms are pulled in turn.
     forced = min(settings.initial_pulls * n_arms, rounds)
-    while (first := buffer.count) < rounds:
-        with torch.cuda.stream(stream), torch.no_grad():
+    with torch.no_grad():
+        while (first := buffer.count) < rounds:
             last = forced if first < forced else min(first + settings.train_every, rounds)
             if first < forced:
                 arms = (torch.arange(first, last, device=on) % n_arms).expand(runs, -1)
@@ -117,14 +91,11 @@ def playing(
             learner.observe(buffer.add(arms, rewards))
             if last < rounds:
                 learner.train()
-        yield None
-    with torch.cuda.stream(stream):
-        chosen_arms = buffer.arms.cpu().numpy()
-        reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)
+    reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)
     optimum = np.stack([one.optimum for one in played]).cumsum(axis=1)
     regret, points = optimum - reward, np.linspace(1, rounds, min(rounds, _CURVE_POINTS)).round()
     points = np.unique(points.astype(np.int64))
-    yield Simulation(
+    return Simulation(
         rounds=rounds,
         reward_ratio=reward[:, -1] / optimum[:, -1],
         regret_ratio=regret[:, -1] / (optimum[:, -1] - [one.uniform.sum() for one in played]),
@@ -132,19 +103,6 @@ def playing(
         reward=reward[:, points - 1],
         regret=regret[:, points - 1],
         lost=reward[:, -1] <= [one.single.sum() for one in played],
-        arms=chosen_arms,
+        arms=buffer.arms.cpu().numpy(),
         seconds=time.perf_counter() - start,
     )
-
-
-def in_turn(simulations: Iterable[Iterator[Simulation | None]], at_once: int) -> Iterator[tuple[int, Simulation]]:
-    """The outcomes of simulations and their numbers, as they come; `at_once` are under way at a time."""
-    waiting = enumerate(simulations)
-    running = deque(islice(waiting, at_once))
-    while running:
-        number, steps = running.popleft()
-        if (outcome := next(steps)) is None:
-            running.append((number, steps))
-        else:
-            yield number, outcome
-            running.extend(islice(waiting, 1))

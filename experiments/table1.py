@@ -1,6 +1,5 @@
 """Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 from experiments import plots
 from experiments.agents import agent_settings
 from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
-from experiments.simulation import in_turn, playing
+from experiments.simulation import simulate
 
 TITLES = {
     **plots.METHOD_TITLES,
@@ -46,15 +45,13 @@ SHOWDOWN = "-showdown"
 OWN_AGENTS = (
     *("badam", "badam-map", f"mc-dropout{SHOWDOWN}", f"bbb{SHOWDOWN}", "bbb", "vadam", f"greedy{SHOWDOWN}", "uniform"),
 )
-# Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
-_AT_ONCE = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the table depends on besides the seed: its columns, rows, runs of each cell, and the agents' settings."""
 
-    problems: tuple[str, ...] = (*_COLUMNS[:6], "census:1000", "jester:redrawn")
+    problems: tuple[str, ...] = (*_COLUMNS[:6], "census:1000")
     agents: tuple[str, ...] = tuple(PAPER)
     runs: int = 10
     rounds: int | None = None
@@ -66,20 +63,20 @@ class Settings:
 
 
 Cell = dict[str, Any]
-HEADINGS = {"census:1000": "census, 1,000 rounds", "jester:redrawn": "jester, arms redrawn"}
+HEADINGS = {"census:1000": "census, 1,000 rounds"}
 
 
 def play(names: Sequence[str], *, seed: int, settings: Settings, device: str) -> Iterator[tuple[str, Cell]]:
     """Finished cells as plain data, as they come."""
-    options = {**asdict(settings), "seed": seed, "device": device}
-    common = {name: options[name] for name in ("runs", "rounds", "settings", "seed", "device")}
-    cells = (playing(*name.split("/"), **common) for name in names)
-    for number, outcome in in_turn(cells, _AT_ONCE[device]):
+    how: Any = {"runs": settings.runs, "rounds": settings.rounds, "settings": settings.settings}
+    for name in names:
+        problem, agent = name.split("/")
+        outcome = simulate(problem, agent, seed=seed, device=device, **how)
         regret = outcome.regret.mean(axis=0), outcome.regret.std(axis=0, ddof=min(1, settings.runs - 1))
         mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
         shares = {name: getattr(outcome, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
         played = {"rounds": outcome.rounds, "seconds": round(outcome.seconds, 3), "points": outcome.points.tolist()}
-        yield names[number], {**shares, **played, "regret_mean": mean, "regret_sd": sd}
+        yield name, {**shares, **played, "regret_mean": mean, "regret_sd": sd}
 
 
 def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
@@ -92,9 +89,8 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
 
 
 def published(problem: str, agent: str) -> tuple[float, float] | None:
-    """The paper's mean and standard deviation; its jester has fixed arms."""
-    kind, _, option = problem.partition(":")
-    return None if option == "redrawn" else PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(kind)
+    """The paper's mean and standard deviation."""
+    return PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(problem.partition(":")[0])
 
 
 def spread(cell: Cell) -> str:
@@ -141,20 +137,6 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
     return Table(title, ("agent", *(HEADINGS.get(p, p) for p in problems)), rows, note)
 
 
-def settings_table() -> Table:
-    """Every setting of `--settings paper`, and whose it is."""
-    rows = []
-    for record in json.loads(Path(__file__).with_name("settings.json").read_text("utf-8")):
-        agents = record["agents"]
-        named = "all" if agents == "all" else ", ".join(TITLES.get(agent, agent) for agent in agents) or MISSING
-        rows.append((record["what"], named, record["value"], record["whose"]))
-    note = (
-        "The Showdown is the code of *Deep Bayesian Bandits Showdown*, on which the paper builds; the released code is "
-        "the authors', which has no bandits."
-    )
-    return Table("The settings `paper`, and whose they are", ("setting", "agents", "value", "whose"), rows, note)
-
-
 def picture(results: Mapping[str, Mapping[str, Cell]], settings: Settings) -> Figure:
     """Cumulative regret, mean and one standard deviation over the runs: a panel per problem, with one legend."""
 
@@ -187,6 +169,5 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -
     results = by_problem(run_parts(task, names, partial(play, seed=seed, settings=settings, device=device), so_far))
     view = table(results, asdict(settings))
     task.show(view)
-    text = view.markdown() + (settings_table().markdown() if settings.settings == "paper" else "")
-    files: Any = {"table1.md": text, "regret.png": plots.png(picture(results, settings))}
+    files: Any = {"table1.md": view.markdown(), "regret.png": plots.png(picture(results, settings))}
     return task.finish(files, results)

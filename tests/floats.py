@@ -26,46 +26,26 @@ def assert_close(
     rtol: float | None = None,
     atol: float = 0.0,
     size: float | None = None,
-    equal_nan: bool = True,
-    check_dtype: bool = False,
-    check_device: bool = False,
     msg: str | None = None,
-    err_msg: str | None = None,
 ) -> None:
     """Raise unless two numbers, arrays, tensors, or mappings or sequences of them, are equal up to rounding."""
+    if isinstance(expected, list | tuple) and any(isinstance(each, Tensor | np.ndarray) for each in expected):
+        actual, expected = ({str(place): value for place, value in enumerate(of)} for of in (actual, expected))
     if isinstance(expected, Mapping):
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            assert_close(actual[name], value, rtol=rtol, atol=atol, size=size, check_dtype=check_dtype, msg=msg or name)
-        return
-    if isinstance(expected, list | tuple) and any(isinstance(each, Tensor | np.ndarray) for each in expected):
-        assert len(actual) == len(expected)
-        for number, value in enumerate(expected):
-            assert_close(
-                actual[number], value, rtol=rtol, atol=atol, size=size, check_dtype=check_dtype, msg=msg or str(number)
-            )
+            assert_close(actual[name], value, rtol=rtol, atol=atol, size=size, msg=msg or name)
         return
     found, wanted = (torch.as_tensor(each).detach() for each in (actual, expected))
-    if check_dtype:
-        assert found.dtype == wanted.dtype, f"{found.dtype} is not {wanted.dtype}"
-    if check_device:
-        assert found.device == wanted.device, f"{found.device} is not {wanted.device}"
     if wanted.dim() == 0:
         wanted = wanted.expand_as(found)
     relative = rtol or max(RTOL.get(each.dtype, 0.0) for each in (found, wanted)) or RTOL[torch.float64]
     found, wanted = (each.cpu().to(torch.promote_types(each.dtype, torch.float64)) for each in (found, wanted))
     finite = wanted[wanted.isfinite()] if wanted.is_floating_point() else wanted.flatten()
     largest = size if size is not None else float(finite.abs().max()) if finite.numel() else 0.0
-    said = msg or err_msg
-    torch.testing.assert_close(
-        found,
-        wanted,
-        rtol=relative,
-        atol=max(atol, relative * largest),
-        equal_nan=equal_nan,
-        check_dtype=False,
-        msg=None if said is None else lambda text: f"{said}: {text}",
-    )
+    told: Any = {} if msg is None else {"msg": lambda text: f"{msg}: {text}"}
+    limits: Any = {"rtol": relative, "atol": max(atol, relative * largest), "equal_nan": True, "check_dtype": False}
+    torch.testing.assert_close(found, wanted, **limits, **told)
 
 
 def close(actual: Any, expected: Any, **tolerances: Any) -> bool:

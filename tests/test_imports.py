@@ -194,20 +194,3 @@ def test_no_floor_imports_a_higher_one():
         found = imports(ast.parse(path.read_text(encoding="utf-8")), package) - {part}
         above = sorted(other or "bayesadam itself" for other in found if FLOOR[other] >= FLOOR[part])
         assert not above, f"{relative} is on floor {FLOOR[part]} and imports {above} from its own floor or above"
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("import bayesadam", {""}),
-        ("import bayesadam.diagnosis as d, os", {"diagnosis"}),
-        ("from bayesadam import Posterior, readers", {"", "readers"}),
-        ("from bayesadam.weights.draws import draw", {"weights"}),
-        ("def f():\n    from ..cli import app", {"cli"}),
-        ("from bayesadam.weights.posterior import Posterior", {"weights.posterior"}),
-        ("from . import storage", {"weights"}),
-        ("import torch", set()),
-    ],
-)
-def test_imports_are_found_in_every_spelling(line, expected):
-    assert imports(ast.parse(line), "bayesadam.weights") == expected

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import scores
+from bayesadam._files import replacing
 
 Result = TypeVar("Result")
 
@@ -90,9 +91,8 @@ Cell = dict[str, Any]
 def replaced(path: Path, write: Callable[[Path], object]) -> None:
     """A file that is there once it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    write(unfinished)
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        write(unfinished)
 
 
 def write_cell(path: Path, cell: Cell) -> None:
@@ -256,12 +256,12 @@ def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup:
         call()
     times = []
     for _ in range(repeats):
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         call()
         ended.record()
         ended.synchronize()
-        times.append(began.elapsed_time(ended))
+        times.append(float(began.elapsed_time(ended)))
     return statistics.median(times)
 
 

@@ -151,16 +151,3 @@ def vit(classes: int = 10, *, width: int = 192, depth: int = 6, heads: int = 6) 
     return nn.Sequential(
         Patches(32, 4, width), *blocks, nn.LayerNorm(width), MeanOverPlaces(), nn.Linear(width, classes)
     )
-
-
-def train_classifier(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int = 128) -> torch.optim.Adam:
-    """Epochs of plain Adam; the model is left in evaluation mode."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model.train()
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x)).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-    model.eval()
-    return optimizer

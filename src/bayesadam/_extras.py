@@ -12,7 +12,6 @@ EXTRA_OF: dict[str, str | None] = {
     **dict.fromkeys(("matplotlib", "typer")),
     **dict.fromkeys(("accelerate", "peft", "transformers"), "transformers"),
     **dict.fromkeys(("onnx", "onnxscript"), "onnx"),
-    **dict.fromkeys(("starlette", "uvicorn"), "serve"),
     **{name: name for name in ("botorch", "lightning", "sklearn")},
     "torch_pruning": "prune",
 }

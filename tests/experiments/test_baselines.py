@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayesadam.engine.network import member
+from bayesadam.engine.network import Network, member
 from experiments import baselines
-from experiments.baselines import METHODS, Data, Network, Problem, Training, gaussians, noise_variance
+from experiments.baselines import METHODS, Data, Problem, Training, gaussians, noise_variance
 from experiments.figure1 import coverage, nll
 from floats import approx, assert_close
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from bayesadam.engine.network import Network
 from experiments import cost
 from experiments.__main__ import main
-from experiments.baselines import Network
 from experiments.cost import costs, problem_named, ratios, table
 from experiments.data import Images
 from floats import approx

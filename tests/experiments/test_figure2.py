@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import bayesadam as ba
-from bayesadam.engine.network import member
+from bayesadam.engine.network import Network, member
 from experiments import figure2, plots
 from experiments.__main__ import main
-from experiments.baselines import Network, Training, diagonal_ggn, read
+from experiments.baselines import Training, diagonal_ggn, read
 from experiments.data import Images
-from experiments.figure2 import FRACTIONS, Settings, curves_of, path_scores, problem_of
+from experiments.figure2 import FRACTIONS, curves_of, path_scores, problem_of
 from floats import approx, assert_close
 
 QUICK = Training(epochs=2, batch_size=16, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99999))
@@ -103,15 +103,6 @@ def test_every_method_has_its_curves_and_a_seed_its_own(images, method):
         assert sum(abs(a - b) > 0.021 for a, b in zip(one[1], other[0], strict=True)) <= 2
 
 
-def test_a_variant_is_badam_with_its_own_setting(images, monkeypatch):
-    monkeypatch.setattr(figure2, "load_images", lambda *_: images)
-    settings = Settings(epochs=2, hidden=(8, 7), batch_size=16, lr=1e-2, n_seeds=2)
-    variants = {"badam-l2-0.0001": {"weight_decay": 1e-4}, "badam-beta2-0.99": {"betas": (0.9, 0.99)}}
-    curves = dict(figure2.fit_part([*variants], seed=0, settings=settings, device="cpu"))
-    for name, changes in variants.items():
-        assert curves[name] == {"snr": curves_of("badam", problem(images, (0, 1), **changes))["snr"]}
-
-
 def test_the_diagonal_ggn_is_the_sum_of_squared_jacobians(images):
     network = Network(6, (5, 4), 3, "tanh")
     given = problem_of(images, network, QUICK, (3, 4), "cpu")
@@ -141,9 +132,3 @@ def test_the_command_writes_its_picture_and_metrics(images, tmp_path, monkeypatc
     assert metrics["command"] == "figure2"
     assert set(metrics["results"]["badam"]) == {"snr", "magnitude", "path-snr"}
     assert metrics["results"]["badam"]["snr"]["fractions"] == list(FRACTIONS)
-
-
-@pytest.mark.parametrize("bad", [["--methods", "luck"], ["--device", "tpu"], ["--data", "letters"]], ids=str)
-def test_bad_options_are_named(bad, tmp_path, capsys):
-    assert main(["figure2", "--data", "digits", "--epochs", "1", "--out", str(tmp_path), *bad]) == 2
-    assert bad[1] in capsys.readouterr().err

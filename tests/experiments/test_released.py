@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from bayesadam.engine.network import forward
+from bayesadam.engine.network import Network, forward
+from bayesadam.engine.streams import Streams
 from experiments import released
 from experiments.baselines import Data, Problem, Training
 from experiments.released import NOTEBOOK, SCRIPT, fit_letter, fit_script, glorot
 from experiments.running import generator
-from experiments.stacks import Network, Streams
 from floats import assert_close
 
 N = 200

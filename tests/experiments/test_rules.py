@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import flatten, forward, initial, unflatten
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.stack import constant
+from bayesadam.engine.streams import Streams
 from engine.stacks import LR, NETWORK, N, batch, data, gradient_at, rows
-from experiments.rules import IVON, RULES, BayesByBackprop, Vadam, functions, gaussian
-from experiments.stacks import Network, Stack, Streams, train
+from experiments.rules import IVON, RULES, BayesByBackprop, Vadam
+from experiments.stacks import Stack
 from floats import assert_close
 
 
 def stack_of(rule, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
     stack = Stack(network, rule, seeds, batch, n_data=N, **options)
-    train(stack, [rows(len(seeds))], constant(LR))
+    stack.train(rows(len(seeds)), constant(LR))
     return stack
 
 
@@ -36,7 +37,7 @@ def test_vadam_follows_its_equations():
         m = 0.9 * m + 0.1 * (g + 2.0 / N * mu)
         v = 0.999 * v + 0.001 * g.square()
         mu = mu - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 2.0 / N)
-    mean, variance = gaussian(stack)
+    mean, variance = stack.gaussian()
     assert_close(mean[0].double(), mu, rtol=1e-4, atol=1e-6)
     assert_close(variance[0].double(), 1 / (N * v + 2.0), rtol=1e-4)
 
@@ -54,7 +55,7 @@ def test_ivon_follows_its_equations():
         g = beta1 * g + (1 - beta1) * gradient
         h = beta2 * h + (1 - beta2) * f + 0.5 * (1 - beta2) ** 2 * (h - f).square() / (h + d)
         mu = mu - LR * (h0 + d) * (g / (1 - beta1**t) + d * mu) / (h + d)
-    mean, variance = gaussian(stack)
+    mean, variance = stack.gaussian()
     assert_close(mean[0].double(), mu, rtol=1e-4, atol=1e-5)
     assert_close(variance[0].double(), 1 / (N * (h + d)), rtol=1e-4)
 
@@ -74,7 +75,7 @@ def test_bayes_by_backprop_is_adam_on_the_evidence_bound():
         q, p = torch.distributions.Normal(mu, std), torch.distributions.Normal(0.0, 2.0**-0.5)
         (fit + torch.distributions.kl_divergence(q, p).sum() / N).backward()
         adam.step()
-    mean, variance = gaussian(stack)
+    mean, variance = stack.gaussian()
     assert_close(mean, mu.detach(), rtol=1e-4, atol=1e-5)
     assert_close(variance, torch.nn.functional.softplus(rho.detach()).square(), rtol=1e-3)
 
@@ -83,7 +84,7 @@ def test_bayes_by_backprop_is_adam_on_the_evidence_bound():
 def test_every_rule_draws_functions(name):
     network = Network(2, (5, 4), 1, "tanh", dropout=0.2) if name == "mc-dropout" else NETWORK
     stack = stack_of(RULES[name](), network=network)
-    params, masks = functions(stack, 1, 6, Streams([1], "draws"))
+    params, masks = stack.functions(1, 6, Streams([1], "draws"))
     out = forward(network, params, data()[0], masks=masks)
     assert out.shape == (6, N, 1)
     assert torch.isfinite(out).all()

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import initial
+from bayesadam.engine.network import Network, initial
 from bayesadam.engine.stack import constant
-from experiments.rules import gaussian
+from bayesadam.engine.streams import Streams
+from experiments.rules import Step
 from experiments.showdown import LocalBayesByBackprop, RMSprop, RMSpropDropout
-from experiments.stacks import Network, Stack, Step, Streams, train
+from experiments.stacks import Stack
 from floats import assert_close
 
 NETWORK, SIZE, STEPS, N = Network(3, (5, 4), 2), 7, 12, 40
@@ -52,7 +53,7 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
     precision = {n: torch.full(s, s[1] / 2 if len(s) == 2 else 0.0) for n, s in shapes.items()}
     rule = LocalBayesByBackprop(torch.cat([p.flatten() for p in precision.values()]))
     stack = Stack(NETWORK, rule, (3,), batch, n_data=N)
-    train(stack, [ROWS], constant(0.01))
+    stack.train(ROWS, constant(0.01))
     means = {n: t.clone().requires_grad_() for n, t in initial(NETWORK, [3]).items()}
     rhos = {n: torch.full_like(means[n], -5.0).requires_grad_() for n in names if "weight" in n}
     adam, streams = torch.optim.Adam([*means.values(), *rhos.values()], lr=0.01), Streams([3], "training")
@@ -66,7 +67,7 @@ def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():
             kl = kl + torch.distributions.kl_divergence(torch.distributions.Normal(means[n], r.exp()), prior).sum()
         ((out - Y[rows]).square().sum() / SIZE + kl / N).backward()
         adam.step()
-    found = gaussian(stack)
+    found = stack.gaussian()
     expected = torch.cat([means[n].detach().flatten() for n in names])
     assert_close(found.mean[0], expected, rtol=1e-3, atol=1e-5)
     variances = torch.cat(

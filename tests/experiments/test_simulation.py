@@ -8,7 +8,6 @@ import torch
 
 from experiments import classification_problem, reward_problem, simulate
 from experiments.agents import AGENTS, agent_settings
-from experiments.simulation import in_turn, playing
 from floats import approx, assert_close
 
 SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
@@ -89,24 +88,3 @@ def test_the_global_random_state_and_the_threads_are_left_alone():
     simulate(blobs(), "vadam", runs=4, rounds=60, settings=small("vadam"))
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.get_num_threads() == threads
-
-
-def under_way(agent: str, rounds: int):
-    how = {"runs": 2, "rounds": rounds, "seed": 0, "device": None, "settings": small(agent)}
-    return playing(blobs(), agent, **how)
-
-
-# --- in turn --------------------------------------------------------------------------------------------------------
-
-
-def test_simulations_in_turn_end_as_they_do_alone():
-    agents = ("badam", "linear", "uniform", "greedy", "bbb")
-    lengths = (120, 60, 200, 90, 100)
-    starts = [under_way(agent, rounds) for agent, rounds in zip(agents, lengths, strict=True)]
-    threads = torch.get_num_threads()
-    found = dict(in_turn(starts, 2))
-    assert torch.get_num_threads() == threads
-    assert sorted(found) == list(range(5))
-    for number, (agent, rounds) in enumerate(zip(agents, lengths, strict=True)):
-        alone = simulate(blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
-        np.testing.assert_array_equal(found[number].reward, alone.reward)

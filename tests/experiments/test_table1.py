@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from experiments import simulate, table1
 from experiments.__main__ import main
-from experiments.agents import agent_settings
 from experiments.table1 import Settings, run
 from floats import approx
 
@@ -51,37 +49,6 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
     assert "| *in the paper* | .74 ± .09 |" in text
 
 
-def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
-    run(**given(tmp_path / "whole"))
-    real, calls = table1.playing, []
-
-    def dies_at_the_third(problem, agent, **options):
-        calls.append(f"{problem}/{agent}")
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(problem, agent, **options)
-
-    monkeypatch.setattr(table1, "playing", dies_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        run(**given(tmp_path / "cut"))
-    so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]
-    assert set(so_far["wheel:0.5"]) == {"linear", "uniform"}
-    (ledger,) = (tmp_path / "cut").glob("unfinished-*.json")
-    spent = json.loads(ledger.read_text())["seconds"]
-    assert spent > 0
-    # As if the first session had taken an hour more.
-    ledger.write_text(json.dumps({**json.loads(ledger.read_text()), "seconds": spent + 3600}))
-    run(**given(tmp_path / "cut"))
-    assert json.loads((tmp_path / "cut" / "metrics.json").read_text())["seconds"] > spent + 3600
-    assert calls[3:] == ["wheel:0.9/linear", "wheel:0.9/uniform"]
-    first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["results"] for name in ("whole", "cut"))
-    for cells in (first, second):
-        for agents in cells.values():
-            for cell in agents.values():
-                cell.pop("seconds")
-    assert first == second
-
-
 @pytest.mark.parametrize(
     "bad", [["--problems", "luck"], ["--agents", "luck"], ["--settings", "mine"], ["--device", "tpu"]], ids=str
 )
@@ -97,22 +64,3 @@ def test_the_papers_numbers_stand_below_the_showdowns_agents():
     rows = table1.table(table1.by_problem(cells), asdict(asked)).rows
     assert [row[0] for row in rows] == ["Bayes by Backprop, as the Showdown", "*in the paper*", "Bayes by Backprop"]
     assert rows[1][1] == ".38 ± .02"
-    assert table1.published("jester:redrawn", "badam") is None
-
-
-def test_every_setting_of_the_papers_rows_has_a_source():
-    """What `settings.json` says is what the agents have, and it leaves no setting out."""
-    told: dict[str, dict[str, object]] = {agent: {} for agent in table1.OWN_AGENTS}
-    for record in json.loads(Path(table1.__file__).with_name("settings.json").read_text("utf-8")):
-        assert record["whose"] in ("the paper", "the Showdown", "the released code", "ours")
-        for agent in told if record["agents"] == "all" else record["agents"]:
-            own = {n: v for n, v in record["fields"].items() if n in agent_settings(agent).names()}
-            assert record["agents"] == "all" or own == record["fields"]
-            assert not told[agent].keys() & own.keys()
-            told[agent] |= own
-    for agent, values in told.items():
-        assert values == approx_settings(agent_settings(agent, "paper").plain()), agent
-
-
-def approx_settings(values):
-    return {name: approx(value) if isinstance(value, float) else value for name, value in values.items()}

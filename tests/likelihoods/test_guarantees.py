@@ -9,7 +9,6 @@ from scipy.stats import binom
 
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.abstention import (
-    Abstention,
     binomial_cdf,
     certified,
     needed,
@@ -108,13 +107,6 @@ def test_the_risk_is_exceeded_no_more_often_than_was_allowed(world):
 def test_nothing_helps_where_the_surest_are_wrong():
     every = torch.arange(600.0), torch.ones(600, dtype=torch.bool)
     assert "too many of the surest" in remedy(*every, risk=0.05, confidence=0.95)
-
-
-def test_a_rule_in_words():
-    rule = Abstention(0.02, 0.95, None, 500, 0.3, 400, 3)
-    expected = "80.0% of the held-out examples, 3 of 400 wrong: at most 0.02 wrong with 0.95 confidence"
-    assert str(rule) == expected
-    assert rule.answers(torch.tensor([0.1, 0.3, 0.4])).tolist() == [True, True, False]
 
 
 # --- conformal ------------------------------------------------------------------------------------------------------

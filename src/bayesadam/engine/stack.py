@@ -47,7 +47,7 @@ class Stack:
         self.mean = self.weights.clone() if average else self.weights
         self.state = rule.start(self.weights)
         self.penalty, self.done = 0.0, 0
-        self.streams = Streams(seeds, "training")
+        self.streams = Streams(seeds, "training", device)
         self._gradient = StackedGradient(network, self.weights)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class Stack:
         if not self.network.dropout:
             return None
         sizes = [b * width for width in self.network.hidden]
-        parts = torch.split(self.streams.uniform(sum(sizes)).to(self.weights.device), sizes, dim=1)
+        parts = torch.split(self.streams.uniform(sum(sizes)), sizes, dim=1)
         return [dropout_mask(part.view(len(part), b, -1), self.network.dropout) for part in parts]
 
     @property

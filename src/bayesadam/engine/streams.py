@@ -13,10 +13,11 @@ from bayesadam.weights.draws import stream_seed
 class Streams:
     """One source per seed, for one purpose, so that no seed's numbers depend on the other seeds.
 
-    numpy draws them: it is several times faster than torch on a CPU.
+    numpy draws them, the same for every device: it is several times faster than torch on a CPU.
     """
 
-    def __init__(self, seeds: Sequence[int], purpose: str) -> None:
+    def __init__(self, seeds: Sequence[int], purpose: str, device: str | torch.device = "cpu") -> None:
+        self.device = device
         self._sources = [np.random.Generator(np.random.SFC64(stream_seed(seed, purpose))) for seed in seeds]
 
     def normal(self, *shape: int) -> Tensor:
@@ -24,18 +25,18 @@ class Streams:
         out = np.empty((len(self._sources), *shape), np.float32)
         for source, part in zip(self._sources, out, strict=True):
             source.standard_normal(out=part, dtype=np.float32)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out).to(self.device)
 
     def uniform(self, *shape: int) -> Tensor:
         """(seeds, *shape) uniform numbers in [0, 1)."""
         out = np.empty((len(self._sources), *shape), np.float32)
         for source, part in zip(self._sources, out, strict=True):
             source.random(out=part, dtype=np.float32)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out).to(self.device)
 
     def rows(self, n: int, *shape: int) -> Tensor:
         """(seeds, *shape) whole numbers below n."""
-        return torch.from_numpy(np.stack([source.integers(n, size=shape) for source in self._sources]))
+        return torch.from_numpy(np.stack([source.integers(n, size=shape) for source in self._sources])).to(self.device)
 
     def gamma(self, shape: Tensor) -> Tensor:
         """Draws of Gamma(shape, 1), (seeds, ...), float64; one per entry."""
