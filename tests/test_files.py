@@ -12,6 +12,7 @@ import torch
 
 from bayesadam import _storage
 from bayesadam._files import replacing
+from bayesadam.errors import BayesAdamError, SettingError
 from processes import SOURCE
 
 pytest.importorskip("fcntl")
@@ -26,6 +27,21 @@ with replacing(sys.argv[1]) as temporary:
     print("writing", flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SettingError("no convergence")])
+def test_what_cannot_be_written_leaves_what_was_there(error: Exception, tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+
+    def fill(path: Path) -> None:
+        path.write_text("half")
+        raise error
+
+    with pytest.raises(BayesAdamError, match=str(error.args[-1])) as caught, replacing(target) as temporary:
+        fill(temporary)
+    assert (str(target) in str(caught.value)) == isinstance(error, OSError)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def writer(path: Path, what: str) -> subprocess.Popen[str]:

@@ -13,18 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.checkpoints.kinds import Kind, Net, Written, by_decay, second_moment, told, trained
+from benchmarks.checkpoints.networks import Kind, Net, Written, by_decay, second_moment, told, trained
 
 # --- reinforcement learning -----------------------------------------------------------------------------------------
 
 
-def stable_baselines(
-    folder: Path, *, name: str, tensorflow_like: bool = False, images: bool = False, **more: Any
-) -> Written:
+def stable_baselines(folder: Path, *, name: str, images: bool = False, **more: Any) -> Written:
     """One zip: policy.pth and a file an optimiser, whose parameters are parts of the policy's."""
     import gymnasium
     import stable_baselines3
-    from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 
     class Line(gymnasium.Env):
         """Random numbers for observations and rewards."""
@@ -46,7 +43,6 @@ def stable_baselines(
     often = {"learning_starts": 8, "batch_size": 8, "train_freq": 1} if off_policy else {"n_steps": 8}
     often |= {"batch_size": 4, "n_epochs": 2} if name == "PPO" else {}
     layers = {"net_arch": [6, 6]} | more.pop("policy_kwargs", {})
-    layers |= {"optimizer_class": RMSpropTFLike} if tensorflow_like else {}
     layers |= {"features_extractor_kwargs": {"features_dim": 6}} if images else {}
     kind = "CnnPolicy" if images else "MlpPolicy"
     agent = getattr(stable_baselines3, name)(kind, Line(), policy_kwargs=layers, seed=0, **often, **more)
@@ -64,9 +60,7 @@ def stable_baselines(
             whole.live["log_ent_coef"] = second_moment(state, agent.ent_coef_optimizer.param_groups[0])
             whole.weights["log_ent_coef"] = agent.log_ent_coef.detach().clone()
         return replace(whole, optional=("log_ent_coef",))
-    # Its average starts at one.
-    start, slack = (1.0, 1e-4) if tensorflow_like else (0.0, 0.0)
-    return told(path, policy, policy.optimizer, start=start, slack=slack)
+    return told(path, policy, policy.optimizer)
 
 
 def rsl_rl(folder: Path) -> Written:
@@ -169,37 +163,6 @@ def braindecode(folder: Path) -> Written:
     classifier.save_params(f_params=str(folder / "params.pt"), f_optimizer=str(folder / "optimizer.pt"))
     options = ({"optimizer_path": folder / "optimizer.pt"},)
     return told(folder / "params.pt", classifier.module_, classifier.optimizer_, options=options)
-
-
-def fastai(folder: Path, *, splits: bool = False, wrapped: bool = False) -> Written:
-    """fastai's own Adam: a list of states in the order of its groups, and a list of settings a group."""
-    from fastai.basics import DataLoaders, L, Learner, OptimWrapper, params
-    from torch.utils.data import DataLoader, TensorDataset
-
-    x, y = (torch.from_numpy(part) for part in _data())
-    torch.manual_seed(0)
-    network = Net()
-    loaders = [DataLoader(TensorDataset(x, y), batch_size=8) for _ in range(2)]
-    more: dict[str, Any] = {}
-    if splits:
-        more["splitter"] = lambda m: L(params(m.head), params(m.body))
-    if wrapped:
-        more["opt_func"] = partial(OptimWrapper, opt=torch.optim.Adam)
-    learner = Learner(DataLoaders(*loaders), network, loss_func=nn.CrossEntropyLoss(), path=folder, **more)
-    learner.remove_cbs([each for each in learner.cbs if each.name in ("progress", "recorder")])
-    learner.fit(2, lr=1e-2)
-    path = Path(learner.save("stage-1", with_opt=True))
-    if wrapped:
-        return told(path, network, learner.opt.opt)
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    live, weights = {}, {}
-    for parameter, _, state, hyper in learner.opt.all_params():
-        name = names[id(parameter)]
-        live[name] = state["sqr_avg"].double() / (1 - hyper["sqr_mom"] ** state["step"])
-        weights[name] = parameter.detach().clone()
-    assert len(live) == len(names)
-    unsaid = "nothing says that the head's group came first" if splits else ""
-    return Written(path, live, weights, unsaid=unsaid)
 
 
 def lightning(folder: Path, *, package: str, variant: str = "plain") -> Written:
@@ -421,14 +384,12 @@ def optimiser(
 
 def corrected(state: dict[str, Any], group: dict[str, Any], parameter: Tensor) -> Tensor | None:
     """v̂ of an average under whichever name, in double precision; None of what has none."""
-    stored = next((state[key] for key in ("exp_avg_sq", "state2", "v", "vmean") if key in state), None)
+    stored = next((state[key] for key in ("exp_avg_sq", "state2") if key in state), None)
     if stored is None or group.get("use_muon"):
         return None
     if hasattr(stored, "codes"):
         stored = stored.dequantize()
-    if "vmean" in state:
-        stored = stored.expand(state["m"].shape).reshape(parameter.shape)
-    beta = group["beta2"] if "beta2" in group else group["betas"][1]
+    beta = group["betas"][1]
     count = next(float(held[key]) for held in (state, group) for key in ("step", "k") if key in held)
     return stored.detach().double() / (1 - beta**count)
 
@@ -439,7 +400,6 @@ def kinds() -> Iterable[Kind]:
     for name in ("PPO", "A2C", "DQN", "SAC", "TD3"):
         yield Kind(f"SB3 {name}", partial(stable_baselines, name=name), sb3)
     yield Kind("SB3 A2C, Adam", partial(stable_baselines, name="A2C", use_rms_prop=False), sb3)
-    yield Kind("SB3 A2C, RMSpropTFLike", partial(stable_baselines, name="A2C", tensorflow_like=True), sb3)
     # One extractor has three names; apart, there are two, of which one has two names.
     yield Kind("SB3 PPO, images", partial(stable_baselines, name="PPO", images=True), sb3)
     apart = {"policy_kwargs": {"share_features_extractor": False}}
@@ -449,9 +409,6 @@ def kinds() -> Iterable[Kind]:
     yield Kind("skorch, the folder", partial(skorch, read=""), ("skorch",))
     yield Kind("skorch TrainEndCheckpoint", skorch_callback, ("skorch",))
     yield Kind("braindecode, params.pt", braindecode, ("braindecode", "braindecode.models"))
-    yield Kind("fastai", fastai, ("fastai", "fastai.basics"))
-    yield Kind("fastai, head's group first", partial(fastai, splits=True), ("fastai", "fastai.basics"))
-    yield Kind("fastai, torch's Adam", partial(fastai, wrapped=True), ("fastai", "fastai.basics"))
     for package, version, more in (
         ("lightning.pytorch", "2.", "lightning"),
         ("pytorch_lightning", "1.", "pytorch_lightning"),
@@ -484,7 +441,6 @@ def optimisers() -> Iterable[Kind]:
         ("Schedule-Free AdamW, in training", "schedulefree.AdamWScheduleFree", {}),
         ("Schedule-Free RAdam, in training", "schedulefree.RAdamScheduleFree", {"silent_sgd_phase": False}),
         ("Schedule-Free SGD", "schedulefree.SGDScheduleFree", {"unsaid": none}),
-        ("Adam-mini", "adam_mini.Adam_mini", {"named": True, "verbose": False}),
         ("torchao AdamW8bit", "torchao.optim.AdamW8bit", {"wide": 64}),
         ("torchao AdamW4bit", "torchao.optim.AdamW4bit", {"wide": 64}),
         ("torchao AdamWFp8", "torchao.optim.AdamWFp8", {"wide": 64}),

@@ -55,7 +55,7 @@ def write_all(folder: Path, only: Sequence[str]) -> None:
             continue
         distinct(written.weights)
         options = [{key: str(v) if isinstance(v, Path) else v for key, v in one.items()} for one in written.options]
-        more = {"path": str(written.path), "options": options, "unsaid": written.unsaid, "slack": written.slack}
+        more = {"path": str(written.path), "options": options, "unsaid": written.unsaid}
         more |= {"optional": list(written.optional), "named": written.named, "aliases": written.aliases}
         torch.save({**about, **more, "live": dict(written.live), "weights": dict(written.weights)}, own / EXPECTED)
         (own / LEFT_OUT).unlink(missing_ok=True)

@@ -41,16 +41,6 @@ Steps = Annotated[list[NotNegative], Check(bool, "of one number at least")]
 
 
 # Up to release 0.3 headers lack some of these.
-class TrackedHeader(TypedDict, total=False):
-    """What `track` kept, as release 0.3 wrote it."""
-
-    parameters: Count
-    gradients: tuple[NotNegative, NotNegative]
-    every: Count
-    since: CountOrZero | None
-    batch_size: Count | None
-
-
 class SettingsHeader(TypedDict, total=False):
     """`weights.Settings`."""
 
@@ -79,7 +69,7 @@ class PosteriorHeader(TypedDict, total=False):
     steps: Steps | None
     beta2: Decay | None
     recorded: bool | None
-    tracked: str | TrackedHeader | None
+    tracked: object
     likelihood: str | None
     noise_variance: NotNegative | list[NotNegative] | list[list[NotNegative]] | None
     temperature: Positive

@@ -60,22 +60,21 @@ AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.s
 _SUM, _SUMS = "crc32", "sums"
 
 
-class Summed(Mapping[str, Tensor]):
-    """Tensors that stay on the disk; the first access of each compares its sum with the header's, where that has one.
+class Lazy(Mapping[str, Any]):
+    """Tensors by name, read from the disk on every access and never cached: hold on to what is needed twice.
 
-    `outline` are the same, whose values are not to be used.
+    `outline` is the same dictionary, nested or not, with tensors on the meta device; what is known already, numbers,
+    texts and counters, is there as it is. `read` gives the tensor, or the dictionary, behind a key of it.
     """
 
-    def __init__(self, path: AnyPath, outline: Mapping[str, Tensor], sums: Mapping[str, str]) -> None:
+    def __init__(self, outline: Mapping[str, Any], read: Callable[[str], Any]) -> None:
         self.outline = outline
-        self._path, self._sums = path, dict(sums)
+        self._read = read
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.outline[name]
-        if name in self._sums and _sum(tensor) != self._sums[name]:
-            raise FileError(f"{self._path} is damaged: {name!r} is not what was written")
-        self._sums.pop(name, None)
-        return tensor
+    def __getitem__(self, key: str) -> Any:
+        entry = self.outline[key]
+        on_disk = isinstance(entry, Mapping) or (isinstance(entry, Tensor) and entry.is_meta)
+        return self._read(key) if on_disk else entry
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.outline)
@@ -83,8 +82,19 @@ class Summed(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.outline)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.outline
+    def __contains__(self, key: object) -> bool:
+        return key in self.outline
+
+
+def outline_of(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A dictionary of which what is on the disk appears as shape and type."""
+    outline: Mapping[str, Any] = getattr(tensors, "outline", tensors)
+    return outline
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without values, for an outline."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _sum(values: Tensor) -> str:
@@ -120,8 +130,8 @@ def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict
     return {name: tensor.clone() for name, tensor in tensors.items()}, header
 
 
-def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[Summed, dict[str, Any]]:
-    """`read` with the tensors on disk until they are used.
+def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[Lazy, dict[str, Any]]:
+    """`read` with the tensors on disk; the first access of each compares its sum with the header's.
 
     Files of earlier releases have no sums. What their headers hold is compared with the kind's type alone.
     """
@@ -133,7 +143,15 @@ def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[Summed, dict[str
     sums, is_same = header.pop(_SUMS, {}), metadata.get(_SUM) == f"{zlib.crc32(text.encode()):08x}"
     if (sums != {} or _SUM in metadata) and not (is_same and isinstance(sums, dict) and sums.keys() == tensors.keys()):
         raise FileError(f"{path} is damaged: its header is not what was written")
-    return Summed(path, tensors, sums), header
+
+    def checked(name: str) -> Tensor:
+        tensor = tensors[name]
+        if name in sums and _sum(tensor) != sums[name]:
+            raise FileError(f"{path} is damaged: {name!r} is not what was written")
+        sums.pop(name, None)
+        return tensor
+
+    return Lazy({name: meta(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, checked), header
 
 
 def header_of(path: AnyPath, text: str, kind: Kind = POSTERIOR) -> dict[str, Any]:

@@ -1,23 +1,16 @@
 """Damage to the library's own files, through whatever loads them.
 
-    python tests/formats/own_files.py [--files 2000] [--seed 0]
-
 A file that was damaged after it was written is refused with an error of the library, or loads with every value as it
 was saved. A file of an earlier release has no sums to tell damage by: what loads of it must do all that is asked of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
-import resource
-import sys
-import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +23,8 @@ import bayesadam as ba
 from bayesadam.bandits import Agent, make_agent
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspecting import diagnose_checkpoint, inspect
-from formats.fuzz import alarm
+from formats.fuzz import Outcome, alarm
 
-MEGABYTES = 1500
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 10**12, 10**400, 1e308, -1e308, 0.5, float("nan"), float("inf")),
     *("", "x", "0.weight", [], {}, [[]], [None], ["x"], [1, 2], {"a": 1}, {"0.weight": None}, [[1.0, 2.0]] * 3),
@@ -301,15 +293,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-class Outcome(NamedTuple):
-    """What became of one file."""
-
-    number: int
-    name: str
-    what: str
-    detail: str = ""
-
-
 def outcomes(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
     """The damage of these numbers; every other file is one of an earlier release."""
     files = kinds(folder)
@@ -341,23 +324,3 @@ def _said(kind: Kind, path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return kind.said(path)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for outcome in outcomes(Path(folder), options.seed, range(options.files)):
-            counts[outcome.what] += 1
-            if outcome.what not in ("loaded", "refused"):
-                print(outcome.number, outcome.name, outcome.what, outcome.detail, flush=True)
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"{options.files} files, seed {options.seed}: {dict(counts)}; at most {largest} MB")
-    return int(set(counts) > {"loaded", "refused"} or largest > MEGABYTES)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,11 +21,6 @@ from bayesadam.readers.formats.lazy import Lazy
 from cases import train, trained
 
 
-@pytest.fixture
-def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return trained(3, 5, 2, weight_decay=0.1)
-
-
 def saved(path: Path, tree: Any) -> Path:
     torch.save(tree, path)
     return path
@@ -84,12 +79,8 @@ def test_the_content_tells_the_format_and_not_the_name(pair: Any, tmp_path: Path
 def test_what_the_trainer_wrote_down(pair: Any, tmp_path: Path) -> None:
     model, optimizer = pair
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    told = read_checkpoint(
-        saved(
-            tmp_path / "c.pt", {**tree, "epoch": 3, "step": torch.tensor(40), "n_data": 500, "optimizer_name": "NAdam"}
-        )
-    ).recorded
-    assert (told.step, told.epoch, told.n_data, told.optimizer) == (40, 3, 500, "NAdam")
+    told = read_checkpoint(saved(tmp_path / "c.pt", {**tree, "epoch": 3, "step": torch.tensor(40), "n_data": 500}))
+    assert told.recorded == ba.readers.Recorded(step=40, epoch=3, n_data=500)
     silent = read_checkpoint(saved(tmp_path / "c.pt", {**tree, "epoch": True, "best": 0.5})).recorded
     assert silent == ba.readers.Recorded()
 

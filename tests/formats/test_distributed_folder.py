@@ -26,6 +26,7 @@ from bayesadam.readers.formats import distributed as distributed_module
 from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.lazy import Lazy, renamed
 from bayesadam.readers.match import names_in
+from formats.same import same_posterior
 from processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -123,22 +124,6 @@ def live(two_ranks: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def same(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    """The posterior of the folder is that of the live optimiser, and the model got the weights and buffers."""
-    expected = ba.Posterior.from_optimizer(model, optimizer, n_data=100)
-    fresh = network()
-    with torch.no_grad():
-        for parameter in fresh.parameters():
-            parameter.zero_()
-    found = ba.Posterior.from_checkpoint(folder, fresh, n_data=100, **options)
-    assert list(found.mean) == list(expected.mean)
-    for name, mean in expected.mean.items():
-        assert torch.equal(found.mean[name], mean)
-        assert torch.equal(found.variance[name], expected.variance[name])
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor)
-
-
 # --- two processes --------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +144,7 @@ def test_two_ranks_are_read_as_one_training(layout: str, two_ranks: Path, live: 
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         for entry, value in saved["state"][number].items():
             assert torch.equal(state[entry], value)
-    same(two_ranks / layout, model, optimizer)
+    same_posterior(two_ranks / layout, live, network())
 
 
 @pytest.mark.slow
@@ -226,7 +211,7 @@ def save(folder: Path, tree: dict[str, Any]) -> Path:
     ],
 )
 def test_one_process(tree: Callable[[Any, Any], Any], pair: Any, tmp_path: Path) -> None:
-    same(save(tmp_path / "c", tree(*pair)), *pair)
+    same_posterior(save(tmp_path / "c", tree(*pair)), pair, network())
 
 
 def test_names_tell_in_whatever_groups_and_order_the_optimiser_has_them(tmp_path: Path) -> None:
@@ -244,7 +229,8 @@ def test_names_tell_in_whatever_groups_and_order_the_optimiser_has_them(tmp_path
     for flatten in (False, True):
         options = StateDictOptions(flatten_optimizer_state_dict=flatten)
         weights, state = get_state_dict(model, optimizer, options=options)
-        same(save(tmp_path / str(flatten), {"model": weights, "optimizer": state}), model, optimizer)
+        folder = save(tmp_path / str(flatten), {"model": weights, "optimizer": state})
+        same_posterior(folder, (model, optimizer), network())
     # Numbers do not tell.
     plain = save(tmp_path / "plain", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     with pytest.raises(MatchError, match="param_names="):

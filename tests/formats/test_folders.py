@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,14 @@ def test_a_state_is_chosen_where_there_are_several(written: Any) -> None:
 
 
 def test_a_folder_of_checkpoints_names_the_newest(written: Any, tmp_path: Path) -> None:
-    for number in (9, 10, 200):
-        (tmp_path / "run" / f"checkpoint-{number}").mkdir(parents=True)
-    with pytest.raises(
-        FileError, match=r"checkpoint-9, checkpoint-10, checkpoint-200: .*the newest is .*checkpoint-200"
-    ):
-        read_checkpoint(tmp_path / "run")
+    folder, model, _ = written
+    for number in (200, 9):
+        shutil.copytree(folder, inner := tmp_path.parent / "run" / f"checkpoint-{number}", dirs_exist_ok=True)
+        os.utime(inner, (1e9, 1e9 + number))
+    with pytest.raises(FileError, match=r"(?s)holds 2 checkpoints.*checkpoint-200\n.*checkpoint-9$"):
+        read_checkpoint(tmp_path.parent / "run")
+    shutil.rmtree(inner)
+    assert read_checkpoint(tmp_path.parent / "run").weights.keys() == model.state_dict().keys()
 
 
 def test_shards_that_are_refused(written: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A few hundred damaged files; `fuzz.py` is the command for thousands."""
+"""A few hundred damaged files."""
 
 from pathlib import Path
 

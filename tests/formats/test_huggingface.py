@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers import read_checkpoint
-from bayesadam.readers.formats.huggingface import decay_orders, own_names
+from bayesadam.readers.formats.huggingface import _adapter_names, decay_orders, own_names
 from cases import three_steps
 
 pytestmark = pytest.mark.slow
@@ -104,6 +104,15 @@ def by_trainer(folder: Path, build: Callable[[], Any], **options: Any) -> Traine
     trainer = transformers.Trainer(model, three_steps(folder), train_dataset=examples(model), **options)
     trainer.train()
     return Trained(folder / "checkpoint-3", build, model, trainer.optimizer)
+
+
+def others() -> Iterator[Any]:
+    parts = {"target_modules": ["query"], "task_type": "SEQ_CLS"}
+    yield peft.LoraConfig(r=2, use_dora=True, bias="lora_only", **parts)
+    yield peft.LoraConfig(r=2, target_modules=["query", "word_embeddings"], task_type="SEQ_CLS")
+    yield peft.AdaLoraConfig(total_step=10, **parts)
+    yield peft.IA3Config(feedforward_modules=[], **parts)
+    yield peft.VeraConfig(r=2, **parts)
 
 
 CASES: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "bert": bert, "llama": llama, "lora": lora}
@@ -280,6 +289,18 @@ def test_adapters_that_are_refused(wrote: Any, tmp_path: Path) -> None:
     shutil.copy(both / "adapter_config.json", both / "other")
     with pytest.raises(FileError, match=r"2 adapters, 'default', 'other'.*from_optimizer"):
         read_checkpoint(both)
+
+
+def test_the_names_of_other_adapters(tmp_path: Path) -> None:
+    for number, config in enumerate(others()):
+        model = peft.get_peft_model(seeded(bert), config)
+        model.save_pretrained(tmp_path / str(number))
+        weights = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        shapes = {key: tensor.shape for key, tensor in weights.items()}
+        names = _adapter_names(tmp_path, shapes, model)
+        own = model.state_dict()
+        assert names.keys() == weights.keys()
+        assert all(torch.equal(own[names[key]], tensor) for key, tensor in weights.items())
 
 
 def test_what_was_trained_beside_the_adapter_is_not_made_up(wrote: Any, tmp_path: Path) -> None:

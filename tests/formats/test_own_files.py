@@ -1,4 +1,4 @@
-"""Damaged files of the library itself, a few of each kind; `own_files.py` is the command for thousands."""
+"""Damaged files of the library itself, a few of each kind."""
 
 import json
 from pathlib import Path

@@ -34,7 +34,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
-from cases import trained
+from formats.same import same_moments
 
 
 class Mine:
@@ -82,19 +82,6 @@ class Counted:
         type(self).made += 1
 
 
-def check(path: Path, pair: Any) -> None:
-    """The file is read, and its curvature is the live one."""
-    expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.read_curvature(read_checkpoint(path)).second_moment
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], v) for name, v in expected.items())
-
-
-@pytest.fixture
-def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return trained(3, 5, 2, weight_decay=0.1)
-
-
 def saved(path: Path, pair: tuple[nn.Module, torch.optim.Optimizer], /, **more: Any) -> Path:
     torch.save({"model": pair[0].state_dict(), "optimizer": pair[1].state_dict(), **more}, path)
     return path
@@ -103,7 +90,7 @@ def saved(path: Path, pair: tuple[nn.Module, torch.optim.Optimizer], /, **more: 
 @pytest.mark.parametrize("key", BESIDE)
 def test_it_is_read_and_a_pruned_file_has_it_again(key: str, pair: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", pair, extra=BESIDE[key])
-    check(path, pair)
+    same_moments(path, pair)
     ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
     with zipfile.ZipFile(path) as one, zipfile.ZipFile(tmp_path / "out.pt") as other:
         name = next(name for name in one.namelist() if name.endswith("data.pkl"))
@@ -175,7 +162,7 @@ def test_nothing_else_is_called_either(function: Any, pair: Any, tmp_path: Path)
     path = saved(tmp_path / "c.pt", pair, args={"deep": [Call(function, str(tmp_path / "made"))]})
     Counted.made = 0
     with audited() as events:
-        check(path, pair)
+        same_moments(path, pair)
     assert list(tmp_path.iterdir()) == [path]
     assert not events
     assert Counted.made == 0
@@ -205,7 +192,7 @@ RECONSTRUCT = np.zeros(1).__reduce__()[0]
     ids=range(10),
 )
 def test_bytes_are_never_taken_for_more_than_numbers(value: Any, pair: Any, tmp_path: Path) -> None:
-    check(saved(tmp_path / "c.pt", pair, value=value), pair)
+    same_moments(saved(tmp_path / "c.pt", pair, value=value), pair)
 
 
 # --- the machine ----------------------------------------------------------------------------------------------------
@@ -276,7 +263,7 @@ def test_a_billion_laughs_take_neither_time_nor_memory(pair: Any, tmp_path: Path
     deep: Any = ()
     for _ in range(400):
         deep = (deep,)
-    check(saved(tmp_path / "c.pt", pair, laughs=laughs, deep=deep), pair)
+    same_moments(saved(tmp_path / "c.pt", pair, laughs=laughs, deep=deep), pair)
 
 
 @pytest.mark.parametrize(

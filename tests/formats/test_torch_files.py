@@ -18,27 +18,11 @@ import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats.torch_files import as_weights, load_torch, mapped
-from cases import trained
-
-
-@pytest.fixture
-def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return trained(3, 5, 2, weight_decay=0.1)
+from formats.same import same_moments
 
 
 def tree(pair: Any) -> dict[str, Any]:
     return {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict(), "epoch": 3}
-
-
-def check(path: Path, pair: Any, kind: str) -> None:
-    read = read_checkpoint(path)
-    expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.read_curvature(read).second_moment
-    assert read.format == kind
-    assert read.recorded.epoch == 3
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], v) for name, v in expected.items())
-    assert all(torch.equal(read.weights[name], w) for name, w in pair[0].state_dict().items())
 
 
 def pruned(path: Path, out: Path) -> dict[str, Any]:
@@ -57,7 +41,7 @@ def pruned(path: Path, out: Path) -> dict[str, Any]:
 def test_every_protocol_of_torch_save(protocol: int, zipped: bool, pair: Any, tmp_path: Path) -> None:
     path, saved = tmp_path / "c.pt", tree(pair)
     torch.save(saved, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    check(path, pair, "torch" if zipped else "torch before 1.6")
+    assert same_moments(path, pair, "torch" if zipped else "torch before 1.6").recorded.epoch == 3
     if zipped:
         check_rest(pruned(path, tmp_path / "out.pt"), saved)
     else:
@@ -76,7 +60,7 @@ def check_rest(found: dict[str, Any], saved: dict[str, Any]) -> None:
 def test_tensors_in_a_plain_pickle(protocol: int, pair: Any, tmp_path: Path) -> None:
     path = tmp_path / "c.pkl"
     path.write_bytes(pickle.dumps(tree(pair), protocol))
-    check(path, pair, "pickle")
+    same_moments(path, pair, "pickle")
     with pytest.raises(FileError, match=r"choose a path that ends in \.safetensors"):
         ba.compress.prune_checkpoint(path, tmp_path / "out.pkl", 0.5)
     assert not (tmp_path / "out.pkl").exists()
@@ -132,7 +116,7 @@ def zipped_again(path: Path, pair: Any, changes: dict[str, bytes], compression: 
 
 def test_what_was_compressed_is_read_and_not_changed_in_place(pair: Any, tmp_path: Path) -> None:
     path = zipped_again(tmp_path / "d.pt", pair, {})
-    check(path, pair, "torch")
+    same_moments(path, pair, "torch")
     with pytest.raises(FileError, match=r"compressed.*choose a path that ends in \.safetensors"):
         ba.compress.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
     assert not (tmp_path / "out.pt").exists()

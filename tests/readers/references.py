@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,6 +36,20 @@ class Moments(NamedTuple):
 
 
 Reference = Callable[[Trace, Sequence[Tensor], Settings], Moments]
+
+
+def through_a_file(state: Mapping[str, Any]) -> Any:
+    """An optimiser's state as a file has it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A copy in float64."""
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to(torch.float64, copy=True)
 
 
 # --- recursions -----------------------------------------------------------------------------------------------------

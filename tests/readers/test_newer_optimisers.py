@@ -1,8 +1,7 @@
-"""Schedule-Free, Muon beside Adam, Adam-mini, projections: live, as a saved state, and as a file."""
+"""Schedule-Free, Muon beside Adam, projections: live, as a saved state, and as a file."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,34 +17,27 @@ from bayesadam.readers import identify_reader, read_checkpoint, read_curvature, 
 from bayesadam.readers.match import slots_of
 from cases import mlp
 from floats import assert_close
-from readers.references import squares, weighted_mean
+from readers.references import squares, through_a_file, weighted_mean
 
 Classes = Callable[[str], type]
 SIZES, STEPS = (6, 16, 3), 12
 
 
-def trained(
-    model: nn.Module, *optimizers: Any, steps: int = STEPS, closure: bool = False, wide: int = SIZES[0]
-) -> dict[str, list[Tensor]]:
+def trained(model: nn.Module, *optimizers: Any) -> dict[str, list[Tensor]]:
     """Steps on random data, and every gradient that was used, in float64."""
     seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     generator = torch.Generator().manual_seed(1)
 
-    def gradients() -> Tensor:
+    for _ in range(STEPS):
         for each in optimizers:
             each.zero_grad()
-        x = torch.randn(8, wide, generator=generator)
+        x = torch.randn(8, SIZES[0], generator=generator)
         loss = (model(x) - x.sum(dim=1, keepdim=True).sin() - 1).square().mean()
         loss.backward()
         for name, parameter in model.named_parameters():
             seen[name].append(parameter.grad.detach().double().clone())
-        return loss
-
-    for _ in range(steps):
-        if not closure:
-            gradients()
         for each in optimizers:
-            each.step(gradients) if closure else each.step()
+            each.step()
     return seen
 
 
@@ -58,14 +50,6 @@ def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """Matrices, and all others."""
     parameters = list(model.parameters())
     return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
-
-
-def saved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """As a file has it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 
 
 def assert_moments(found: Mapping[str, Tensor], seen: Mapping[str, list[Tensor]], beta: float) -> None:
@@ -101,7 +85,7 @@ def test_schedule_free_is_read_once_it_evaluates(path: str, optimizer_class: Cla
     assert set(curvature.reader.values()) == {FREE[path]}
     assert set(curvature.steps.values()) == {STEPS}
     assert_moments(curvature.second_moment, seen, 0.95)
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     assert identify_reader(state).name == FREE[path]
     again = read_state_dict(model, state, optimizer=identify_reader(state)).second_moment
     assert all(torch.equal(again[name], v) for name, v in curvature.second_moment.items())
@@ -168,7 +152,7 @@ def test_timms_muon_says_in_the_state_whom_adam_trains(algorithm: str, optimizer
 
 def assert_parts(model: nn.Module, optimizer: Any, reader: str, seen: Mapping[str, list[Tensor]]) -> None:
     live = read_optimizer(model, optimizer)
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     found = identify_reader(state)
     assert found.name == reader
     # In several groups nothing says which bias is which.

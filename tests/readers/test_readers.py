@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.readers import (
@@ -30,13 +30,7 @@ from bayesadam.readers import (
 from bayesadam.readers import registry as registry_module
 from floats import assert_close
 from readers import references
-from readers.references import Moments, Reference, Trace, with_decay
-
-
-def as_kept(reader: StateReader) -> StateReader:
-    """The record without a bias correction: v as the optimiser keeps it."""
-    return replace(reader, bias_correction=False)
-
+from readers.references import Moments, Reference, Trace, dense, through_a_file, with_decay
 
 # Taken at import, before any test or doctest can add a reader of its own.
 BUILT_IN = registered()
@@ -49,8 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not support
 # --- small problems -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A model and its mini-batches: (model, generator) → loss."""
 
     model: Callable[[], nn.Module]
@@ -88,13 +81,9 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One optimiser as a user would set it up.
+    """One optimiser as a user would set it up, by its class's qualified name, and the record that must read it.
 
     Attributes:
-        id: the test's name.
-        factory: the optimiser's class, by qualified name.
-        kwargs: its arguments.
-        reader: the record that must read it.
         reference: its second moment, from the definition.
         coupled: whether weight decay joins the gradient before it is squared.
         problem: the key of a problem above.
@@ -120,7 +109,6 @@ def cases(
     problem: str = "small",
     atol: float = 0.0,
     lr: float = 0.01,
-    reader: str = "",
     **kwargs: Any,
 ) -> Iterator[Case]:
     """As many cases as the longest list of variants has, the shorter ones over again; the id begins with the reader."""
@@ -128,8 +116,7 @@ def cases(
         combination = [variant[number % len(variant)] for variant in variants]
         words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
         merged = {"lr": lr, **kwargs, **{key: value for variant in combination for key, value in variant.items()}}
-        named = reader or id.partition("-")[0]
-        yield Case("-".join([id, *words]), factory, merged, named, reference, coupled, problem, atol)
+        yield Case("-".join([id, *words]), factory, merged, id.partition("-")[0], reference, coupled, problem, atol)
 
 
 DECAY = ({"weight_decay": 0.0}, {"weight_decay": 0.1})
@@ -145,22 +132,18 @@ ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
 ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
 
-# bitsandbytes', paged or not.
-BITS = [(page, bits) for page in ("", "Paged") for bits in ("", "8bit")]
-
 CASES = [
     *cases("adam", ADAM, references.adam, FUSED, DECAY, coupled=True),
     *cases("adam-amsgrad", ADAM, references.adam, FUSED, **AMSGRAD),
-    *cases("adam-maximise", ADAM, references.adam, lr=1e-4, maximize=True),
     *cases("adam-no-memory", ADAM, references.adam, betas=(0.9, 0.0)),
-    *cases("adam-decoupled", ADAM, references.adam, EACH, **DECOUPLED),
+    *cases("adam-decoupled", ADAM, references.adam, **DECOUPLED),
     *cases("adamw", ADAMW, references.adam, FUSED, DECAY),
     *cases("adamw-amsgrad", ADAMW, references.adam, FUSED, **AMSGRAD),
     *cases("adamw-legacy", "timm.optim.adamw.AdamWLegacy", references.adam, DECAY),
     *cases("nadam", NADAM, references.adam, EACH, DECAY, coupled=True),
-    *cases("nadam-decoupled", NADAM, references.adam, EACH, **DECOUPLED),
+    *cases("nadam-decoupled", NADAM, references.adam, **DECOUPLED),
     *cases("radam", RADAM, references.adam, EACH, DECAY, coupled=True),
-    *cases("radam-decoupled", RADAM, references.adam, EACH, **DECOUPLED),
+    *cases("radam-decoupled", RADAM, references.adam, **DECOUPLED),
     *cases("sparseadam", "torch.optim.sparse_adam.SparseAdam", references.sparse_adam, problem="sparse"),
     *cases("adagrad", ADAGRAD, references.adagrad, FUSED, DECAY, coupled=True),
     *cases("adagrad-start", ADAGRAD, references.adagrad, EACH, initial_accumulator_value=0.1),
@@ -174,10 +157,8 @@ CASES = [
     ),
     *cases("adafactor", "torch.optim.Adafactor", references.adafactor, EACH, DECAY),
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
-    *cases("lamb-unclipped", "timm.optim.lamb.Lamb", references.adam, max_grad_norm=None, decoupled_decay=True),
     *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
     *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),
-    *cases("ademamix-warm-up", ADEMAMIX, references.adam, betas=(0.9, 0.95, 0.999), t_alpha_beta3=10),
     # The average starts at one, so float32 rounds it to 6e-8 at every step, however small the gradients are.
     *cases("rmsproptf", RMSPROPTF, references.rmsprop_from_one, CENTRED, DECAY, coupled=True, atol=2e-7),
     *cases(
@@ -186,28 +167,13 @@ CASES = [
     *cases("adabelief", ADABELIEF, references.adabelief, DECAY, eps=1e-5),
     *cases("adabelief-coupled", ADABELIEF, references.adabelief, DECAY, coupled=True, eps=1e-8, decoupled_decay=False),
     *cases("adabelief-amsgrad", ADABELIEF, references.adabelief, **AMSGRAD),
-    *cases("adam8bit-no-decay", "bitsandbytes.optim.adam.Adam8bit", references.adam, problem="large", weight_decay=0.0),
-    *cases(
-        "adamw8bit-no-decay", "bitsandbytes.optim.adamw.AdamW8bit", references.adam, problem="large", weight_decay=0.0
-    ),
     *(
         case
-        for module, name in (("adam", "Adam"), ("adamw", "AdamW"))
-        for page, bits in itertools.product(("", "Paged"), ("", "8bit", "32bit"))
+        for name in ("Adam", "AdamW", "AdEMAMix")
+        for page, bits in itertools.product(("", "Paged"), ("", "8bit", *(["32bit"] if name != "AdEMAMix" else [])))
         for case in cases(
-            f"{module}8bit-{page}{name}{bits}",
-            f"bitsandbytes.optim.{module}.{page}{name}{bits}",
-            references.adam,
-            problem="large",
-            weight_decay=0.1,
-        )
-    ),
-    *(
-        case
-        for page, bits in BITS
-        for case in cases(
-            f"ademamix8bit-{page}{bits}",
-            f"bitsandbytes.optim.ademamix.{page}AdEMAMix{bits}",
+            f"{name.lower()}8bit-{page}{bits}",
+            f"bitsandbytes.optim.{name.lower()}.{page}{name}{bits}",
             references.adam,
             problem="large",
             weight_decay=0.1,
@@ -216,18 +182,16 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """An optimiser that keeps no second moment per weight, and the words that must say what would work."""
 
     factory: str
     reader: str
     advice: str = "call ba.track(optimizer) before training"
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     problem: str = "small"
 
 
-PROJECTED = ("galore.GaLore", "apollo.APOLLO", "fira.Fira")
 REFUSALS = [
     Refusal("torch.optim.sgd.SGD", "sgd", "reader='ogd'", {"lr": 0.01, "momentum": 0.9}),
     Refusal("torch.optim.lbfgs.LBFGS", "lbfgs"),
@@ -237,7 +201,10 @@ REFUSALS = [
     Refusal("bitsandbytes.optim.lion.Lion8bit", "lion", problem="large"),
     Refusal("lion_pytorch.lion_pytorch.Lion", "lion"),
     Refusal("pytorch_optimizer.optimizer.lion.Lion", "lion"),
-    *(Refusal(f"pytorch_optimizer.optimizer.{path}", "galore") for path in PROJECTED),
+    *(
+        Refusal(f"pytorch_optimizer.optimizer.{path}", "galore")
+        for path in ("galore.GaLore", "apollo.APOLLO", "fira.Fira")
+    ),
 ]
 
 
@@ -253,8 +220,9 @@ class Trained:
     generator: torch.Generator
 
     def reader(self, corrected: bool) -> StateReader:
+        """Without its bias correction: v as the optimiser keeps it."""
         reader = reader_named(self.case.reader)
-        return reader if corrected else as_kept(reader)
+        return reader if corrected else replace(reader, bias_correction=False)
 
     def go_on(self, steps: int) -> None:
         """Train, and record what the optimiser is given."""
@@ -277,8 +245,6 @@ class Trained:
 
     def reference(self, name: str) -> Moments:
         settings, trace = self.optimizer.defaults, self.traces[name]
-        if self.case.kwargs.get("maximize"):
-            trace = Trace([-g for g in trace.gradients], trace.parameters, trace.norms)
         decay = settings.get("weight_decay", 0.0) if self.case.coupled else 0.0
         return self.case.reference(trace, with_decay(trace, decay), settings)
 
@@ -287,16 +253,8 @@ class Trained:
         return "state2" in state and state["state2"].dtype == torch.uint8
 
 
-def dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).to(torch.float64, copy=True)
-
-
 def build(case: Case, optimizer_class: Callable[[str], type]) -> Trained:
     cls = optimizer_class(case.factory)
-    unknown = set(case.kwargs) - set(inspect.signature(cls).parameters)
-    if unknown:
-        pytest.skip(f"the installed {case.factory} has no argument {sorted(unknown)}")
     torch.manual_seed(0)
     model = PROBLEMS[case.problem].model()
     optimizer = cls(model.parameters(), **case.kwargs)
@@ -352,37 +310,17 @@ def check_moment(trained: Trained, name: str, v: Tensor, corrected: bool) -> Non
         assert_close(v.double(), expected, rtol=1e-5, atol=trained.case.atol, msg=lambda text: f"{name}: {text}")
 
 
-def through_a_file(state: Mapping[str, Any]) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-
-
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(one: Any, other: Any) -> None:
     """Equal to the last bit, through dictionaries and lists."""
-    assert type(a) is type(b)
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, Mapping):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
+    (ours, kept), (theirs, expected) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    assert kept == expected
+    for x, y in zip(ours, theirs, strict=True):
+        assert type(x) is type(y)
+        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
 
 
 def qualified(cls: type) -> str:
@@ -393,7 +331,7 @@ def qualified(cls: type) -> str:
 # SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py. So have those that are
 # made otherwise than of a list of parameters: test_newer_optimisers.py.
 NEWER = (
-    *("schedule-free", "schedule-free-pytorch-optimizer", "adam-mini", "fusedadam", "muon-with-adam", "muon-timm"),
+    *("schedule-free", "schedule-free-pytorch-optimizer", "fusedadam", "muon-with-adam", "muon-timm"),
     *("muon-pytorch-optimizer", "torchao-adam", "torchao-adamw", "sgd-schedule-free"),
 )
 ELSEWHERE = {
@@ -410,16 +348,13 @@ ELSEWHERE = {
 TESTED = {(case.reader, case.factory) for case in CASES} | {(r.reader, r.factory) for r in REFUSALS} | ELSEWHERE
 
 
-def test_every_built_in_reader_is_in_a_table() -> None:
-    assert {reader.name for reader in BUILT_IN} == {reader for reader, _ in TESTED}
-
-
 @pytest.mark.parametrize(
     ("reader", "path"), [(reader.name, path) for reader in BUILT_IN for path in reader.class_names()]
 )
 def test_every_class_that_a_built_in_reader_names_is_in_a_table(
     reader: str, path: str, optimizer_class: Callable[[str], type]
 ) -> None:
+    assert {reader.name for reader in BUILT_IN} == {reader for reader, _ in TESTED}
     # A class may be reached by several names, but it says one of itself.
     assert (reader, qualified(optimizer_class(path))) in TESTED
 
@@ -442,18 +377,6 @@ def test_eight_bit_states_dequantise_as_bitsandbytes_does(name: str, optimizer_c
             state["state2"], absmax=state["absmax2"], code=state["qmap2"].float(), blocksize=256
         )
         assert torch.equal(kept[parameter], theirs)
-
-
-def test_eight_bit_states_of_a_single_block_are_read(optimizer_class: Callable[[str], type]) -> None:
-    cls = optimizer_class("bitsandbytes.optim.adam.Adam8bit")
-    model = nn.Linear(3, 2)
-    optimizer = cls(model.parameters(), min_8bit_size=1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = optimizer.state[model.weight]
-    assert state["state2"].dtype == torch.uint8
-    v = read_optimizer(model, optimizer, reader=as_kept(reader_of(optimizer))).second_moment["weight"]
-    assert_close(v, state["qmap2"][state["state2"].long()] * state["absmax2"])
 
 
 def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
@@ -515,7 +438,7 @@ def test_sgd_gives_ones_when_asked_by_name(saved: bool) -> None:
 
 
 class Halving(Optimizer):
-    """Keeps v ← v/2 + g²/2 under a name of its own, its logarithm, and a nested copy."""
+    """Keeps v ← v/2 + g²/2 as a logarithm."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"forget": 0.5})
@@ -524,36 +447,8 @@ class Halving(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                state["mine"] = 0.5 * state.get("mine", torch.zeros_like(p)) + 0.5 * p.grad**2
-                state["log"] = state["mine"].log()
-
-
-def stepped(optimizer_class: type[Optimizer]) -> tuple[nn.Module, Optimizer]:
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = optimizer_class(model.parameters())
-    for x in ([1.0, 2.0], [3.0, 1.0]):
-        optimizer.zero_grad()
-        model(torch.tensor([x])).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-# Gradients (1, 2) and (3, 1): v = g₁²/4 + g₂²/2.
-KEPT = torch.tensor([[4.75, 1.5]])
-
-
-def test_an_unknown_optimiser_is_refused_with_what_to_do() -> None:
-    model, optimizer = stepped(Halving)
-    with pytest.raises(MatchError, match=r"no reader is registered for .*Halving.*register\(StateReader"):
-        read_optimizer(model, optimizer)
-
-
-def test_a_read_function_that_returns_another_shape_is_refused() -> None:
-    model, optimizer = stepped(Halving)
-    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"].sum())
-    with pytest.raises(MatchError, match=r"'weight' has shape \(\), the parameter \(1, 2\)"):
-        read_optimizer(model, optimizer, reader=reader)
+                before = state["log"].exp() if state else torch.zeros_like(p)
+                state |= {"step": state.get("step", 0) + 1, "log": (0.5 * before + 0.5 * p.grad**2).log()}
 
 
 @pytest.fixture
@@ -563,51 +458,35 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-@pytest.mark.parametrize("named_by", ["class", "name"])
-def test_an_own_reader_by_fields(named_by: str) -> None:
-    cls: type | str = Halving if named_by == "class" else f"{Halving.__module__}.{Halving.__qualname__}"
-    register(StateReader("halving", (cls,), key="mine", decay=("forget", None), bias_correction=True))
-    model, optimizer = stepped(Halving)
-    for bias_correction, expected in ((False, KEPT), (True, KEPT / 0.75)):
-        reader = reader_named("halving") if bias_correction else as_kept(reader_of(optimizer))
-        live = read_optimizer(model, optimizer, reader=reader)
-        saved = read_state_dict(model, optimizer.state_dict(), optimizer=reader).second_moment
-        assert_close(live.second_moment["weight"], expected)
-        assert torch.equal(saved["weight"], live.second_moment["weight"])
-        assert live.reader == {"weight": "halving"}
-
-
-@pytest.mark.usefixtures("own_registry")
 def test_an_own_reader_by_a_function() -> None:
-    seen: list[torch.Size] = []
-
-    def read(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Tensor:
-        seen.append(shape)
-        return state["log"].exp()
-
-    register(StateReader("halving", (Halving,), decay=("forget", None), bias_correction=True, read=read))
-    model, optimizer = stepped(Halving)
-    assert_close(read_optimizer(model, optimizer).second_moment["weight"], KEPT / 0.75)
-    assert seen == [model.weight.shape]
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = Halving(model.parameters())
+    for x in ([1.0, 2.0], [3.0, 1.0]):
+        optimizer.zero_grad()
+        model(torch.tensor([x])).sum().backward()
+        optimizer.step()
+    with pytest.raises(MatchError, match=r"no reader is registered for .*Halving.*register\(StateReader"):
+        read_optimizer(model, optimizer)
+    fields = {
+        "decay": ("forget", None),
+        "bias_correction": True,
+        "read": lambda state, group, shape: state["log"].exp(),
+    }
+    register(StateReader("halving", (Halving,), **fields))
+    # Gradients (1, 2) and (3, 1): v = g₁²/4 + g₂²/2.
+    expected = torch.tensor([[4.75, 1.5]]) / 0.75
+    assert_close(read_optimizer(model, optimizer).second_moment["weight"], expected)
+    assert_close(read_state_dict(model, optimizer.state_dict(), optimizer="halving").second_moment["weight"], expected)
+    wrong = StateReader("unregistered", (), read=lambda state, group, shape: state["log"].sum())
+    with pytest.raises(MatchError, match=r"'weight' has shape \(\), the parameter \(1, 2\)"):
+        read_optimizer(model, optimizer, reader=wrong)
 
 
 @pytest.mark.usefixtures("own_registry")
 def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
-    class Child(torch.optim.AdamW):
-        pass
-
-    class Grandchild(Child):
-        pass
-
-    register(StateReader("child", (Child,), key="exp_avg_sq"))
-    parameters = nn.Linear(2, 1).parameters()
-    assert reader_of(Grandchild(parameters)).name == "child"
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_a_later_reader_wins_for_the_same_class() -> None:
-    register(StateReader("raw", (torch.optim.Adam,), key="exp_avg_sq"))
-    assert reader_of(torch.optim.Adam(nn.Linear(2, 1).parameters())).name == "raw"
+    child = type("Child", (torch.optim.AdamW,), {})
+    register(StateReader("child", (child,), key="exp_avg_sq"))
+    assert reader_of(type("Grandchild", (child,), {})(nn.Linear(2, 1).parameters())).name == "child"
 
 
 @pytest.mark.usefixtures("own_registry")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -17,6 +16,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.readers import identify_reader, read_optimizer, read_state_dict, registry
 from floats import assert_close
+from readers.references import through_a_file
 
 BETA, SHAMPOO_BETA, N, DELTA = 0.9, 0.8, 40, 0.3
 # A vector, a matrix, a square one, one with a side of 1, and convolutions' weights; no two of one shape.
@@ -159,13 +159,6 @@ LAYOUTS: dict[str, Callable[[Sequence[Kept]], dict[str, Any]]] = {
 
 def kept_of(shapes: Sequence[tuple[int, ...]] = SHAPES, steps: int = 12, every: int = 3, **kwargs: Any) -> list[Kept]:
     return [soap(gradients(shape, steps), every, **kwargs) for shape in shapes]
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def close(found: Tensor, expected: np.ndarray, rtol: float = 1e-9, atol: float = 1e-12) -> None:

@@ -88,8 +88,12 @@ def test_it_is_the_average_of_squared_gradients_and_changes_nothing(name, way):
     for parameter, found in curvature.second_moment.items():
         each = [g[parameter] for g in gradients]
         v = average(each, 0.9)
-        assert curvature.reader[parameter] == "tracked"
-        assert curvature.steps[parameter] == 11
+        # Muon trains the matrices, AdamW the rest. An optimiser's own second moment is of every gradient.
+        own = name == "adam" or (name == "muon" and model.get_parameter(parameter).dim() != 2)
+        assert (curvature.reader[parameter] == "tracked") != own
+        assert curvature.steps[parameter] == (31 if own else 11)
+        if own:
+            continue
         if v.dim() == 1 or way == "diagonal":
             assert_close(found.double(), v, rtol=1e-5, atol=1e-12)
         else:
@@ -167,7 +171,7 @@ def test_a_fused_optimiser_that_unscales_itself(kind, unscaled):
             gradients.append(model[3].weight.grad.double() / scale)
         scaler.step(optimizer)
         scaler.update()
-    found = read_optimizer(model, optimizer)
+    found = read_optimizer(model, optimizer, reader="tracked")
     assert found.steps["3.weight"] == 4
     assert_close(found.second_moment["3.weight"].double(), average(gradients, 0.9), rtol=1e-4, atol=1e-12)
 
@@ -191,15 +195,13 @@ def test_foreach_and_fused_and_compiled_steps_keep_the_same_bits(way):
 
 def test_another_what_begins_anew():
     model = network()
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ba.track(optimizer, every=1):
         train(model, [optimizer], range(5))
     ba.track(optimizer, what="factored", every=1)
     train(model, [optimizer], range(5, 7))
-    found = ba.Posterior.from_optimizer(model, optimizer, 100)
     assert read_optimizer(model, optimizer).steps["3.weight"] == 2
     assert "tracked_moment" not in optimizer.state[model[3].weight]
-    assert "since step 5" in found.origin.tracked
 
 
 def test_unless_told_each_of_the_first_hundred_gradients_is_taken_and_then_each_tenth():
@@ -234,19 +236,16 @@ def test_it_says_what_stands_behind_it(tmp_path):
     posterior = ba.Posterior.from_optimizer(model, optimizers, 100, power=1.0)
     assert posterior.settings.batch_size == 16
     assert ba.Posterior.from_optimizer(model, optimizers, 100, batch_size=8).settings.batch_size == 8
-    # Muon does not count its steps, AdamW does.
-    assert posterior.origin.tracked == "6 parameters, by 4 gradients, at least one in 3 steps: 64 examples"
-    adam = ba.Posterior.from_optimizer(model, optimizers[1:], 100)
-    assert "since step 2" in adam.origin.tracked
-    words = "by 4 gradients, at least one in 3 steps since step 2: 64 examples"
-    assert words in str(adam)
-    (finding,) = (each for each in ba.doctor(model, optimizers[1:]).findings if each.code == "tracked")
+    words = "2 parameters, by 4 gradients, at least one in 3 steps: 64 examples"
+    assert posterior.origin.tracked == words
+    assert words in str(posterior)
+    (finding,) = (each for each in ba.doctor(model, optimizers).findings if each.code == "tracked")
     assert words in finding.message
-    adam.save(tmp_path / "posterior.safetensors")
+    posterior.save(tmp_path / "posterior.safetensors")
     loaded = ba.Posterior.load(tmp_path / "posterior.safetensors", model)
-    assert loaded.origin == adam.origin
+    assert loaded.origin == posterior.origin
     path = tmp_path / "last.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}, path)
+    torch.save({"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, path)
     assert ba.Posterior.from_checkpoint(path, model, 100).settings.batch_size == 16
     assert ba.GaussianWeights.open(path, 100).settings.batch_size == 16
 
@@ -281,32 +280,3 @@ def test_sharded_parameters_are_refused(monkeypatch):
     ba.track(optimizer)
     with pytest.raises(SettingError, match="sharded parameters are not tracked"):
         train(model, [optimizer], range(1))
-
-
-def test_what_was_tracked_long_ago_does_not_stand_for_a_newer_moment():
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with ba.track(optimizer, every=1):
-        train(model, [optimizer], range(3))
-        assert set(read_optimizer(model, optimizer).reader.values()) == {"tracked"}
-    train(model, [optimizer], range(3, 6))
-    found = read_optimizer(model, optimizer)
-    assert set(found.reader.values()) == {"adamw"}
-    assert set(found.steps.values()) == {6.0}
-
-
-def test_what_a_release_before_0_4_kept_in_eight_bits_begins_anew():
-    model = nn.Linear(3, 2, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ba.track(optimizer, every=1)
-    codes = {"tracked_codes": torch.ones(2, 3, dtype=torch.uint8), "tracked_exponents": torch.ones(2, 1)}
-    state = optimizer.state_dict()
-    state["state"] = {0: {"tracked_count": 5, **codes}}
-    optimizer.load_state_dict(state)
-    with pytest.raises(MatchError, match=r"ba\.track"):
-        read_optimizer(model, optimizer, reader="sgd")
-    model.weight.grad = torch.full_like(model.weight, 2.0)
-    optimizer.step()
-    curvature = read_optimizer(model, optimizer)
-    assert_close(curvature.second_moment["weight"], torch.full((2, 3), 4.0))
-    assert curvature.steps["weight"] == 1

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
 from bayesadam.readers import read_checkpoint, read_optimizer
-from bayesadam.readers.tracking import COUNT, TENSORS
+from bayesadam.readers.tracking import COUNT
 from bayesadam.trainers.keeper import PosteriorKeeper, count_examples
 from floats import approx, assert_close
 
@@ -76,18 +76,6 @@ def same(found: ba.Posterior, expected: ba.Posterior) -> None:
         assert torch.equal(found.variance[name], expected.variance[name])
 
 
-def same_states(ours: list[Optimizer], theirs: list[Optimizer], gradients: int) -> None:
-    """All entries of both, and that many gradients were tracked."""
-    for one, other in zip(ours, theirs, strict=True):
-        found, expected = one.state_dict(), other.state_dict()
-        assert found["param_groups"] == expected["param_groups"]
-        for key, state in expected["state"].items():
-            assert state[COUNT] == gradients
-            for name, value in state.items():
-                assert torch.equal(torch.as_tensor(found["state"][key][name]), torch.as_tensor(value)), name
-                assert name not in TENSORS or found["state"][key][name].dtype == torch.uint8
-
-
 # --- what the callbacks share ---------------------------------------------------------------------------------------
 
 
@@ -125,8 +113,8 @@ def test_the_posterior_is_kept_saved_and_logged(tmp_path):
 def test_what_keeps_no_moment_is_tracked(track):
     keeper = PosteriorKeeper(track=track)
     model, optimizers, _ = fit(keeper, "muon", None)
-    assert set(read_optimizer(model, optimizers).reader.values()) == {"tracked"}
-    assert keeper.posterior.origin.tracked is not None
+    assert set(read_optimizer(model, optimizers).reader.values()) == {"tracked", "adamw"}
+    assert keeper.posterior.origin.tracked.startswith("2 parameters, by ")
     # The hooks are gone.
     ba.track(optimizers)
 
@@ -142,11 +130,9 @@ def test_a_failure_at_the_end_leaves_the_run_whole(tmp_path):
 def test_what_would_fail_at_the_end_is_refused_at_the_start():
     with pytest.raises(SettingError, match=r"those of Posterior\.from_optimizer"):
         PosteriorKeeper(calibrate=True)
-    with pytest.raises(SettingError, match="track has the arguments"):
-        PosteriorKeeper(track={"bits": 8})
-    with pytest.raises(SettingError, match="what must be one of"):
-        PosteriorKeeper(track="8")  # type: ignore[arg-type]
-    for keeper, message in ((PosteriorKeeper(power=1), "batch_size"), (PosteriorKeeper(-1), "n_data")):
+    wrong: Any = PosteriorKeeper(track="8")  # type: ignore[arg-type]
+    wrong = ((PosteriorKeeper(power=1), "batch_size"), (PosteriorKeeper(-1), "n_data"), (wrong, "what must be one of"))
+    for keeper, message in wrong:
         with pytest.raises(SettingError, match=message):
             fit(keeper, "adamw", None)
     with pytest.raises(SettingError, match=r"pass PosteriorCallback\(n_data=\.\.\.\)"):
@@ -225,20 +211,6 @@ def test_lightning_writes_nothing_in_a_dry_run_and_asks_which_of_two_optimisers(
         read_checkpoint(tmp_path / "last.ckpt")
 
 
-@quiet
-@pytest.mark.slow
-def test_lightning_resumes_what_is_tracked(tmp_path):
-    def given() -> dict[str, Any]:
-        return {"track": {"what": "diagonal", "every": 2}, "settings": {"logger": False}}
-
-    whole, _ = lightning_run(tmp_path / "whole", "muon", 4, **given())
-    first, _ = lightning_run(tmp_path / "first", "muon", 2, **given())
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    second, callback = lightning_run(tmp_path / "second", "muon", 4, str(tmp_path / "half.ckpt"), **given())
-    same_states(second.optimizers, whole.optimizers, 4 * N // BATCH // 2)
-    same(callback.posterior, ba.Posterior.from_optimizer(whole.lightning_module, whole.optimizers, N))
-
-
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
@@ -292,4 +264,9 @@ def test_transformers_resumes_what_is_tracked(tmp_path):
     given = {"name": "momentum", "track": {"what": "factored", "every": 2}}
     whole, _ = huggingface_run(tmp_path, **given)
     second, _ = huggingface_run(tmp_path, resumed=str(tmp_path / "checkpoint-6"), **given)
-    same_states([second.optimizer.optimizer], [whole.optimizer.optimizer], 6)
+    found, expected = (trainer.optimizer.state_dict() for trainer in (second, whole))
+    assert found["param_groups"] == expected["param_groups"]
+    for key, state in expected["state"].items():
+        assert state[COUNT] == 6
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(found["state"][key][name]), torch.as_tensor(value)), name

@@ -45,7 +45,7 @@ Reader = Annotated[str | None, Option(metavar="NAME", help="What wrote the state
 InOrder = Annotated[bool, Option("--groups-in-order", help="Vouch that groups follow the model's order.")]
 WeightsKey = Annotated[list[str] | None, Option(metavar="KEY", help="Which weights, of several in the file.")]
 StateKey = Annotated[str | None, Option(metavar="KEY", help="Which state, of several in the file.")]
-# How a checkpoint is read: `bayesadam.readers.CheckpointOptions`.
+# How a checkpoint is read: `bayesadam.readers.CheckpointKeywords`.
 _READING: dict[str, tuple[Any, bool | None]] = {
     "optimizer_path": (StateFile, None),
     "optimizer": (Reader, None),

@@ -3,8 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,28 +35,14 @@ def write(
     """
     file = out if out.suffix and not out.is_dir() else out / usual
     keep_apart(file, *sources)
-    with _folder_for(file):
-        report = work(file)
-    if not quiet:
-        print(in_options(str(report or f"{file.stat().st_size:,} bytes")), end="\n\n")
-    print(file)
-
-
-@contextmanager
-def _folder_for(file: Path) -> Iterator[None]:
-    """Make the file's folder before the work inside; if that fails, remove what was made."""
-    absent = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"cannot write to {file.parent}: {error.strerror}") from None
-    try:
-        yield
-    except BaseException:
-        for folder in absent:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+    report = work(file)
+    if not quiet:
+        print(in_options(str(report or f"{file.stat().st_size:,} bytes")), end="\n\n")
+    print(file)
 
 
 def called(name: str) -> Any:

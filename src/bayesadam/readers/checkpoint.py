@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from bayesadam.readers.match import (
     Slot,
     candidates,
     match_pairs,
-    names_in,
     own_parameters,
     pair,
     pair_by_names,
@@ -138,7 +137,10 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         raise FileError(f"{path} holds no weights that can be identified: found {contents.summary}")
     if not state.states:
         beside = f"; there are {' and '.join(file.name for file in contents.beside)}" if contents.beside else ""
-        raise FileError(f"{second or path} holds no optimiser state: found {state.summary}{APART}{beside}")
+        raise FileError(
+            f"{second or path} holds no optimiser state: found {state.summary}{APART}{beside}. Weights alone give no "
+            "posterior: ba.calibrate(model, held_out) takes a model without one"
+        )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.get("optimizer_key"))
     behind = choice.named()
@@ -146,8 +148,8 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
     weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
     optimizer = state.states[choice.state]
     with damage_told():
-        # A saved posterior has a few of its weights. Other shapes are refused by name once states are matched.
-        states = outline_of(optimizer["state"])
+        # A saved posterior knows a few of its weights. Other shapes are refused by name once states are matched.
+        states = {} if second is None else outline_of(optimizer["state"])
         saved = {n: state[PROBE_KEY] for n, state in states.items() if n in weights and PROBE_KEY in state}
         read = {name: probe(weights[name]) for name in saved}
         is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
@@ -193,7 +195,7 @@ def match_checkpoint(
     file's weights, and every shape, which must give one answer (`bayesadam.readers.match`).
     """
     state, weights = checkpoint.optimizer, checkpoint.weights
-    reader = reader_named(options.get("optimizer") or identify_reader(state, checkpoint.recorded.optimizer))
+    reader = reader_named(options.get("optimizer") or identify_reader(state))
     slots = slots_of(state, reader)
     if model is None:
         pairing = _pair_file(checkpoint, slots, options)
@@ -210,23 +212,20 @@ def match_checkpoint(
         own = {key: inner[name] for key, name in pairing.names.items() if inner.get(name) in parameters}
         pairing = Pairing(own, pairing.why)
         return match_pairs(parameters, state, reader, pairing)
-    given, in_order = options.get("param_names"), options.get("groups_in_order", False)
-    if given is None and names_in(state) is None:
-        given = _by_rule(checkpoint, slots, unwrap(model))
-    named = pair_by_names(state, parameters, given)
     shapes = shapes_listed(parameters, len(slots))
     filed = {name: shapes[name] for name in stored if name in shapes}
     # The class may have changed since; that its order is the optimiser's nobody can then state.
     moved = checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes)
-    pairing = named or pair(slots, shapes, ordered=True, in_order=in_order, remedy="" if moved else IN_ORDER)
-    if named is None and moved:
-        other = pair(slots, filed, ordered=True, in_order=in_order, remedy="").names
-        for key, name in pairing.names.items():
-            if other.get(key) != name:
-                raise MatchError(
-                    f"{checkpoint.path} has the weights in another order than the model: the state under key {key!r} "
-                    f"would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
-                )
+    how: Any = {"ordered": True, "in_order": options.get("groups_in_order", False), "remedy": "" if moved else IN_ORDER}
+    how["rules"] = () if checkpoint.rules.orders is None else checkpoint.rules.orders(unwrap(model))
+    named = pair_by_names(state, parameters, options.get("param_names"))
+    pairing = named or pair(slots, shapes, **how)
+    other = pairing.names if named is not None or not moved else pair(slots, filed, **how).names
+    if odd := [key for key, name in pairing.names.items() if other.get(key) != name]:
+        raise MatchError(
+            f"{checkpoint.path} has the weights in another order than the model: the state under key {odd[0]!r} would "
+            f"be that of {other.get(odd[0])!r} by the file, of {pairing.names[odd[0]]!r} by the model. {NAMES}"
+        )
     trained = {slot.key for slot in slots if slot.needed}
     lost = [name for key, name in pairing.names.items() if name not in stored and key in trained]
     if checkpoint.rules.partial and lost:
@@ -271,24 +270,6 @@ def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: Checkpoin
         remedy = "" if checkpoint.ordered else "; or pass the model, whose order it is (Posterior.from_checkpoint)"
         remedy += f". In {checkpoint.path} {checkpoint.choices}" if checkpoint.choices else ""
         raise type(error)(f"{error}{remedy}") from None
-
-
-def _by_rule(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module) -> tuple[str, ...] | None:
-    """The parameters' names in the order in which the trainer gives them to its optimiser; None without a rule."""
-    if checkpoint.rules.orders is None:
-        return None
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-    orders = [order for order in checkpoint.rules.orders(model) if [len(group) for group in order] == sizes]
-    answers = {tuple(name for group in order for name in group) for order in orders}
-    fitting = [a for a in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, a, strict=True))]
-    if len(fitting) > 1:
-        at = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
-        raise MatchError(
-            f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
-            f"{slots[at].key!r} may belong to {' or to '.join(sorted(repr(names[at]) for names in fitting))}. {NAMES}"
-        )
-    return fitting[0] if fitting else None
 
 
 def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str, str], bool]:

@@ -225,7 +225,7 @@ class Origin:
             None if steps is None else (float(steps[0]), float(steps[-1])),
             header.get("beta2"),
             bool(header.get("recorded")),
-            tracked if isinstance(tracked, str) else _tracked_in_words(**tracked),
+            tracked if isinstance(tracked, str) else "",
         )
 
 
@@ -242,26 +242,19 @@ def origin_of(match: Match) -> Origin:
     tracked, words = [entry for entry in match.entries if entry.reader is TRACKED], ""
     if tracked:
         counts = [entry.steps or 0.0 for entry in tracked]
-        starts = [start for entry in tracked if (start := entry.group.get(tracking.SINCE)) is not None]
-        since = max(map(int, starts)) if len(starts) == len(tracked) else None
         every = max(int(entry.group.get(tracking.EVERY, 1)) for entry in tracked)
-        batch_size = batch_size_or_tracked(match, None)
-        words = _tracked_in_words(len(tracked), (min(counts), max(counts)), every, since, batch_size)
+        words = _in_words(len(tracked), min(counts), max(counts), every, batch_size_or_tracked(match, None))
     return Origin(match.optimizers, ends, min(betas, default=None), recorded, words)
 
 
-def _tracked_in_words(
-    parameters: int, gradients: Sequence[float], every: int, since: int | None = None, batch_size: int | None = None
-) -> str:
+def _in_words(parameters: int, few: float, many: float, every: int, batch_size: int | None) -> str:
     """What stands behind the second moments that `track` kept of so many parameters: gradients, fewest to most.
 
-    >>> print(_tracked_in_words(3, (20, 20), 10, 0, 128))
-    3 parameters, by 20 gradients, at least one in 10 steps since step 0: 2,560 examples
+    >>> print(_in_words(3, 20, 20, 10, 128))
+    3 parameters, by 20 gradients, at least one in 10 steps: 2,560 examples
     """
-    few, many = gradients
     text = f"{parameters} parameter{'s' * (parameters != 1)}, by {few:,g}{f' to {many:,g}' * (few != many)} gradients"
     text += ", one a step" if every == 1 else f", at least one in {every:,} steps"
-    text += "" if since is None else f" since step {since:,}"
     return text if batch_size is None else f"{text}: {many * batch_size:,g} examples"
 
 

@@ -29,35 +29,30 @@ _reading = attrgetter(
 )
 
 
-def identify_reader(optimizer: StateDict, recorded: str | None = None) -> StateReader:
-    """The reader for a saved state; optimisers that are read alike, as RAdam is as Adam, count as one.
-
-    `recorded` is the class name the trainer wrote down, which decides between several that fit.
-    """
+def identify_reader(optimizer: StateDict) -> StateReader:
+    """The reader for a saved state; optimisers that are read alike, as RAdam is as Adam, count as one."""
     groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
     states = {key: state for key, state in optimizer["state"].items() if key in groups and has_tensors(state)}
-    tracked = [key for key, state in states.items() if tracking.is_tracked(outline(state))]
-    if tracked and len(tracked) == len(states):
-        return TRACKED
+    is_tracked = bool(states) and all(tracking.is_tracked(outline(state)) for state in states.values())
     # Of what Muon or a projection trains there is nothing to read.
-    states = {k: state for k, state in states.items() if k not in tracked and not keeps_none(outline(state), groups[k])}
+    states = {key: state for key, state in states.items() if not keeps_none(outline(state), groups[key])}
     outlines = [(outline(state), groups[key]) for key, state in states.items()]
-    short = (recorded or "").rpartition(".")[2].lower()
-    said = [r for r in registered() if short in (r.name, *(n.rpartition(".")[2].lower() for n in r.class_names()))]
-    fitting = [r for r in registered() if outlines and all(_fits(r, *pair, named=r in said) for pair in outlines)]
+    readers = [reader for reader in registered() if reader is not TRACKED]
+    fitting = [r for r in readers if outlines and all(_fits(r, *pair) for pair in outlines)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
-    named = [r for r in fitting if r in said]
     # Readers whose own flag is in the group, where there are such; else those that expect none.
     flagged = [r for r in fitting if r.decoupled_flag is not None and r.decoupled_flag in outlines[0][1]]
-    chosen = named or flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
+    chosen = flagged or [r for r in fitting if r.decoupled_flag is None] or fitting
     if len({_reading(r) for r in chosen}) == 1:
         alike = [r for r in fitting if _reading(r) == _reading(chosen[0])]
-        reader = named[0] if named else _writer(alike, [group for _, group in outlines])
+        reader = _writer(alike, [group for _, group in outlines])
         if all(reader.steps(state, groups[key]) == 0 for key, state in states.items()):
             raise MatchError(
                 f"the optimiser, {reader.name}, has not taken a step yet: train first, then save its state"
             )
         return reader
+    if is_tracked and not chosen:
+        return TRACKED
     keys = sorted({key for state, _ in outlines for key in state if isinstance(key, str)})
     if chosen:
         raise MatchError(
@@ -80,8 +75,8 @@ def identify_reader(optimizer: StateDict, recorded: str | None = None) -> StateR
     raise MatchError(f"the optimiser{why}; {ADVICE}")
 
 
-def _fits(reader: StateReader, state: State, group: Group, *, named: bool = False) -> bool:
-    """Whether a state and its group have all entries that the record needs; `named` says that its class was written."""
+def _fits(reader: StateReader, state: State, group: Group) -> bool:
+    """Whether a state and its group have all entries that the record needs."""
     if reader.statistic in ("identity", "none"):
         return False
     if reader.statistic == "factored":
@@ -93,10 +88,10 @@ def _fits(reader: StateReader, state: State, group: Group, *, named: bool = Fals
     others = [str(key) for key, value in state.items() if isinstance(value, Tensor) and value.shape == stored.shape]
     # The mark of a reader that was registered is known to be its own; of ours it may be shared with strangers.
     own_mark = bool(reader.mark) and reader not in READERS
-    described = named or own_mark or reader.read or reader.factors or reader.mean or not stored.dim()
+    described = own_mark or reader.read or reader.factors or reader.mean or not stored.dim()
     counter = (group if reader.step == "group" else state).get(reader.counter)
     contradictions = (
-        reader.mark not in (None, *group) and not (named and reader.mark == ""),
+        reader.mark not in (None, *group),
         # NovoGrad's is one number a layer.
         isinstance(momentum, Tensor) and momentum.shape != stored.shape,
         # What else is kept may be part of what is squared: MARS keeps the last gradient, Prodigy a distance.

@@ -367,12 +367,18 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def pair(
-    slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False, remedy: str = IN_ORDER
+    slots: Sequence[Slot],
+    shapes: Shapes,
+    *,
+    ordered: bool,
+    in_order: bool = False,
+    remedy: str = IN_ORDER,
+    rules: Sequence[Sequence[Sequence[str]]] = (),
 ) -> Pairing:
-    """The names behind the keys: by the order of the parameters, else by shapes that occur once.
+    """The names behind the keys: by the trainer's rules, else the order of the parameters, else shapes that occur once.
 
     `ordered` says that `shapes` are in the model's order, `in_order` that each of several groups is, too; `remedy` is
-    told where that would help.
+    told where that would help. A rule has the names group by group.
     """
     missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes.values())
     if len(slots) > len(shapes) or missing:
@@ -383,12 +389,13 @@ def pair(
         )
     answers: dict[tuple[str, ...], Pairing] = {}
     refusals: list[MatchError] = []
-    for why, runs in _readings(slots, shapes, ordered, in_order):
-        try:
-            names = _selected(runs)
-            answers.setdefault(tuple(names[slot.key] for slot in slots if slot.needed), Pairing(names, why))
-        except MatchError as refusal:
-            refusals.append(refusal)
+    for readings in (_ruled(slots, shapes, rules), _readings(slots, shapes, ordered, in_order)):
+        for why, runs in readings if not answers else ():
+            try:
+                names = _selected(runs)
+                answers.setdefault(tuple(names[slot.key] for slot in slots if slot.needed), Pairing(names, why))
+            except MatchError as refusal:
+                refusals.append(refusal)
     if not answers:
         raise next((refusal for refusal in refusals if isinstance(refusal, AmbiguousError)), refusals[0])
     one, *others = answers.values()
@@ -403,9 +410,26 @@ def pair(
     )
 
 
+def _grouped(slots: Sequence[Slot]) -> list[list[Slot]]:
+    return [list(group) for _, group in itertools.groupby(slots, key=lambda slot: slot.group)]
+
+
+def _ruled(
+    slots: Sequence[Slot], shapes: Shapes, rules: Sequence[Sequence[Sequence[str]]]
+) -> Iterator[tuple[str, Runs]]:
+    """How the rules fill the groups: exactly, in a list of their length."""
+    groups = _grouped(slots)
+    for order in rules:
+        listed = [names for names in order if names]
+        if [len(names) for names in listed] == [len(group) for group in groups]:
+            parts = [{name: shapes[name] for name in names if name in shapes} for names in listed]
+            if all(len(part) == len(group) for part, group in zip(parts, groups, strict=True)):
+                yield "the trainer's rule", list(zip(groups, parts, strict=True))
+
+
 def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bool) -> Iterator[tuple[str, Runs]]:
     """How the groups may have been filled, in words: lists of keys, and the names that each selects from."""
-    groups = [list(group) for _, group in itertools.groupby(slots, key=lambda slot: slot.group)]
+    groups = _grouped(slots)
     if not ordered or (len(groups) > 1 and not in_order):
         yield "shapes that occur once", [([slot], shapes) for slot in slots if slot.needed]
     if not ordered:

@@ -14,12 +14,10 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import in_eval_mode, listed_optimizers
 from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
-from bayesadam._shards import is_sharded
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import MatchError
 from bayesadam.readers.curvature import Curvature
 from bayesadam.readers.match import Match, match_optimizers
-from bayesadam.readers.registry import working_dtype
-from bayesadam.readers.tracking import Hooked, on_gradients
+from bayesadam.readers.tracking import Hooked, on_gradients, whole_gradient
 
 
 class Recorder(Hooked):
@@ -68,6 +66,8 @@ class Recorder(Hooked):
         """
         require_kind(model, nn.Module, "model")
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise MatchError(f"every parameter of {type(model).__name__} is frozen: requires_grad_(True) for some")
         # It is never stepped: recorders know their parameters by an optimiser.
         recorder = cls(torch.optim.SGD(parameters, lr=0.0), keep=keep, every=1)
         device = parameters[0].device
@@ -128,17 +128,10 @@ class Recorder(Hooked):
             if ring is not None:
                 ring[row].zero_()
             return
-        if is_sharded(parameter):
-            raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded over processes, and recorded gradients must "
-                "be whole: record with replicas, or use structure='diagonal'"
-            )
+        dense = whole_gradient(parameter, gradient, scale)
         if ring is None:
-            shape, dtype = (self.keep, *parameter.shape), working_dtype(parameter.dtype)
-            ring = self._rings[parameter] = torch.zeros(shape, device=parameter.device, dtype=dtype)
-        ring[row].copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
-        if scale is not None:
-            ring[row].div_(scale.to(ring.device))
+            ring = self._rings[parameter] = dense.new_zeros((self.keep, *parameter.shape))
+        ring[row].copy_(dense)
 
 
 def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:

@@ -3,7 +3,6 @@
 A live optimiser is known by its class; whose a saved state is, `identify` finds from its keys.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,12 +149,6 @@ def _schedule_free(state: State, group: Group, stored: Tensor) -> Tensor | None:
     return stored.detach().lerp(state["z"].to(stored), 1 - 1 / beta)
 
 
-def _of_blocks(state: State, group: Group, shape: torch.Size) -> Tensor:
-    """Adam-mini's: one number a head, a neuron or a tensor; of biases one a weight."""
-    blocks: Tensor = state["v"] if "v" in state else state["vmean"].expand(state["m"].shape)
-    return blocks.reshape(shape)
-
-
 def _reader(name: str, classes: str, **fields: Any) -> StateReader:
     """A record; of the classes those without a dot are in the package of the one before them."""
     package, names = "", []
@@ -262,16 +255,6 @@ READERS: tuple[StateReader, ...] = (
     _average("adabelief", "timm.optim.adabelief.AdaBelief", **_BELIEF, coupled_decay=True),
     _average("schedule-free", " ".join(f"schedulefree.{path}" for path in _SCHEDULE_FREE), **_FREE, counter="k"),
     _average("schedule-free-pytorch-optimizer", f"{_PO}.schedulefree.ScheduleFreeAdamW ScheduleFreeRAdam", **_FREE),
-    _average(
-        "adam-mini",
-        "adam_mini.adam_mini.Adam_mini",
-        key="v or vmean",
-        decay=("beta2", None),
-        mark="name",
-        read=_of_blocks,
-        bases=("v", "vmean"),
-        note="One number a head, a neuron or a tensor: the posterior tells no weights of a block apart.",
-    ),
     _average("torchao-adam", "torchao.optim.adam.Adam8bit Adam4bit AdamFp8", **_FEW_BITS, coupled_decay=True),
     _average("torchao-adamw", "torchao.optim.adam.AdamW8bit AdamW4bit AdamWFp8", **_FEW_BITS),
     # Of three betas the last is that of the slow momentum.
@@ -340,18 +323,11 @@ def reader_named(name: str | StateReader) -> StateReader:
 
 
 def reader_for(state: State, group: Group, reader: StateReader) -> StateReader:
-    """The reader of one parameter's state: that of `track` where it was tracked; a flag may say that there is none.
-
-    An optimiser that went on after tracking had ended has a second moment of its own that is newer, or none that is.
-    """
+    """The reader of one parameter's state, of which a flag may say that it has none: then what `track` kept counts."""
     if reader.statistic == "identity":
         return reader
-    if tracking.is_tracked(state):
-        steps, since, seen = reader.steps(state, group), group.get(tracking.SINCE), group.get(tracking.STEPS)
-        ended = math.inf if since is None or seen is None else since + seen
-        if reader is TRACKED or reader.statistic == "none" or steps is None or steps <= ended:
-            return TRACKED
-    return next((_registry[name] for name in keeps_none(state, group)), reader)
+    reader = next((_registry[name] for name in keeps_none(state, group)), reader)
+    return TRACKED if reader.statistic == "none" and tracking.is_tracked(state) else reader
 
 
 def keeps_none(state: State, group: Group) -> list[str]:

@@ -36,10 +36,10 @@ What = Literal["diagonal", "factored"]
 # Entries of a parameter's state: how many gradients were taken, and the mean of their squares or its two factors.
 COUNT, WHOLE, ROWS, COLUMNS = "tracked_count", "tracked_moment", "tracked_rows", "tracked_columns"
 TENSORS = (WHOLE, ROWS, COLUMNS)
-# Entries of a parameter group: steps seen since tracking began, and those that the optimiser had taken by then (None
-# where it does not count); β of the gradients taken, k, the first steps of which all are, examples behind one.
-STEPS, SINCE = "tracked_steps", "tracked_since"
-DECAY, EVERY, FIRST, EXAMPLES = "tracked_decay", "tracked_every", "tracked_first", "tracked_batch_size"
+# Entries of a parameter group: steps seen, β of the gradients taken, k; the first steps of which all are, examples
+# behind one.
+STEPS, DECAY, EVERY = "tracked_steps", "tracked_decay", "tracked_every"
+FIRST, EXAMPLES = "tracked_first", "tracked_batch_size"
 # Each gradient of so many steps, and then each k-th, so that a short training has enough of them.
 _FIRST, _EVERY = 100, 10
 
@@ -67,6 +67,17 @@ def on_gradients(optimizer: Optimizer, then: Callable[[Optimizer, Tensor | None]
         optimizer.register_step_pre_hook(partial(hook, False)),
         optimizer.register_step_post_hook(partial(hook, True)),
     ]
+
+
+def whole_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient that the step uses, dense and unscaled, in float32 or float64."""
+    if is_sharded(parameter):
+        raise SettingError(
+            "gradients of sharded parameters are not tracked or recorded: train with AdamW, or unsharded"
+        )
+    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    dense = dense.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+    return dense if scale is None else dense / scale.to(dense.device)
 
 
 class Hooked:
@@ -145,16 +156,8 @@ def _settle(settings: Mapping[str, Any], optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group.update(settings)
         group.setdefault(STEPS, 0)
-        group.setdefault(SINCE, _steps_of(optimizer, group))
     for state in optimizer.state.values():
         state.update({name: state[name].to(torch.uint8) for name in TENSORS if name in state})
-
-
-def _steps_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
-    """Steps that the optimiser has taken, if it counts them; 0 before the first."""
-    states = [optimizer.state[parameter] for parameter in group["params"] if optimizer.state.get(parameter)]
-    counts = [entries["step"] for entries in (group, *states) if "step" in entries]
-    return max(map(int, counts)) if counts else None if states else 0
 
 
 @_disable_dynamo
@@ -165,7 +168,7 @@ def _taken(
 
     Many optimisers begin a state where it is empty: until then what belongs there is `pending`.
     """
-    if any(SINCE not in group for group in optimizer.param_groups):
+    if any(STEPS not in group for group in optimizer.param_groups):
         _settle(settings, optimizer)
     for group in optimizer.param_groups:
         due = group[STEPS] < group[FIRST] or group[STEPS] % group[EVERY] == 0
@@ -173,17 +176,13 @@ def _taken(
         for parameter in group["params"] if due else ():
             if parameter.grad is None:
                 continue
-            if is_sharded(parameter):
-                raise SettingError("gradients of sharded parameters are not tracked: train with AdamW, or unsharded")
-            gradient = parameter.grad.to_dense() if parameter.grad.layout != torch.strided else parameter.grad
-            gradient = gradient.detach().float() if scale is None else gradient.detach().float() / scale
+            gradient = whole_gradient(parameter, parameter.grad, scale).float()
             is_factored = what == "factored" and gradient.dim() > 1
             state = optimizer.state.get(parameter, {})
             if COUNT in state and not all(name in state for name in ((ROWS, COLUMNS) if is_factored else (WHOLE,))):
                 # It was tracked in another way: begin anew.
                 for name in [name for name in state if str(name).startswith("tracked_")]:
                     del state[name]
-                group[SINCE] = _steps_of(optimizer, group)
             into = state if state else pending.setdefault(parameter, {})
             into[COUNT] = int(into.get(COUNT, 0)) + 1
             weight = (1 - group[DECAY]) / (1 - group[DECAY] ** into[COUNT])

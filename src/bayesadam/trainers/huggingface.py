@@ -1,15 +1,10 @@
 """`PosteriorCallback` for the Trainer of Hugging Face's transformers."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bayesadam._alone import unwrap
 from bayesadam._extras import require
 from bayesadam.errors import SettingError
-from bayesadam.readers import reader_of
-from bayesadam.readers.formats.torch_files import load_tree
-from bayesadam.readers.registry import TRACKED
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 from bayesadam.weights.posterior import Posterior
 
@@ -40,21 +35,14 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read, save, log."""
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        model = kwargs["model"]
         best = Path((args.load_best_model_at_end and state.best_model_checkpoint) or "")
-        read = partial(Posterior.from_optimizer, model, optimizer)
-        if best.name not in ("", f"checkpoint-{state.global_step}"):
-            read = partial(_read_saved, model, optimizer, best)
+
+        def read(reader: Any = None, **options: Any) -> Posterior:
+            if best.name in ("", f"checkpoint-{state.global_step}"):
+                return Posterior.from_optimizer(model, kwargs["optimizer"], reader=reader, **options)
+            # By the state that the optimiser had then.
+            return Posterior.from_checkpoint(best, model, optimizer=reader, **options)
+
         path = self.path or Path(args.output_dir) / FILE_NAME
         self._finish(read, path, lambda numbers: state.log_history.append({**numbers, "step": state.global_step}))
-
-
-def _read_saved(model: Any, optimizer: Any, checkpoint: Path, **options: Any) -> Posterior:
-    """The posterior by the state that the optimiser had at a checkpoint."""
-    # Inside Accelerate's wrapper.
-    live = getattr(optimizer, "optimizer", optimizer)
-    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
-    listed = [names[id(parameter)] for group in live.param_groups for parameter in group["params"]]
-    reader = options.pop("reader", None) or reader_of(live) or TRACKED
-    state = load_tree(checkpoint / "optimizer.pt")
-    return Posterior.from_state_dict(model, state, param_names=listed, optimizer=reader, **options)

@@ -52,11 +52,6 @@ class PosteriorKeeper:
         self.path = None if path is None else Path(path)
         self.options = options
         self.track: Mapping[str, Any] | None = {"what": track} if isinstance(track, str) else track
-        if self.track is not None:
-            try:
-                attach_tracker(torch.optim.SGD([torch.zeros(1)]), **self.track)
-            except TypeError as error:
-                raise SettingError(f"{error}: track has the arguments of bayesadam.track") from None
         self._tracker: Hooked | None = None
         self._posterior: Posterior | Exception | None = None
 

@@ -2,7 +2,7 @@
 
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.distributed import DISTRIBUTED
-from bayesadam.readers.formats.huggingface import ACCELERATE, ADAPTER, PARENT, TRAINER
+from bayesadam.readers.formats.huggingface import ACCELERATE, ADAPTER, TRAINER
 from bayesadam.readers.formats.registry import register_format
 from bayesadam.readers.formats.safetensors import POSTERIOR, SAFETENSORS
 from bayesadam.readers.formats.torch_files import FOLDER, OLD_TORCH, PICKLE, TORCH, ZIP
@@ -11,7 +11,7 @@ from bayesadam.readers.formats.torch_files import FOLDER, OLD_TORCH, PICKLE, TOR
 # folder has files that may be checkpoints by themselves.
 FORMATS = (
     *(FOLDER, ZIP, PICKLE, OLD_TORCH, SAFETENSORS, POSTERIOR, TORCH),
-    *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
+    *(TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
 )
 for known in FORMATS:
     register_format(known)

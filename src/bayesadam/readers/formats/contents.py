@@ -14,15 +14,12 @@ from bayesadam._checks import is_number
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.pickles import StandIn, said
 
-# Under which keys trainers write numbers of `Recorded`, and the optimiser's class.
+# Under which keys trainers write what `Recorded` has.
 _NUMBERS = {
     "step": ("global_step", "step", "iteration", "iter", "iter_num", "iterations"),
     "epoch": ("epoch", "current_epoch", "epochs"),
     "n_data": ("n_data", "num_train_examples", "n_train"),
 }
-_CLASS_KEYS = ("optimizer_class", "optimizer_name", "optimizer_type")
-# What fastai calls the entries of a state.
-_FASTAI = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
 # Levels of dictionaries that are searched.
 _DEEPEST = 3
 
@@ -40,12 +37,11 @@ class Network:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What else the trainer wrote: steps taken, epochs, N, the optimiser's class, B; None where it wrote nothing."""
+    """What else the trainer wrote: steps taken, epochs, N, B; None where it wrote nothing."""
 
     step: int | None = None
     epoch: int | None = None
     n_data: int | None = None
-    optimizer: str | None = None
     batch_size: int | None = None
 
     def completed(self, other: Recorded) -> Recorded:
@@ -136,15 +132,13 @@ def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if is_number(value) and value >= 0:
                 recorded.setdefault(name, int(value))
-    classes = [level[key] for key in _CLASS_KEYS for level in levels if isinstance(level.get(key), str)]
-    return Recorded(**{**recorded, "n_data": recorded.get("n_data") or None}, optimizer=next(iter(classes), None))
+    return Recorded(**{**recorded, "n_data": recorded.get("n_data") or None})
 
 
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Dictionaries down to the third level, lists of states opened."""
-    state = torch_layout(tree)
-    yield path, state
-    if is_weights(tree) or is_optimizer(state):
+    yield path, tree
+    if is_weights(tree) or is_optimizer(tree):
         return
     for key, value in tree.items():
         if not isinstance(key, str | int):
@@ -183,34 +177,3 @@ def keeps_order(weights: Mapping[str, Any]) -> bool:
     number = {module: number for number, module in enumerate(noted if isinstance(noted, Mapping) else ())}
     numbers = [number[module] for name in names if (module := name.rpartition(".")[0]) in number]
     return numbers == sorted(numbers) if numbers else len(names) < 2 or names != sorted(names)
-
-
-def torch_layout(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """A state of fastai's own Adam in torch's layout; all else as it is.
-
-    It has one dictionary a parameter, `state`, and one a group, `hypers`; as nothing says where a group ends, groups
-    must agree. `sqr_mom` is β₂; `do_wd` says of a parameter whether it decays.
-    """
-    if value.keys() != {"state", "hypers"}:
-        return value
-    states, hypers = (_items(value[key]) for key in ("state", "hypers"))
-    trained = {number: state for number, state in enumerate(states) if state.keys() - {"do_wd"}}
-    settings = {(group.get("mom"), group.get("sqr_mom"), group.get("wd")) for group in hypers}
-    if len(settings) != 1 or not all(_FASTAI.keys() <= state.keys() for state in trained.values()):
-        return value
-    momentum, beta, decay = settings.pop()
-    groups = itertools.groupby(range(len(states)), lambda number: bool(states[number].get("do_wd", True)))
-    return {
-        "state": {n: {torch: state[key] for key, torch in _FASTAI.items()} for n, state in trained.items()},
-        "param_groups": [
-            {"betas": (momentum, beta), "weight_decay": float(decay or 0) * decays, "params": list(numbers)}
-            for decays, numbers in groups
-        ],
-    }
-
-
-def _items(part: Any) -> list[Mapping[str, Any]]:
-    """The dictionaries of a list, or of fastcore's `L`; none where something else is among them."""
-    inside: Any = part.state.get("items") if isinstance(part, StandIn) and isinstance(part.state, Mapping) else part
-    is_list = isinstance(inside, list | tuple) and all(isinstance(item, Mapping) for item in inside)
-    return list(inside) if is_list else []

@@ -102,22 +102,18 @@ def _joined(
     folder: Path, name: str, vectors: Sequence[Mapping[str, Any]], start: int, length: int, shape: torch.Size
 ) -> Lazy:
     """One parameter's entries, from `start` on in vectors cut into pieces of `length`; counters as they are."""
-    stop = start + shape.numel()
-    cuts = {
-        rank: slice(max(start - rank * length, 0), min(stop - rank * length, length))
-        for rank in range(start // length, -(-stop // length))
-    }
-    first = vectors[0]
-    for key in (key for key, value in first.items() if _is_vector(value)):
-        lengths = [vector[key].numel() for vector in vectors]
-        if any(rank >= len(lengths) or cut.stop > lengths[rank] for rank, cut in cuts.items()):
+
+    def parts(key: str) -> list[Tensor]:
+        ends = ([max(end - rank * length, 0) for end in (start, start + shape.numel())] for rank in range(len(vectors)))
+        return [vector[key][:length][low:high] for vector, (low, high) in zip(vectors, ends, strict=True)]
+
+    cut = {key: value for key, value in vectors[0].items() if _is_vector(value)}
+    for key in cut:
+        if sum(part.numel() for part in parts(key)) != shape.numel():
+            lengths = [vector[key].numel() for vector in vectors]
             raise FileError(f"{folder} does not have the whole of {name!r}: its ranks have {lengths} entries. {_COPY}")
-
-    def read(key: str) -> Tensor:
-        parts = [vectors[rank][key][cut] for rank, cut in cuts.items()]
-        return (parts[0] if len(parts) == 1 else torch.cat([first[key][:0], *parts])).view(shape)
-
-    return Lazy({key: meta(shape, value.dtype) if _is_vector(value) else value for key, value in first.items()}, read)
+    outline = {**vectors[0], **{key: meta(shape, value.dtype) for key, value in cut.items()}}
+    return Lazy(outline, lambda key: torch.cat(parts(key)).view(shape))
 
 
 def _is_vector(value: Any) -> bool:

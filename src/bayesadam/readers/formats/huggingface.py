@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: the Trainer's checkpoints, a folder of several of them, Accelerate's `save_state`, adapters.
+"""Folders of Hugging Face: the Trainer's checkpoints, Accelerate's `save_state`, adapters.
 
 Safetensors, JSON and files of `torch.save` with weights or the optimiser's state are read. `training_args.bin` and the
 random states are pickles of classes, and are not opened. Nothing is fetched, and no code is run that a file names.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Network, Rules, recorded_in
 from bayesadam.readers.formats.lazy import clean_names, tensors_of
@@ -27,7 +26,7 @@ STATE = "trainer_state.json"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _STATE_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 _SHARD = re.compile(r"(pytorch_)?model-\d+-of-\d+\.(safetensors|bin)")
-_CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
+_CHECKPOINT = re.compile(r"checkpoint[-_]\d+")
 
 # Which parameters the Trainer does not decay: those of nn.LayerNorm, of other classes of norms too where transformers
 # listed them (ALL_LAYERNORM_LAYERS, as it happens), and those with such names. The newest rule is first; the second is
@@ -178,19 +177,6 @@ def _read_model(path: Path, *, is_trainer: bool) -> Contents:
     return _contents(path, weights, ordered, rules)
 
 
-def _checkpoints(path: Path) -> list[str]:
-    """The folders called checkpoint-N, by N."""
-    numbered = [(int(match[1]), name) for name in _files_of(path) if (match := _CHECKPOINT.fullmatch(name))]
-    return [name for _, name in sorted(numbered) if (path / name).is_dir()]
-
-
-def _read_parent(path: Path) -> Contents:
-    names = _checkpoints(path)
-    raise FileError(
-        f"{path} is a folder of checkpoints, {', '.join(names)}: pass one of them; the newest is {path / names[-1]}"
-    )
-
-
 # --- PEFT's adapters -----------------------------------------------------------------------------------------------
 
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -227,45 +213,34 @@ def _read_adapter(path: Path) -> Contents:
 
 
 def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> dict[str, str]:
-    """The model's name for each stored one: PEFT leaves out the name of the adapter."""
+    """The model's name for each stored one: PEFT leaves out the name of the adapter, and of copies of whole modules."""
     load = f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or not adapters:
         kind = type(model).__name__
         raise MatchError(f"{path} holds an adapter, and {kind} has none: pass the model with it, {load}")
-    compared = {name: _compared(shapes, model, name) for name in adapters}
-    fitting = [name for name, (_, misfit) in compared.items() if not misfit]
+    own = tensors_of(model)
+    fitting, misfit = {}, ""
+    for adapter in adapters:
+        part = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
+        saved = {name: part.sub("", name).replace("_magnitude_vector.weight", "_magnitude_vector") for name in own}
+        # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
+        names = {f"base_model.model.{key}": name for name, key in saved.items()}
+        names |= {key: name for name, key in saved.items()}
+        odd = next((key for key, shape in shapes.items() if key not in names or own[names[key]].shape != shape), None)
+        if odd is None:
+            fitting[adapter] = {key: names[key] for key in shapes}
+        else:
+            here = f"shape {tuple(own[names[odd]].shape)}" if odd in names else "nothing"
+            misfit = misfit or f"{odd!r} has shape {tuple(shapes[odd])} in the adapter and {here} in the model"
     if not fitting:
-        _, misfit = next(iter(compared.values()))
         raise MatchError(f"{path} is another model's adapter: {misfit}. Build it as {_ADAPTER_CONFIG} says")
     if len(fitting) > 1:
         which = " and ".join(map(repr, fitting))
         raise MatchError(f"{path} may be the model's {which}: pass the model with that one alone, {load}")
-    return {key: compared[fitting[0]][0][key] for key in shapes}
+    return next(iter(fitting.values()))
 
 
-def _compared(shapes: Mapping[str, torch.Size], model: nn.Module, name: str) -> tuple[dict[str, str], str]:
-    """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
-    own, peft = tensors_of(model), require("peft")
-    try:
-        # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
-        tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
-    except Exception as error:
-        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {name!r} ({error})") from error
-    names_by_id = {id(tensor): key for key, tensor in own.items()}
-    names_by_id |= {id(parameter): key for key, parameter in model.named_parameters()}
-    saved = {key: names_by_id[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names_by_id}
-    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
-    names = {key: key for key in own} | {f"base_model.model.{key}": name for key, name in saved.items()} | saved
-    for key, shape in shapes.items():
-        built = own[names[key]].shape if key in names else None
-        if built != shape:
-            here = "nothing" if built is None else f"shape {tuple(built)}"
-            return names, f"{key!r} has shape {tuple(shape)} in the adapter and {here} in the model"
-    return names, ""
-
-
-PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
 TRAINER = Format("Hugging Face Trainer", _is_trainer, partial(_read_model, is_trainer=True), folder=True)
 # The Trainer of transformers may leave an optimizer.bin, too.
 ACCELERATE = Format(

@@ -1,44 +1,14 @@
 """Dictionaries of tensors: of those that stay on the disk until they are accessed, of tied ones, of wrapped names."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bayesadam._shards import own_part
-
-
-class Lazy(Mapping[str, Any]):
-    """Tensors by name, read from the disk on every access and never cached: hold on to what is needed twice.
-
-    `outline` is the same dictionary, nested or not, with tensors on the meta device; what is known already, numbers,
-    texts and counters, is there as it is. `read` gives the tensor, or the dictionary, behind a key of it.
-    """
-
-    def __init__(self, outline: Mapping[str, Any], read: Callable[[str], Any]) -> None:
-        self.outline = outline
-        self._read = read
-
-    def __getitem__(self, key: str) -> Any:
-        entry = self.outline[key]
-        on_disk = isinstance(entry, Mapping) or (isinstance(entry, Tensor) and entry.is_meta)
-        return self._read(key) if on_disk else entry
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.outline)
-
-    def __len__(self) -> int:
-        return len(self.outline)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.outline
-
-
-def outline_of(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A dictionary of which what is on the disk appears as shape and type."""
-    outline: Mapping[str, Any] = getattr(tensors, "outline", tensors)
-    return outline
+from bayesadam._storage import Lazy as Lazy
+from bayesadam._storage import meta as meta
+from bayesadam._storage import outline_of as outline_of
 
 
 def gathered(places: Mapping[str, tuple[Mapping[str, Any], str]]) -> Mapping[str, Any]:
@@ -57,11 +27,6 @@ def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str,
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's parameters and buffers by every name that they have."""
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-
-
-def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor without values, for an outline."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def clean_names(keys: Iterable[str]) -> dict[str, str]:

@@ -83,12 +83,13 @@ def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | 
     bases = {key: there[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in there}
     key = ROTATED_MOMENT_KEY if bases else MOMENT_KEY
     shape = moment_shape(there, f"{_ROLE}.{name}")
-    probed = tensors[f"probe.{name}"] if f"probe.{name}" in there else probe(there[f"mode.{name}"])
-    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: probed}
+    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: meta((), torch.float32)}
     outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in bases.items()}
     outline |= {} if steps is None else {"step": steps}
 
     def read(wanted: str) -> Tensor:
+        if wanted == PROBE_KEY:
+            return tensors[f"probe.{name}"] if f"probe.{name}" in there else probe(tensors[f"mode.{name}"])
         if wanted == key:
             return moment(tensors, f"{_ROLE}.{name}", str(path))
         stored = f"{_SIDES[wanted]}.{name}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import mmap
-import re
+import os
 import shutil
 import struct
 import zipfile
@@ -39,7 +39,7 @@ from bayesadam.readers.formats.pickles import (
     described,
     unpickle,
 )
-from bayesadam.readers.formats.registry import Format, format_of, states_beside
+from bayesadam.readers.formats.registry import Format, format_of, registered_formats, states_beside
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # The first as pickle writes it.
@@ -314,30 +314,33 @@ def _read_zip(path: Path) -> Contents:
     if not names:
         raise FileError(f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}")
     tree = {PurePosixPath(name).stem: load_view(members[name], f"{path}: {name}") for name in names}
-    # Stable-Baselines3 writes the optimiser's class down in words.
-    written = re.search(rb"<class '([\w.]+)'>", bytes(members.get("data", b"")).partition(b'"optimizer_class"')[2])
-    return contents_of(tree | ({"optimizer_class": written[1].decode()} if written else {}), path)
+    return contents_of(tree, path)
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Files with the endings of checkpoints, down to the third level."""
-    files = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
-    return [file for file in files if file.is_file()]
+def _checkpoints_in(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
+    """Files with the endings of checkpoints, and folders of known formats, down to the third level."""
+    known = [kind for kind in registered_formats() if kind.folder and kind is not FOLDER]
+    for path in folder.iterdir():
+        is_open = path.is_dir() and os.access(path, os.R_OK | os.X_OK)
+        if (path.is_file() and path.suffix in _SUFFIXES) or (is_open and any(k.recognises(path, b"") for k in known)):
+            yield path
+        elif is_open and levels > 1:
+            yield from _checkpoints_in(path, levels - 1)
 
 
 def _read_folder(path: Path) -> Contents:
     """The one checkpoint in a folder, with the state beside it; several are listed."""
-    files = sorted(_files_in(path), key=lambda file: -file.stat().st_mtime)
-    states = {state for file in files for state in states_beside(file)}
-    files = [file for file in files if file not in states]
-    if len(files) != 1:
-        listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:12])
-        raise FileError(f"{path} holds {len(files)} files that may be checkpoints; the newest is first:{listed}")
-    return format_of(files[0]).read(files[0])
+    found = sorted(_checkpoints_in(path), key=lambda one: -one.stat().st_mtime)
+    states = {state for one in found for state in states_beside(one)}
+    found = [one for one in found if one not in states]
+    if len(found) != 1:
+        listed = "".join(f"\n  bayesadam inspect {one}" for one in found[:12])
+        raise FileError(f"{path} holds {len(found)} checkpoints, or files that may be some; newest first:{listed}")
+    return format_of(found[0]).read(found[0])
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
 OLD_TORCH = Format("torch before 1.6", lambda path, head: any(one in head[:32] for one in _MAGIC_BYTES), _read)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
 ZIP = Format("zip archive", lambda path, head: head.startswith(_ZIP), _read_zip)
-FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder, folder=True)
+FOLDER = Format("folder", lambda path, head: any(_checkpoints_in(path)), _read_folder, folder=True)
