@@ -330,7 +330,7 @@ def test_quantise_writes_what_inspect_reads(images, capsys):
     assert capsys.readouterr().out == f"{ba.inspect('quantised.safetensors')}\n"
     assert "1 of 4 tensors have codes of 3 bits" in str(expected.report)
     for source, out, said in (
-        ("last.pt", "small.pt", "'small.pt' must end in .safetensors"),
+        ("last.pt", "small.pt", "end the path in .safetensors"),
         ("quantised.safetensors", "small.safetensors", "quantised.safetensors is quantised already"),
     ):
         assert run("quantise", source, *WITH_MODEL, "--bits", 3, "-o", out) == 2

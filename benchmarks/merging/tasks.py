@@ -77,6 +77,15 @@ TASKS: dict[str, tuple[Change, ...]] = {
     "mixed": (lambda x: 1 - x, lambda x: rotated(x, 90.0), lambda x: shifted(x, 6)),
     "noisy": (lambda x: noisy(x, 0.5), lambda x: 1 - x, lambda x: rotated(x, 45.0), lambda x: x),
 }
+# Half of the kinds of merges, by which δ of the damped merge was chosen, with seeds 0 and 1.
+DEVELOPMENT = (
+    ("mlp", "mnist", "rotated"),
+    ("mlp", "mnist", "noisy"),
+    ("mlp", "fashion-mnist", "mixed"),
+    ("lenet", "mnist", "mixed"),
+    ("lenet", "fashion-mnist", "rotated"),
+    ("lenet", "fashion-mnist", "noisy"),
+)
 
 
 # --- networks -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,19 @@ def write(
     With `load`, which gives the values by name, `tensors` have the shapes and types alone.
     """
 
-    def about(sums: Mapping[str, str]) -> dict[str, str]:
-        text = json.dumps({"format": FORMAT_VERSION, **header, _SUMS: dict(sums)}, allow_nan=False)
-        return {kind.header: text, _SUM: f"{zlib.crc32(text.encode()):08x}"}
-
     with replacing(path) as temporary:
-        write_tensors(temporary, tensors, load or tensors.__getitem__, about)
+        write_tensors(temporary, tensors, load or tensors.__getitem__, partial(_texts, header, kind))
+
+
+def size_of(tensors: Mapping[str, Tensor], header: Mapping[str, Any], kind: Kind) -> int:
+    """The bytes of the file that `write` would make."""
+    texts = _texts(header, kind, dict.fromkeys(tensors, "0" * 8))
+    return len(_head(_placed(tensors), texts)) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _texts(header: Mapping[str, Any], kind: Kind, sums: Mapping[str, str]) -> dict[str, str]:
+    text = json.dumps({"format": FORMAT_VERSION, **header, _SUMS: dict(sums)}, allow_nan=False)
+    return {kind.header: text, _SUM: f"{zlib.crc32(text.encode()):08x}"}
 
 
 def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -216,35 +224,39 @@ def write_tensors(
     `like` has their names, types and shapes, `load` gives the values by name, `about` the texts to store with them, of
     a length that does not depend on the tensors' sums.
     """
-    like = {name: torch.empty_like(tensor, device="meta") for name, tensor in like.items()}
-    # Wide types first, so that every tensor is aligned.
-    names = sorted(like, key=lambda name: (-like[name].itemsize, name))
-    sums = dict.fromkeys(names, "0" * 8)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} if about is None else dict(about(sums))}
-    end = 0
-    for name in names:
-        tensor = like[name]
-        if tensor.dtype not in _CODES:
-            raise FileError(f"{name!r} is of type {tensor.dtype}, which a safetensors file cannot hold")
-        start, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-
-    def head() -> bytes:
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
+    like = _placed(like)
+    sums = dict.fromkeys(like, "0" * 8)
     with target.open("wb") as file:
-        file.write(head())
-        for name in names:
+        file.write(_head(like, {"format": "pt"} if about is None else about(sums)))
+        for name in like:
             values = load(name).detach().to("cpu", like[name].dtype).contiguous()
             assert values.shape == like[name].shape
             values.reshape(-1).view(torch.uint8).numpy().tofile(file)
             sums[name] = "" if about is None else _sum(values)
         if about is not None:
-            header["__metadata__"] = dict(about(sums))
             file.seek(0)
-            file.write(head())
+            file.write(_head(like, about(sums)))
+
+
+def _placed(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Types and shapes in the order of a file: wide types first, so that every tensor is aligned."""
+    return {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in sorted(like.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    }
+
+
+def _head(like: Mapping[str, Tensor], texts: Mapping[str, str]) -> bytes:
+    """What stands before the tensors, which follow each other in this order."""
+    header, end = {"__metadata__": dict[str, Any](texts)}, 0
+    for name, tensor in like.items():
+        if tensor.dtype not in _CODES:
+            raise FileError(f"{name!r} is of type {tensor.dtype}, which a safetensors file cannot hold")
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

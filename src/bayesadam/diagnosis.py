@@ -16,7 +16,7 @@ from bayesadam.readers import StateReader, read_entry
 from bayesadam.readers.match import Entry, Match, match_optimizers
 from bayesadam.weights.diagonal import Diagonal, zeros
 from bayesadam.weights.gaussian import GaussianWeights, of_match
-from bayesadam.weights.running import biases_before_norms, norm_widths
+from bayesadam.weights.networks import biases_before_norms, norm_widths
 from bayesadam.weights.settings import Precision
 
 Severity = Literal["error", "warning", "note"]
@@ -80,7 +80,7 @@ def doctor(
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
-    gaussian = of_match(match, n_data or 1.0, 0.0)
+    gaussian = of_match(match, n_data or 1.0, prior_precision=0.0)
     return diagnose(gaussian, list(examine(gaussian, match)), match, n_data=n_data, model=unwrap(model))
 
 

@@ -81,6 +81,22 @@ def exact(model: nn.Sequential, masks: Mapping[str, Tensor], x: Tensor) -> dict[
     return found
 
 
+def test_a_bias_that_the_posterior_does_not_hold_stays(tmp_path: Any) -> None:
+    model, x = mlp(6, 5, 3).double(), correlated(40, 6)
+    dense = posterior_of(model, names=["0.weight", "2.weight"])
+    masks = {name: mask for name, mask in some(model).items() if name in dense.mode}
+    small = condition(dense, masks, x)
+    a, z = (x.T @ x / 40).numpy(), (model[0](x) - model[0].bias).detach()
+    # A is of the inputs with the constant, whose diagonal λ is a share of.
+    ridge = 0.01 * (np.trace(a) + 1) / 7 * np.eye(6)
+    for row, w, out, kept in zip(small.mean["0.weight"], dense.mean["0.weight"], z.T, masks["0.weight"], strict=True):
+        c = (x.T @ out / 40).numpy() + ridge @ w.numpy()
+        assert_close(row[kept].numpy(), np.linalg.solve((a + ridge)[kept][:, kept], c[kept]), rtol=1e-6)
+    small.save(tmp_path / "small.safetensors")
+    loaded = ba.Posterior.load(tmp_path / "small.safetensors", copy.deepcopy(model)).model
+    assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in small.model.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [

@@ -83,7 +83,7 @@ def test_what_no_input_reaches_stays_where_it_was():
 
 def test_norms_are_merged_by_their_diagonals_and_the_report_says_so(tuned):
     _, models, inputs = tuned
-    merged, diagonal = merge(models, inputs=inputs), merge(models)
+    merged, diagonal = merge(models, inputs=inputs), merge(models, method="fisher")
     assert torch.equal(merged["1.weight"], diagonal["1.weight"])
     assert torch.equal(merged["1.running_mean"], diagonal["1.running_mean"])
     notes = "2 tensors without known inputs were merged by their diagonals: 1.weight, 1.bias"

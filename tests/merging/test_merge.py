@@ -72,11 +72,13 @@ def saved(tuned, folder):
     return paths
 
 
-def test_fisher_merges_each_weight_and_averages_running_statistics(tuned):
-    merged = merge(posteriors(tuned), weights=[1, 2, 3])
+@pytest.mark.parametrize("method", [None, "fisher"])
+def test_each_weight_is_merged_by_its_curvature_running_statistics_averaged(tuned, method):
+    merged = merge(posteriors(tuned), method=method, weights=[1, 2, 3])
     alpha = torch.tensor([1.0, 2.0, 3.0]).double()
     for name, _ in tuned[0].named_parameters():
         v = moments(tuned, name)
+        v = v if method else 1 + v / v.flatten(1).mean(1).view(-1, *[1] * (v.dim() - 1))
         share = v * alpha.reshape(-1, *[1] * (v.dim() - 1))
         assert_close(merged[name].double(), (share * weights(tuned, name)).sum(0) / share.sum(0), atol=1e-5)
     mean = (alpha @ weights(tuned, "1.running_mean")) / 6
@@ -227,13 +229,14 @@ def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):
 
 
 def test_the_report_has_mean_shares(tuned, tmp_path):
-    merged = merge(posteriors(tuned))
+    merged = merge(posteriors(tuned), method="fisher")
     report = merged.report
     v = torch.cat([moments(tuned, f"0.{key}").flatten(1) for key in ("weight", "bias")], dim=1)
     assert report.layers["0"] == approx((v / v.sum(0)).mean(dim=1).tolist(), abs=1e-5)
     assert all(sum(shares) == approx(1) for shares in report.layers.values())
     assert "model 3" in str(report)
     assert report.method == "fisher"
+    assert merge(posteriors(tuned)).report.method == "damped"
     torch.save(merged, tmp_path / "m.pt")
     read = torch.load(tmp_path / "m.pt", weights_only=True)
     assert all(torch.equal(read[name], tensor) for name, tensor in merged.items())
@@ -319,7 +322,7 @@ def test_an_error_says_which_file(tuned, tmp_path):
     [
         ({"method": "mean"}, "method must be one of"),
         ({"method": "gradient-matching"}, "needs base="),
-        ({"method": "fisher", "base": {"a": torch.ones(1)}}, "'fisher' has none"),
+        ({"method": "fisher", "base": {"a": torch.ones(1)}}, "'fisher' have none"),
         ({"trim": 0.5}, "trim must be a share"),
         ({"trim": 1.5, "base": {"a": torch.ones(1)}}, "trim must be a share"),
         ({"weights": [1.0]}, "one number for each of the 3 models"),

@@ -24,6 +24,14 @@ def test_fisher_is_the_weighted_mean_of_each_weight():
     assert found[1, 1] == theta[0, 1, 1]
 
 
+def test_a_damped_curvature_knows_no_scale_and_no_weight_of_little_more_than_others():
+    v = 1e-37 * torch.rand(3, 50) ** 8
+    v[1] = 0
+    expected = 1 + v.double() / v.double().mean(dim=1, keepdim=True).clamp(min=1e-300)
+    assert_close(methods.damped(v).double(), expected, rtol=1e-4)
+    assert_close(methods.damped(v * torch.tensor([[1.0], [2.0], [1e9]])), methods.damped(v), rtol=1e-4)
+
+
 def test_fisher_keeps_its_digits_where_second_moments_are_tiny():
     theta, v = torch.randn(2, 50), 1e-37 * torch.rand(2, 50)
     found = methods.fisher(theta, v, torch.ones(2))

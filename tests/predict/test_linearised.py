@@ -21,6 +21,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, ImproperError, SettingError
 from bayesadam.predict import linearised, moments, moments_under, plan, uses
 from bayesadam.predict.network import Call, evaluating
+from bayesadam.weights.networks import copy_into
 from cases import mlp
 from floats import assert_close, close
 from predict.cases_networks import (
@@ -159,7 +160,7 @@ def test_the_network_is_linearised_at_the_posteriors_mean_not_at_the_models_weig
     model, x = mlp(3, 4, 2).double(), normal(4, 3)()
     posterior = posterior_over(model, form="likelihood", prior_precision=20.0)
     at_mean = replace(posterior, model=copy.deepcopy(model))
-    at_mean.copy_mean_to_model()
+    copy_into(at_mean.model, at_mean.mean)
     mean, expected = brute_force(at_mean, lambda model: model(x))
     # Later training does not change the prediction.
     with torch.no_grad():

@@ -23,6 +23,7 @@ import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.weights import draws as noise
+from bayesadam.weights.networks import copy_into
 from bayesadam.weights.settings import PrecisionRule
 from floats import assert_close
 from ranks import run_checks
@@ -150,7 +151,7 @@ class Checks:
             assert torch.equal(model(inputs()), expected)
         parameters = posterior.parameters()
         assert all(torch.equal(own_part(parameters[name]), kept) for name, kept in bits.items())
-        posterior.copy_mean_to_model()
+        copy_into(posterior.model, posterior.mean)
         with torch.no_grad():
             return {"drawn": found, "at_mean": model(inputs())}
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import bayesadam as ba
+from bayesadam.weights.networks import copy_into
 from cases import train, trained
 
 
@@ -112,7 +113,7 @@ def test_the_models_type_and_its_mean_for_good():
     q = ba.Posterior.from_optimizer(model, optimizer, 100, prior_precision=5.0).replace(form="likelihood")
     with q.sampled():
         assert model(torch.randn(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    q.copy_mean_to_model()
+    copy_into(q.model, q.mean)
     assert all(torch.equal(p, q.mean[n].bfloat16()) for n, p in model.named_parameters())
     q.model[0] = nn.Linear(3, 6)
     with pytest.raises(ba.BayesAdamError, match=r"no longer has a parameter '0.weight' of shape \(5, 3\)"):

@@ -29,7 +29,8 @@ from bayesadam.predict.batches import batches_of, is_ragged, numbers_of, to_devi
 from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
 from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.network import Forward
-from bayesadam.weights.posterior import Posterior, copy_at_mean
+from bayesadam.weights.networks import copy_with
+from bayesadam.weights.posterior import Posterior
 
 # Positions of each text that count where there are more possible tokens than these, and of any example, such as pixels.
 _POSITIONS, _MANY_CLASSES, _MOST_POSITIONS = 4, 100, 1024
@@ -178,7 +179,7 @@ def _at_mean(posterior: Posterior) -> nn.Module:
             f"changed since (first {moved[0]!r}), and predictions are neither the old network's nor the new one's"
         )
     posterior.parameters()
-    return copy_at_mean(posterior)
+    return copy_with(posterior.model, posterior.mean)
 
 
 # --- one pass over the held-out data --------------------------------------------------------------------------------

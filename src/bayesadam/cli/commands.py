@@ -196,10 +196,10 @@ def quantise(
     """
     from bayesadam import compress
     from bayesadam.cli import networks
-    from bayesadam.compress.quantising import check_ending
+    from bayesadam.weights.gaussian import require_safetensors
 
     def work(file: Path) -> object:
-        check_ending(file)
+        require_safetensors(file)
         posterior = networks.posterior(checkpoint, model, reading)
         x = networks.batch(inputs)
         small = compress.quantise(posterior, bits, inputs=x, exclude=_names(exclude), group=group)
@@ -213,7 +213,7 @@ def quantise(
 @_reads
 def merge(
     checkpoints: Checkpoints,
-    method: Annotated[str | None, Option(metavar="NAME", help="fisher, gradient-matching or kronecker.")] = None,
+    method: Annotated[str | None, Option(metavar="NAME", help="damped, fisher, kronecker, gradient-matching.")] = None,
     base: Annotated[Path | None, Option(metavar="FILE", help="The network before fine-tuning.")] = None,
     weights: Annotated[list[float] | None, Option("--weight", help="How much a network counts, once for each.")] = None,
     trim: Annotated[float | None, Option(metavar="SHARE", help="The share of least changes to drop.")] = None,

@@ -17,7 +17,8 @@ from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Forward
 from bayesadam.weights.mixture import require_posterior
 from bayesadam.weights.named import Named
-from bayesadam.weights.posterior import Posterior, copy_at_mean
+from bayesadam.weights.networks import copy_with
+from bayesadam.weights.posterior import Posterior
 
 # The prior precision of a weight that is known to be 0: its standard deviation is 1e-15.
 _KNOWN = 1e30
@@ -70,7 +71,7 @@ def conditioned(
     # The statistics of the copy's batch norms are looked at anew.
     settings = replace(start.settings, prior_precision=prior)
     small = replace(start, mode=mode, settings=settings, running=None)
-    model = copy_at_mean(small)
+    model = copy_with(small.model, small.mean)
     small = replace(small, model=model)
     apply_masks(model, masks)
     if layers is None:
@@ -81,11 +82,17 @@ def conditioned(
     def moved(matrix: Matrix, w: Tensor, moments: Moments) -> Tensor:
         if look is not None:
             look(matrix, moments)
-        return conditional(moments, w, matrix.with_bias(stays) != 0, matrix.with_bias(own))
+        support, before = matrix.with_bias(stays) != 0, matrix.with_bias(own)
+        if matrix.bias is None or matrix.bias in dense.mode:
+            return conditional(moments, w, support, before)
+        # A bias that the posterior does not hold stays: the others explain what it leaves, z − b.
+        b, support[..., -1] = before[..., -1:], False
+        rest = replace(moments, c=moments.c - b * moments.a[:, -1:])
+        return torch.cat([conditional(rest, w, support, before)[..., :-1], b], dim=2)
 
     layers.through(model, moved, "conditioning")
-    names = {name for matrix in layers.matrices.values() for name in (matrix.weight, matrix.bias)}
-    mode = {name: own[name].detach().to(theta) if name in names else theta for name, theta in small.mean.items()}
+    moving = {name for matrix in layers.matrices.values() for name in (matrix.weight, matrix.bias)}
+    mode = {name: own[name].detach().to(theta) if name in moving else theta for name, theta in small.mean.items()}
     return replace(small, mode=mode, settings=replace(settings, form="map"), running=None)
 
 
@@ -130,5 +137,5 @@ def layers_for(
 ) -> Walk | Factors | None:
     """What is known of the inputs of some weights: by inputs, or by the posterior's own input sides."""
     if inputs is not None:
-        return Walk.of(copy_at_mean(posterior), inputs, weights, forward)
+        return Walk.of(copy_with(posterior.model, posterior.mean), inputs, weights, forward)
     return None if posterior.curvature.independent else Factors.of(posterior, weights)

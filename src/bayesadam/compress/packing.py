@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import _storage as storage
-from bayesadam._extras import require
 from bayesadam._files import damage_named
 from bayesadam._schema import PackedHeader
 from bayesadam.compress.report import PruningReport
@@ -26,7 +25,7 @@ from bayesadam.predict.matrices import Matrix
 from bayesadam.weights.named import AnyPath, Named
 
 KIND = storage.Kind(
-    "bayesadam.packed", "a packed network", ": give the file that save_packed wrote", schema=PackedHeader
+    "bayesadam.packed", "a packed network", ": give the file that Quantised.save wrote", schema=PackedHeader
 )
 _WIDTHS = {2: 2, 3: 4, 4: 4, 8: 8}
 Bytes = npt.NDArray[np.uint8]
@@ -34,103 +33,67 @@ Bytes = npt.NDArray[np.uint8]
 Grids = Mapping[str, tuple[Grid, Matrix]]
 
 
-def save_packed(
-    path: AnyPath,
-    tensors: Named,
-    grids: Grids | None = None,
-    *,
-    half: bool = False,
-    buffers: Collection[str] = (),
-) -> None:
-    """Write a state dict to safetensors, the weights with a grid in its codes.
-
-    Codes take `bits` each or less, by Huffman's code, or stand behind a bitmap of those that are not 0, as other
-    tensors with many zeros do. The other tensors keep their types; with `half` wider floats are float16 where they fit.
-    `buffers` are told from weights by their names.
-    """
-    parts, header = _packed(tensors, grids or {}, half)
-    storage.write(path, parts, header | {"buffers": list(buffers)}, KIND)
-
-
 def report_packed(path: AnyPath) -> PruningReport:
-    """What the file of `save_packed` holds: the weights, those that are not 0, and the bytes, of each tensor.
-
-    Buffers and the header have bytes alone; a second name of a tied tensor has no row.
-    """
+    """What the file of `Quantised.save` holds, see `report_of`."""
     parts, header = storage.read_mapped(path, KIND)
-    tensors = {name: tensor for name, tensor in load_packed(path).items() if name not in header["same"]}
-    bits = Counter(grid["bits"] for name, grid in header["grids"].items() if name in tensors)
-    sizes = Counter(dict.fromkeys(tensors, 0))
+    with damage_named(path, "Quantised.save"):
+        return report_of(parts, header, Path(path).stat().st_size, {})
+
+
+def report_of(parts: Named, header: Mapping[str, Any], size: int, moved: Mapping[str, float]) -> PruningReport:
+    """The weights, those that are not 0, and the bytes, of each tensor in a file of so many bytes.
+
+    Buffers and the header have bytes alone; a second name of a tied tensor has no row. No weight is unpacked.
+    """
+    names = [name for name in header["shapes"] if name not in header["same"]]
+    bits = Counter(grid["bits"] for name, grid in header["grids"].items() if name in names)
+    sizes = Counter(dict.fromkeys(names, 0))
     for key, part in parts.items():
         sizes[key.partition(".")[2]] += part.nbytes
-    sizes["(header)"] = Path(path).stat().st_size - sizes.total()
-    notes = tuple(f"{n} of {len(tensors)} tensors have codes of {each} bits" for each, n in sorted(bits.items()))
-    weights = {name: tensor for name, tensor in tensors.items() if name not in header.get("buffers", ())}
-    kept = {name: tensor != 0 for name, tensor in weights.items()}
-    return replace(PruningReport.of(weights, kept, notes), bytes=dict(sizes))
+    sizes["(header)"] = size - sizes.total()
+    notes = tuple(f"{n} of {len(names)} tensors have codes of {each} bits" for each, n in sorted(bits.items()))
+    weights = [name for name in names if name not in header.get("buffers", ())]
+    rows = {name: (math.prod(header["shapes"][name]), _left(parts, header, name)) for name in weights}
+    total, left = (sum(row[column] for row in rows.values()) for column in (0, 1))
+    return PruningReport(rows, total, left, notes, dict(sizes), moved)
 
 
-def load_packed(path: AnyPath, like: Named | None = None) -> dict[str, Tensor]:
-    """The tensors that `save_packed` wrote.
+def load_packed(path: AnyPath, like: Named) -> dict[str, Tensor]:
+    """The tensors that `Quantised.save` wrote, in the types of `like`, a state dict.
 
-    Nothing is unpacked of a file with other names or shapes than `like`: give the model's state dict where you do not
-    trust the file, as a few bytes can be a large tensor of zeros.
+    Nothing is unpacked of a file with other names or shapes, as a few bytes can be a large tensor of zeros.
     """
     parts, header = storage.read(path, KIND)
-    with damage_named(path, "save_packed"):
+    with damage_named(path, "Quantised.save"):
         shapes, same = {name: tuple(shape) for name, shape in header["shapes"].items()}, header["same"]
-        wanted = shapes if like is None else {name: tuple(tensor.shape) for name, tensor in like.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in like.items()}
         if differ := sorted(dict(shapes.items() ^ wanted.items())):
             raise MatchError(f"{path} is of another network: {differ[:4]} differ in shape, or are in one of them alone")
-        found = {name: _unpacked(parts, header, name) for name in shapes if name not in same}
+        found = {name: _unpacked(parts, header, name).to(like[name].dtype) for name in shapes if name not in same}
         return {name: found[same.get(name, name)] for name in shapes}
 
 
 def is_packed(path: AnyPath) -> bool:
-    """Whether `save_packed` wrote the file."""
+    """Whether `Quantised.save` wrote the file."""
     return storage.is_of_kind(Path(path), KIND)
 
 
 def load_network(path: AnyPath, model: nn.Module) -> nn.Module:
-    """A copy of the model with the weights of a file of `save_packed`, an ordinary module."""
+    """A copy of the model with the weights of a file of `Quantised.save`, an ordinary module."""
     network, tensors = copy.deepcopy(model), load_packed(path, model.state_dict())
     network.load_state_dict(tensors)
     return network
 
 
-def to_torchao(model: nn.Module, grids: Grids) -> nn.Module:
-    """A copy whose linear layers with a grid hold torchao's integer weights, one byte a code, for its export.
+def packed(tensors: Named, grids: Grids, buffers: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a file of a state dict holds, the weights with a grid in its codes, and its header.
 
-    Needs the package torchao. A layer whose inputs are no multiple of the group stays as it is.
+    Codes take `bits` each or less, by Huffman's code, or stand behind a bitmap of those that are not 0, as other
+    tensors with many zeros do. The other tensors keep their values, wider floats as float16 where that has them all.
+    `buffers` are told from weights by their names.
     """
-    intx, network = require("torchao.quantization").IntxUnpackedToInt8Tensor, copy.deepcopy(model)
-    for prefix, module in network.named_modules():
-        grid, _ = grids.get(f"{prefix}.weight" if prefix else "weight", (None, None))
-        if grid is None or not isinstance(module, nn.Linear) or grid.codes.shape[1] % grid.group:
-            continue
-        middle, weight = 2 ** (grid.bits - 1), module.weight
-        codes = (grid.codes.to(torch.int16) - middle).to(weight.device, torch.int8)
-        zero = (grid.zero - middle).expand(grid.scale.shape).contiguous()
-        kind = getattr(torch, f"int{grid.bits}")
-        scale, zero = (one.to(weight.device, weight.dtype) for one in (grid.scale, zero))
-        packed = intx(codes, scale, zero, kind, (1, grid.group), weight.dtype, None)
-        module.weight = nn.Parameter(packed, requires_grad=False)
-    return network
-
-
-def halved(tensor: Tensor) -> Tensor:
-    """Wider floats as float16 where that is nearer than .01, of all together; others as they are."""
-    if tensor.dtype not in (torch.float32, torch.float64):
-        return tensor
-    small, wide = tensor.half(), tensor.double()
-    away = torch.where(small == wide, 0, small - wide).norm()
-    return small if bool(away <= 0.01 * wide.nan_to_num(0, 0, 0).norm()) else tensor
-
-
-def _packed(tensors: Named, grids: Grids, half: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the file holds, and its header."""
     parts: dict[str, Tensor] = {}
-    header: dict[str, dict[str, Any]] = {"shapes": {}, "grids": {}, "same": {}}
+    header: dict[str, Any] = {"shapes": {}, "grids": {}, "same": {}, "buffers": list(buffers)}
     first: dict[object, str] = {}
     if strange := [name for name in grids if name not in tensors]:
         raise MatchError(f"the tensors lack {strange[:4]}, which have grids: give the network's state dict")
@@ -152,7 +115,8 @@ def _packed(tensors: Named, grids: Grids, half: bool) -> tuple[dict[str, Tensor]
             parts |= {f"{part}.{name}": stored for part, stored in least.items()}
         else:
             tensor = tensor.detach().cpu()
-            tensor = halved(tensor) if half else tensor
+            if tensor.dtype in (torch.float32, torch.float64) and tensor.equal(tensor.half().to(tensor)):
+                tensor = tensor.half()
             some = {"values": tensor[tensor != 0], "kept": _bitmap((tensor != 0).flatten().numpy())}
             parts |= {f"{part}.{name}": stored for part, stored in min({"values": tensor}, some, key=_size).items()}
     return parts, header
@@ -162,24 +126,38 @@ def _size(parts: Named) -> int:
     return sum(part.nbytes for part in parts.values())
 
 
+def _left(parts: Named, header: Mapping[str, Any], name: str) -> int:
+    """How many entries of a tensor are not 0."""
+    n, about = math.prod(header["shapes"][name]), header["grids"].get(name)
+    if f"kept.{name}" in parts:
+        return len(_places(parts[f"kept.{name}"], n))
+    values = parts[f"values.{name}"] if about is None else _unpacked(parts, header, name)
+    if values.numel() != n:
+        raise ValueError(f"{name!r} has {values.numel()} values, and {n} by its shape")
+    return int(torch.count_nonzero(values))
+
+
 def _unpacked(parts: Named, header: Mapping[str, Any], name: str) -> Tensor:
     """One tensor of what `_packed` gave."""
-    shape, about, kept = torch.Size(header["shapes"][name]), header["grids"].get(name), None
+    shape, about = torch.Size(header["shapes"][name]), header["grids"].get(name)
+    kept: slice | Tensor = slice(None)
     if f"kept.{name}" in parts:
-        kept = _kept(parts[f"kept.{name}"], shape.numel())
-    n = shape.numel() if kept is None else int(kept.sum())
+        kept = _places(parts[f"kept.{name}"], shape.numel())
+    n = shape.numel() if isinstance(kept, slice) else len(kept)
     values = parts[f"values.{name}"] if about is None else _opened(parts[f"codes.{name}"], n, about["bits"])
-    if kept is not None:
-        values = values.new_zeros(shape.numel()).masked_scatter_(kept, values)
+    if not isinstance(kept, slice):
+        values = values.new_zeros(shape.numel()).index_put_((kept,), values)
     if about is None:
         return values.reshape(shape)
     matrix = Matrix(name, None, shape, None, about["groups"], about["inputs_first"])
     groups, outputs, inputs = matrix.size
     scale, zero = parts[f"scale.{name}"], parts[f"zero.{name}"]
-    if scale.shape != (groups * outputs, -(-inputs // about["group"])):
+    if about["group"] > inputs or scale.shape != (groups * outputs, -(-inputs // about["group"])):
         raise ValueError(f"the scales of {name!r} have shape {tuple(scale.shape)}")
     weight = Grid(values.reshape(-1, inputs), scale, zero, about["bits"], about["group"]).weight()
-    return matrix.out_of((weight if kept is None else weight.where(kept.reshape(-1, inputs), 0)).reshape(matrix.size))
+    some = torch.zeros_like(weight)
+    some.view(-1)[kept] = weight.view(-1)[kept]
+    return matrix.out_of(some.reshape(matrix.size))
 
 
 def _stream(codes: Bytes, bits: int) -> Tensor:
@@ -210,15 +188,16 @@ def _bitmap(kept: npt.NDArray[np.bool_]) -> Tensor:
     return _shorter(np.packbits(kept, bitorder="little"), skips)
 
 
-def _kept(stream: Tensor, n: int) -> Tensor:
-    """Which of n weights a `_bitmap` keeps."""
+def _places(stream: Tensor, n: int) -> Tensor:
+    """Which of n weights a `_bitmap` keeps, by their numbers."""
     data = stream.numpy()
     if len(data) == -(-n // 8):
-        return torch.from_numpy(np.unpackbits(data, count=n, bitorder="little")).bool()
+        return torch.from_numpy(np.flatnonzero(np.unpackbits(data, count=n, bitorder="little")))
     skips = torch.from_numpy(_inflated(data, n))
-    kept = torch.zeros(n, dtype=torch.bool)
-    kept[((skips.long() + (skips < 255)).cumsum(0) - 1)[skips < 255]] = True
-    return kept
+    places = ((skips.long() + (skips < 255)).cumsum(0) - 1)[skips < 255]
+    if len(places) and int(places[-1]) >= n:
+        raise ValueError(f"a stream keeps more than {n} weights")
+    return places
 
 
 def _shorter(bare: Bytes, other: Bytes) -> Tensor:

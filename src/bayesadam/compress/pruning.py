@@ -32,11 +32,11 @@ from bayesadam.compress.walking import Walk
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Forward
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy, outline_of
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.mixture import require_posterior
-from bayesadam.weights.named import AnyPath, Named, outlined
+from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ def prune_checkpoint(
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
 
-    No model and no data are needed, and of the weights one tensor at a time is in memory. The report has the parameters
-    with a state; buffers and frozen weights have no row.
+    No model and no data are needed. Of the weights one tensor at a time is in memory, and of all a mask; scores are in
+    a temporary file. The report has the parameters with a state; buffers and frozen weights have no row.
 
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
@@ -165,15 +165,15 @@ def prune_checkpoint(
         fraction, ranking, scope, exclude: as in `masks`; of the kinds only `"biases"` needs no model.
         **options: how the file is read, see `CheckpointKeywords`.
     """
+    check_amount(fraction, scope)
     checkpoint = read_checkpoint(path, **options)
     # N does not change the order.
     saved = GaussianWeights.open(checkpoint, 1.0, prior_precision=0.0, **options)
-    outline = outlined(saved.mode)
+    outline = outline_of(saved.mode)
     saved = replace(saved, curvature=Diagonal(Lazy(outline, saved.curvature.diagonal)))
     ranked = {name: outline[name] for name in eligible(saved, ranking, exclude, checkpoint.weights)}
     scores = Lazy(ranked, lambda name: weight_scores(saved, ranking, [name])[name])
-    removed = removals(scores, scope, fraction)
-    kept = Lazy({name: meta(like.shape, torch.bool) for name, like in ranked.items()}, lambda name: ~removed[name])
+    kept = {name: ~gone for name, gone in removals(scores, scope, fraction).items()}
     write_pruned(checkpoint, kept, out)
     parameters = {name: tensor for name, tensor in checkpoint.weights.items() if name in outline}
     report = PruningReport.of_file(checkpoint, parameters, kept, out)

@@ -6,17 +6,17 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayesadam import _storage as storage
 from bayesadam._checks import count
+from bayesadam._extras import require
 from bayesadam.compress.conditioning import Factors
-from bayesadam.compress.packing import halved, report_packed, save_packed, to_torchao
+from bayesadam.compress.packing import KIND, packed, report_of
 from bayesadam.compress.ranking import Exclude, excluded
 from bayesadam.compress.report import PruningReport
 from bayesadam.compress.rounding import BITS, Grid, round_to, stacked
@@ -25,9 +25,11 @@ from bayesadam.compress.walking import Walk
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Forward
+from bayesadam.weights.gaussian import require_safetensors
 from bayesadam.weights.mixture import require_posterior
-from bayesadam.weights.named import AnyPath
-from bayesadam.weights.posterior import Posterior, copy_at_mean
+from bayesadam.weights.named import AnyPath, Named
+from bayesadam.weights.networks import copy_with
+from bayesadam.weights.posterior import Posterior
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,38 +38,48 @@ class Quantised:
 
     Attributes:
         grids: by weight its grid, and how it is a matrix.
-        half: whether all other weights are kept in half precision.
         moved: by weight how far the outputs of its layer moved, E|z' − z|²/E|z|², on the inputs that reached it; z are
             those of the network that was quantised.
     """
 
     model: nn.Module
     grids: Mapping[str, tuple[Grid, Matrix]]
-    half: bool
     moved: Mapping[str, float]
 
     def save(self, path: AnyPath) -> None:
         """Write it to a `.safetensors` file, a weight in `bits` or less; `ba.load(path, model)` reads it."""
-        check_ending(path)
-        state, weights = self.model.state_dict(), dict(self.model.named_parameters(remove_duplicate=False))
-        save_packed(path, state, self.grids, half=self.half, buffers=[name for name in state if name not in weights])
+        require_safetensors(path)
+        storage.write(path, *self._packed(), KIND)
 
     @property
     def report(self) -> PruningReport:
         """Weights, bytes and how far outputs moved, of each tensor in the file; prints as a table."""
-        with TemporaryDirectory() as folder:
-            self.save(path := Path(folder) / "network.safetensors")
-            return replace(report_packed(path), moved=self.moved)
+        parts, header = self._packed()
+        return report_of(parts, header, storage.size_of(parts, header, KIND), self.moved)
+
+    def _packed(self) -> tuple[Named, dict[str, Any]]:
+        state, weights = self.model.state_dict(), dict(self.model.named_parameters(remove_duplicate=False))
+        return packed(state, self.grids, [name for name in state if name not in weights])
 
     def torchao(self) -> nn.Module:
-        """A copy with torchao's integer tensors in its linear layers, see `to_torchao`."""
-        return to_torchao(self.model, self.grids)
+        """A copy whose linear layers with a grid hold torchao's integer weights, one byte a code, for its export.
 
-
-def check_ending(path: AnyPath) -> None:
-    """Refuse a path that does not say what the file is."""
-    if Path(path).suffix != ".safetensors":
-        raise SettingError(f"a quantised network is a safetensors file: {str(path)!r} must end in .safetensors")
+        Needs the package torchao. A layer whose inputs are no multiple of the group stays as it is.
+        """
+        intx, network = require("torchao.quantization").IntxUnpackedToInt8Tensor, copy.deepcopy(self.model)
+        for prefix, module in network.named_modules():
+            grid, _ = self.grids.get(f"{prefix}.weight" if prefix else "weight", (None, None))
+            if grid is None or not isinstance(module, nn.Linear) or grid.codes.shape[1] % grid.group:
+                continue
+            middle, weight = 2 ** (grid.bits - 1), module.weight
+            codes = (grid.codes.to(torch.int16) - middle).to(weight.device, torch.int8)
+            zero = (grid.zero - middle).expand(grid.scale.shape).contiguous()
+            kind = getattr(torch, f"int{grid.bits}")
+            scale, zero = (one.to(weight.device, weight.dtype) for one in (grid.scale, zero))
+            module.weight = nn.Parameter(
+                intx(codes, scale, zero, kind, (1, grid.group), weight.dtype, None), requires_grad=False
+            )
+        return network
 
 
 @torch.no_grad()
@@ -99,7 +111,7 @@ def quantise(
         raise SettingError(f"bits must be one of {(*BITS, 16)}, got {bits!r}")
     if group is not None:
         count("group", group, "weights along the inputs that share a scale")
-    model = copy_at_mean(posterior)
+    model = copy_with(posterior.model, posterior.mean)
     whole = excluded(posterior, exclude)
     parts: dict[str, list[Grid]] = {}
     moved: dict[str, float] = {}
@@ -114,8 +126,8 @@ def quantise(
         kept = F.pad(matrix.into(own[matrix.weight] != 0), (0, int(has_bias)), value=True)
         goal, a = conditional(moments, w, kept, start), moments.ridged(w).a
         how: Any = {"symmetric": symmetric, "group": group, "bias": has_bias}
-        width = matrix.size[2]
-        grid = stacked([round_to(x, y, bits, mask=m[:, :width], **how) for x, y, m in zip(goal, a, kept, strict=True)])
+        groups, width = zip(goal, a, kept, strict=True), matrix.size[2]
+        grid = stacked([round_to(x, y, bits, mask=m[:, :width], **how) for x, y, m in groups])
         parts.setdefault(matrix.weight, []).append(grid)
         new = grid.weight().view(matrix.size).to(goal)
         new = new if grid.bias is None else torch.cat([new, grid.bias.view(*new.shape[:2], 1).to(new)], dim=2)
@@ -133,7 +145,16 @@ def quantise(
         Factors.of(posterior, names).through(model, rounded, "quantising")
     else:
         for tensor in model.state_dict().values():
-            tensor.copy_(halved(tensor))
+            tensor.copy_(_halved(tensor))
     wholes = {x.weight: replace(x, shape=own[x.weight].shape, rows=None) for x in listed}
     grids = {name: (stacked(grids), wholes[name]) for name, grids in parts.items()}
-    return Quantised(model, grids, bits == 16, moved)
+    return Quantised(model, grids, moved)
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    """Wider floats as float16 where that is nearer than .01, of all together; others as they are."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return tensor
+    small, wide = tensor.half(), tensor.double()
+    away = torch.where(small == wide, 0, small - wide).norm()
+    return small if bool(away <= 0.01 * wide.nan_to_num(0, 0, 0).norm()) else tensor

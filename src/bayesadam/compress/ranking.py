@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Literal, TypeGuard, get_args
+from tempfile import TemporaryFile
+from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,12 +20,12 @@ from bayesadam._checks import is_number
 from bayesadam._warnings import warn
 from bayesadam.compress.masking import Owner, owners
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy, outline_of
 from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.mixture import require_one_network
-from bayesadam.weights.named import Named, outlined
+from bayesadam.weights.named import Named
+from bayesadam.weights.networks import biases_before_norms, norm_widths
 from bayesadam.weights.posterior import Posterior
-from bayesadam.weights.running import biases_before_norms, norm_widths
 from bayesadam.weights.settings import PrecisionRule
 
 Ranking = str | Named
@@ -30,8 +33,7 @@ Scope = Literal["global", "layer", "bounded"]
 Exclude = str | Sequence[str]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
-# Weights ranked together: bounds the memory beside a parameter's own.
-_AT_ONCE = 1 << 20
+Array = npt.NDArray[Any]
 
 # Scores of θ, v̂ and the posterior's rule of precisions, by name.
 RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
@@ -116,12 +118,11 @@ def masks(
     tensors = posterior.source.weights if posterior.source else {}
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     names = eligible(posterior, ranking, exclude, buffers, only)
-    if pattern is None:
-        removed = removals(weight_scores(posterior, ranking, names), scope, fraction)
-        kept = {name: ~gone for name, gone in removed.items()}
+    if fraction is not None:
+        kept = {n: ~gone for n, gone in removals(weight_scores(posterior, ranking, names), scope, fraction).items()}
     else:
-        kept = _pattern_masks(posterior, pattern, ranking, names)
-    like = posterior.parameters() if isinstance(posterior, Posterior) else outlined(posterior.mode)
+        kept = _pattern_masks(posterior, str(pattern), ranking, names)
+    like = posterior.parameters() if isinstance(posterior, Posterior) else outline_of(posterior.mode)
     places = {name: "cpu" if like[name].is_meta else like[name].device for name in posterior.mode}
     whole = {name: torch.ones(like[name].shape, dtype=torch.bool, device=place) for name, place in places.items()}
     return whole | {name: mask.to(places[name]) for name, mask in kept.items()}
@@ -202,80 +203,49 @@ def _pattern_masks(
     return kept
 
 
-def is_fraction(fraction: object) -> TypeGuard[float]:
-    """Whether it is a share, 0 to 1."""
-    return is_number(fraction) and 0 <= fraction <= 1
-
-
 def check_amount(fraction: float | None, scope: Scope, pattern: str | None = None) -> None:
     """Refuse what does not say how many weights to remove."""
     if pattern is not None and fraction is not None:
         raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
-    if pattern is None and not is_fraction(fraction):
+    if pattern is None and not (is_number(fraction) and 0 <= fraction <= 1):
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
 
 
-def removals(scores: Named, scope: Scope, fraction: float | None) -> Named:
-    """Masks, True at what to remove; of lazy scores they are lazy too."""
-    check_amount(fraction, scope)
-    assert fraction is not None
-    like = outlined(scores)
-    sizes, chosen = {name: each.numel() for name, each in like.items()}, dict[str, Callable[[str], Tensor]]()
-    if scope == "bounded":
-        may = {name: _lowest(scores, [name], n - math.ceil((1 - fraction) / 4 * n)) for name, n in sizes.items()}
-        free = Lazy(
-            {name: meta(x.shape, x.dtype) for name, x in like.items()},
-            lambda name: scores[name].masked_fill(~may[name](name), math.inf),
-        )
-    for group in [[name] for name in sizes] if scope == "layer" else [list(sizes)]:
-        n = round(fraction * sum(sizes[name] for name in group))
-        chosen |= dict.fromkeys(group, _lowest(free if scope == "bounded" else scores, group, n))
-    if isinstance(scores, Lazy):
-        return Lazy({name: meta(x.shape, torch.bool) for name, x in like.items()}, lambda name: chosen[name](name))
-    return {name: chosen[name](name) for name in sizes}
+def removals(scores: Named, scope: Scope, fraction: float) -> dict[str, Tensor]:
+    """Masks, True at the lowest scores, equal ones by position; scores that are on the disk are read once."""
+    like = outline_of(scores)
+    if not like:
+        return {}
+    usual = all(x.dtype in (torch.float16, torch.bfloat16, torch.float32) for x in like.values())
+    kind, cuts = np.float32 if usual else np.float64, np.cumsum([x.numel() for x in like.values()])
+
+    def room() -> Array:
+        """Memory for all scores, on the disk where they are."""
+        on_disk = isinstance(scores, Lazy) and cuts[-1] > 0
+        return np.memmap(TemporaryFile(), kind, shape=(cuts[-1],)) if on_disk else np.empty(cuts[-1], kind)
+
+    every = room()
+    parts = np.split(every, cuts[:-1])
+    for name, part in zip(like, parts, strict=True):
+        part[:] = scores[name].cpu().double().flatten().numpy()
+        if scope == "bounded":
+            part[~_lowest(part, part.size - math.ceil((1 - fraction) / 4 * part.size), part.copy())] = math.inf
+    if scope == "layer":
+        found = [_lowest(part, round(fraction * part.size), part.copy()) for part in parts]
+    else:
+        order = room()
+        order[:] = every
+        found = np.split(_lowest(every, round(fraction * every.size), order), cuts[:-1])
+    return {name: torch.from_numpy(mask).view(x.shape) for (name, x), mask in zip(like.items(), found, strict=True)}
 
 
-def _lowest(scores: Named, names: Sequence[str], count: int) -> Callable[[str], Tensor]:
-    """By name a mask, True at the `count` lowest scores over all, equal ones by position.
-
-    A radix selection, 16 bits of the highest score to remove at a time, so that scores may stay on the disk.
-    """
-    wide = any(outlined(scores)[name].dtype not in (torch.float16, torch.bfloat16, torch.float32) for name in names)
-    kind, bits = (torch.float64, 64) if wide else (torch.float32, 32)
-
-    def keys(name: str) -> Iterator[Tensor]:
-        """Whole numbers in the order of the scores, some at a time."""
-        for part in torch.split(scores[name].reshape(-1), _AT_ONCE):
-            whole = (part.to("cpu", kind) + 0.0).view(torch.int64 if wide else torch.int32)
-            yield torch.where(whole < 0, whole ^ torch.iinfo(whole.dtype).max, whole)
-
-    prefix, left = 0, count
-    for shift in range(bits - 16, -1, -16):
-        counts = torch.zeros(1 << 16, dtype=torch.int64)
-        # The first digit has the sign: 0 is in the middle of it.
-        middle = 1 << 15 if shift == bits - 16 else 0
-        for part in (part for name in names for part in keys(name)):
-            inside = part if middle else part[part >> (shift + 16) == prefix]
-            digit = (inside >> shift) + middle if middle else (inside >> shift) & 0xFFFF
-            counts += digit.long().bincount(minlength=1 << 16)
-        below = counts.cumsum(0)
-        last = int(torch.searchsorted(below, max(left, 1)))
-        left -= int(below[last - 1]) if last else 0
-        prefix = (prefix << 16) + last - middle
-    # How many of the scores that equal the boundary are removed from each parameter.
-    ties = {}
-    for name in names:
-        ties[name] = max(left, 0)
-        left -= sum(int((part == prefix).sum()) for part in keys(name))
-
-    def removed(name: str) -> Tensor:
-        parts, spare = [], ties[name]
-        for part in keys(name):
-            equal = part == prefix
-            parts.append((part < prefix) | (equal & (equal.cumsum(0) <= spare)) if count else torch.zeros_like(equal))
-            spare -= int(equal.sum())
-        return torch.cat(parts).view(outlined(scores)[name].shape)
-
-    return removed
+def _lowest(scores: Array, count: int, order: Array) -> npt.NDArray[np.bool_]:
+    """True at the `count` lowest; `order`, a copy of the scores, is written to."""
+    below = np.zeros(scores.size, bool)
+    if count:
+        order.partition(count - 1)
+        np.less(scores, order[count - 1], out=below)
+        below[np.flatnonzero(scores == order[count - 1])[: count - np.count_nonzero(below)]] = True
+    return below

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 # δ as a share of the mean curvature: of all weights and models, of a parameter's Σ Kᵢ, or of a layer's Σ Aᵢ.
 MATCHING_SHARE, KRONECKER_SHARE, INPUTS_SHARE = 0.3, 3.0, 0.1
 LEAST_GRADIENTS = 50
-METHODS = ("fisher", "gradient-matching", "kronecker")
-# Of posteriors alone, which know the inputs of their layers; it takes no N, B and base, as Fisher does not.
+METHODS = ("damped", "fisher", "gradient-matching", "kronecker")
+# Of posteriors alone, which know the inputs of their layers.
 INPUTS = "inputs"
+# They take no N, B and base.
+_UNSCALED = ("damped", "fisher", INPUTS)
 
 
 class Merged(dict[str, Tensor]):
@@ -60,13 +62,14 @@ def merge(
 ) -> Merged:
     """One network out of several that were fine-tuned from one start, without labels and without training.
 
-        fisher             θ = (Σ αᵢ Fᵢ)⁻¹ Σ αᵢ Fᵢ θᵢ, F = v̂; the average where Σ F = 0
+        damped             θ = (Σ αᵢ Fᵢ)⁻¹ Σ αᵢ Fᵢ θᵢ, F = v̂/⟨v̂⟩ + 1, ⟨v̂⟩ the mean over a tensor
+        fisher             the same with F = v̂; the average where Σ F = 0
         gradient-matching  θ = θ₀ + (F₀ + Σ αᵢ Fᵢ)⁻¹ Σ (F₀ + αᵢ Fᵢ)(θᵢ − θ₀), F = N B v̂ + δ
         kronecker          (Σ αᵢ Kᵢ + δ I)(θ − θ_D) = Σ αᵢ Kᵢ (θᵢ − θ_D), K = N B V in its eigenbases
         inputs             (W − W_D)(Σ αᵢ Aᵢ + δ I) = Σ αᵢ (Wᵢ − W_D) Aᵢ, W a layer's weight and bias
 
-    θ_D is the merge by the diagonals: the first equation, or with a base the second, but for inputs. Aᵢ is the second
-    moment of the inputs that the layer gets in model i; all that has none is merged by the first equation. δ is a fixed
+    θ_D is the merge by the diagonals: by fisher, or with a base by gradient-matching, but for inputs. Aᵢ is the second
+    moment of the inputs that the layer gets in model i; all that has none is merged by fisher. δ is a fixed
     share of the mean curvature, so that a factor common to all models, in N, B or the units of the loss, changes
     nothing. An N or B that is not known of every model counts for none.
 
@@ -76,7 +79,7 @@ def merge(
 
     Args:
         models: posteriors, paths of what trainers saved, or pairs of paths (weights, optimiser's state).
-        method: one of the four; None is by inputs if they are given, gradient matching with a base, else Fisher.
+        method: one of the five; None is by inputs if they are given, gradient matching with a base, else damped.
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
         trim: the share of each tensor's changes θᵢ − θ₀ to leave out, those of least (θᵢ − θ₀)² Fᵢ; needs a base.
@@ -152,16 +155,16 @@ class _Merging:
         options: CheckpointKeywords,
     ) -> _Merging:
         """Read the models, check that they fit together, and warn of what makes a merge bad."""
-        method = method or ("fisher" if base is None else "gradient-matching")
+        method = method or ("damped" if base is None else "gradient-matching")
         if method not in (*METHODS, INPUTS):
             raise SettingError(f"method must be one of {(*METHODS, INPUTS)}, got {method!r}")
-        unscaled = method in ("fisher", INPUTS)
-        if (method == "gradient-matching" and base is None) or (unscaled and base is not None and not trim):
+        without = method in _UNSCALED and base is not None and not trim
+        if (method == "gradient-matching" and base is None) or without:
             raise SettingError(
-                "method='gradient-matching' needs base=, the network before fine-tuning; 'fisher' has none, but to trim"
-                ", and 'inputs' has none"
+                "method='gradient-matching' needs base=, the network before fine-tuning; 'damped' and 'fisher' have "
+                "none, but to trim, and 'inputs' has none"
             )
-        trims = method in ("fisher", "gradient-matching") and base is not None
+        trims = method in ("damped", "fisher", "gradient-matching") and base is not None
         if trim is not None and (not is_number(trim) or not 0 <= trim < 1 or not trims):
             raise SettingError(
                 f"trim must be a share, 0 to 1, with a base and without eigenbases or inputs, got {trim!r}"
@@ -176,8 +179,8 @@ class _Merging:
         keys = {name: tuple(network.identity[name] for network in networks) for name in outline}
         tied = {name: firsts[key] for name, key in keys.items() if firsts.setdefault(key, name) != name}
         pairs = pairs_in(outline)
-        if pairs and (method != "fisher" or trim):
-            raise SettingError(f"LoRA adapters are merged by method='fisher' untrimmed, not {method!r}")
+        if pairs and (method not in ("damped", "fisher") or trim):
+            raise SettingError(f"LoRA adapters are merged by method='damped' or 'fisher' untrimmed, not {method!r}")
         in_pairs = {name for pair in pairs for name in (pair.down, pair.up)}
         plain = [name for name in outline if name not in tied and name not in in_pairs]
         trained = [name for name in plain if any(name in network.owners for network in networks)]
@@ -247,13 +250,16 @@ class _Merging:
         if name not in self.trained:
             # Without any curvature, which is the average.
             return methods.fisher(theta, curvature, self.scales[:-1]).view(first.shape)
+        if self.method == "damped" and theta.numel():
+            own = torch.tensor([float(name in network.owners) for network in self.networks])
+            curvature = methods.damped(curvature) * (own * self.scales[:-1]).to(curvature)[:, None]
         if theta.numel():
             self._count(name, curvature)
         if self.base is not None:
             start, known = (tensor[0].to(theta) for tensor in _stacked([self.base], name, self.scales[-1:]))
             if self.trim:
                 theta, curvature = methods.trimmed(theta, curvature, start, self.trim)
-        if self.base is None or self.method == "fisher":
+        if self.base is None or self.method in _UNSCALED:
             merged = methods.fisher(theta, curvature, self.scales[:-1])
         else:
             merged = methods.gradient_matching(theta, curvature, start, known, self.delta)
@@ -306,6 +312,7 @@ class _Merging:
             ranks = [len(adapter.down) for adapter in adapters]
             largest = ranks.index(max(ranks))
             parts = torch.stack([adapter.curvature() for adapter in adapters])
+            parts = methods.damped(parts.flatten(1)).view_as(parts) if self.method == "damped" else parts
             curvature = counts.to(parts)[:, None, None] * parts
             change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
             for name, factor in zip((pair.up, pair.down), adapters[largest].nearest(change), strict=True):
@@ -363,9 +370,7 @@ def _scales(
     """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
     scales = torch.tensor([*([1.0] * len(networks) if weights is None else map(float, weights)), 1.0])
     notes: list[str] = []
-    concerned = (
-        [*networks, *([base] if base is not None and base.gaussian else [])] if method not in ("fisher", INPUTS) else []
-    )
+    concerned = [*networks, *([base] if base is not None and base.gaussian else [])] if method not in _UNSCALED else []
     for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
         unknown = [network.label for network in concerned if getattr(network, key) is None]
         if unknown:

@@ -35,6 +35,21 @@ def fisher(weights: Tensor, curvature: Tensor, counts: Tensor) -> Tensor:
     return torch.where((weights == weights[0]).all(dim=0), weights[0], merged)
 
 
+def damped(moments: Tensor) -> Tensor:
+    """F = v̂/⟨v̂⟩ + 1 of a tensor in each model, (models, n), ⟨v̂⟩ the mean over its weights; 1 where no v̂ is above 0.
+
+    A model whose gradients are larger counts for no more than another, and no weight for less than half of the mean.
+
+    >>> damped(torch.tensor([[1.0, 3.0], [0.0, 0.0], [20.0, 60.0]]))
+    tensor([[1.5000, 2.5000],
+            [1.0000, 1.0000],
+            [1.5000, 2.5000]])
+    """
+    # By the largest first: the mean of second moments that are very small has few digits.
+    relative = moments / torch.where((most := moments.amax(dim=1, keepdim=True)) > 0, most, 1.0)
+    return relative / relative.mean(dim=1, keepdim=True).clamp(min=torch.finfo(relative.dtype).tiny) + 1
+
+
 def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_curvature: Tensor, delta: float) -> Tensor:
     """θ = θ₀ + (F₀ + Σ Fᵢ)⁻¹ Σ (F₀ + Fᵢ)(θᵢ − θ₀) with δ added to every F (Daheim et al. 2024).
 

@@ -15,12 +15,12 @@ from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
 from bayesadam.lora import Scaling, pairs_in, scaling_of_folder, scaling_of_model
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.checkpoint import APART
-from bayesadam.readers.formats.lazy import renamed
+from bayesadam.readers.formats.lazy import outline_of, renamed
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights, of_match
 from bayesadam.weights.inputs import InputSide
 from bayesadam.weights.mixture import require_one_network
-from bayesadam.weights.named import AnyPath, outlined
+from bayesadam.weights.named import AnyPath
 from bayesadam.weights.posterior import Posterior
 
 Source = GaussianWeights | AnyPath | tuple[AnyPath, AnyPath]
@@ -51,7 +51,7 @@ class Network:
     @property
     def outline(self) -> Mapping[str, Tensor]:
         """Types and shapes of the weights, without reading them."""
-        return outlined(self.weights)
+        return outline_of(self.weights)
 
     @property
     def curvature(self) -> Diagonal:
@@ -119,8 +119,7 @@ def _opened(path: Path, options: CheckpointKeywords, label: str, bases: bool) ->
         gaussian = GaussianWeights.open(checkpoint, recorded.n_data or 1.0, prior_precision=1.0, **options)
         match = gaussian.source.match if gaussian.source else None
         if bases and match is not None and any(entry.reader.factors is not None for entry in match.entries):
-            settings = gaussian.settings
-            gaussian = of_match(match, settings.n_data, 1.0, settings.power, settings.batch_size, "kronecker")
+            gaussian = of_match(match, gaussian.n_data, prior_precision=1.0, structure="kronecker")
     except BayesAdamError as error:
         hint = ". Give a state in a file of its own in a pair (weights, state), the network before fine-tuning as base="
         # Here `optimizer_path` is refused.

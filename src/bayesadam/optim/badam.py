@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from bayesadam.weights.posterior import Posterior, ReadingKeywords
+from bayesadam.readers import StateReader
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.settings import SettingKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class ReadingKeywords(SettingKeywords, total=False):
+    """The options of `Posterior.from_optimizer`."""
+
+    likelihood: str | None
+    reader: str | StateReader | None
 
 
 class Badam(torch.optim.Adam):

@@ -20,7 +20,7 @@ from bayesadam.predict.batches import is_ragged
 from bayesadam.readers.match import own_parameters
 from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.named import Named
-from bayesadam.weights.running import other_statistics, writes_to_statistics
+from bayesadam.weights.networks import other_statistics, writes_to_statistics
 
 Forward = Callable[[nn.Module, Any], Any]
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
+from bayesadam.readers.formats.lazy import outline_of
 from bayesadam.readers.rotated import Rotation
 from bayesadam.weights.draws import draw, stream_seed
 from bayesadam.weights.inputs import InputSide
-from bayesadam.weights.named import Named, Types, outlined
+from bayesadam.weights.named import Named, Types
 from bayesadam.weights.settings import Precision, PrecisionRule, Settings, curvature
 
 
@@ -54,7 +55,7 @@ class Diagonal:
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter."""
-        coordinates, sides = outlined(self.second_moment), self.inputs
+        coordinates, sides = outline_of(self.second_moment), self.inputs
         shapes = {name: sides[name].shape if name in sides else v.shape for name, v in coordinates.items()}
         return shapes | {side.bias: coordinates[n].shape[:1] for n, side in sides.items() if side.bias is not None}
 
@@ -83,7 +84,7 @@ class Diagonal:
                 weights[name], bias = side.diagonal(t) if variances else side.out_of(t)
                 weights |= {} if side.bias is None or bias is None else {side.bias: bias}
             elif name in self.bases:
-                basis, dims = self.bases[name], outlined(self.second_moment)[name].dim()
+                basis, dims = self.bases[name], outline_of(self.second_moment)[name].dim()
                 weights[name] = basis.diagonal(t) if variances else basis.out_of(t, dims)
             else:
                 weights[name] = t

@@ -21,18 +21,19 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.readers import UNKNOWN, Checkpoint, CheckpointKeywords, Curvature, Origin
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy, meta, outline_of
 from bayesadam.readers.match import Match
 from bayesadam.weights.bases import built
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.draws import fresh_seed
-from bayesadam.weights.named import AnyPath, Named, outlined
-from bayesadam.weights.settings import CovariantPrior, Plain, Precision, Prior, Settings, prior_by_name
+from bayesadam.weights.named import AnyPath, Named
+from bayesadam.weights.settings import CovariantPrior, Plain, Precision, Prior, SettingKeywords, Settings, prior_by_name
 from bayesadam.weights.store import SETTING_NAMES, Stored, tensors_of
 from bayesadam.weights.sums import check_growth, summed
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
 
 # Fewer batches than this in an epoch may divide the steps by chance.
 _FEWEST_BATCHES = 100
@@ -133,7 +134,10 @@ class GaussianWeights:
         checkpoint = path if isinstance(path, Checkpoint) else readers.read_checkpoint(file, **how)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
         match = readers.match_checkpoint(checkpoint, **how)
-        q = of_match(match, n_data, prior_precision, power, batch_size, structure)
+        settings = SettingKeywords(
+            prior_precision=prior_precision, power=power, batch_size=batch_size, structure=structure
+        )
+        q = of_match(match, n_data, **settings)
         apart = readers.moments_apart(checkpoint, match)
         if apart is not None and checkpoint is not path:
             warn(apart)
@@ -195,7 +199,7 @@ class GaussianWeights:
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter, without reading it."""
-        return {name: theta.shape for name, theta in outlined(self.mode).items()}
+        return {name: theta.shape for name, theta in outline_of(self.mode).items()}
 
     @property
     def n_weights(self) -> int:
@@ -205,7 +209,7 @@ class GaussianWeights:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether its parameters are sharded over processes (FSDP2), each of which then holds its part of them."""
-        return any(is_sharded(theta) for theta in outlined(self.mode).values())
+        return any(is_sharded(theta) for theta in outline_of(self.mode).values())
 
     def part(self, name: str) -> GaussianWeights:
         """The same over one parameter alone, in memory."""
@@ -216,7 +220,7 @@ class GaussianWeights:
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of draws by parameter name."""
-        return self.dtypes or {name: theta.dtype for name, theta in outlined(self.mode).items()}
+        return self.dtypes or {name: theta.dtype for name, theta in outline_of(self.mode).items()}
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draws from q, in the types of the network's parameters; rows that embeddings keep for padding are not drawn.
@@ -226,7 +230,7 @@ class GaussianWeights:
             generator: makes the draws reproducible; a parameter's depend on it and on the parameter's name alone.
         """
         count("n", 1 if n is None else n, "draws, or None for one")
-        return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
+        return self._drawn(fresh_seed(generator, outline_of(self.mode)), n)
 
     @torch.no_grad()
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
@@ -258,7 +262,7 @@ class GaussianWeights:
         if "prior_precision" in changes:
             if isinstance(changes["prior_precision"], CovariantPrior):
                 raise SettingError(f"{type(changes['prior_precision']).__name__} needs a model: give it to a Posterior")
-            prior = prior_by_name(changes["prior_precision"], outlined(self.mode))
+            prior = prior_by_name(changes["prior_precision"], outline_of(self.mode))
             changes = {"covariant": False, "default_prior": False, **changes, "prior_precision": prior}
         return replace(self, settings=replace(self.settings, **changes))
 
@@ -325,7 +329,7 @@ class GaussianWeights:
             on_first_rank(lambda: q.save(path, weights=weights, compress=compress))
             return
         tensors, header = self.packed(weights=weights, compress=compress)
-        storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
+        storage.write(path, outline_of(tensors), header, load=tensors.__getitem__)
 
     def export(self, out: AnyPath, *, compress: str | None = None) -> None:
         """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use."""
@@ -404,11 +408,11 @@ class GaussianWeights:
 def of_match(
     match: Match,
     n_data: float,
-    prior: Prior | None = None,
+    *,
+    prior_precision: Prior | None = None,
     power: float = 0.5,
     batch_size: int | None = None,
     structure: str = "diagonal",
-    *,
     curvature: Curvature | None = None,
     gradients: Named | None = None,
 ) -> GaussianWeights:
@@ -417,7 +421,7 @@ def of_match(
     Without `curvature`, which has v̂ of them in memory, tensors are read, and checked, when they are accessed. With
     recorded `gradients` these stand for the optimiser's state.
     """
-    batch_size = readers.batch_size_or_tracked(match, batch_size)
+    batch_size, prior = readers.batch_size_or_tracked(match, batch_size), prior_precision
     settings = Settings(n_data, {}, power, batch_size, covariant=isinstance(prior, CovariantPrior))
     _warn_of_batches(settings, match)
     entries = {entry.name: entry for entry in match.entries}
@@ -472,11 +476,11 @@ def unpacked(path: AnyPath, tensors: Named, header: Mapping[str, Any], parameter
         stored, has_weights = Stored(path, tensors, names, parameters), bool(header.get("has_weights", True))
         curvature = stored.curvature(kind, header)
         mode = stored.mode(curvature, has_weights=has_weights)
-        if not names or {name: theta.shape for name, theta in outlined(mode).items()} != curvature.shapes():
+        if not names or {name: theta.shape for name, theta in outline_of(mode).items()} != curvature.shapes():
             raise stored.damaged("its weights and its second moments are not of the same shapes")
         plain, keys = dict(numbers.pop("prior_precision")), {name: f"prior_precision.{name}" for name in names}
         prior = {name: tensors[key] if key in tensors else plain[name] for name, key in keys.items()}
-        settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
+        settings = Settings(**numbers, prior_precision=prior_by_name(prior, outline_of(mode)))
         omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
     has_weights = has_weights or parameters is not None
     return GaussianWeights(mode, curvature, settings, omitted, origin=origin, has_weights=has_weights)

@@ -23,9 +23,10 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods import Prediction
 from bayesadam.predict import Forward, predicting
 from bayesadam.weights.draws import fresh_seed, stream_seed
-from bayesadam.weights.named import AnyPath, Named
-from bayesadam.weights.posterior import DrawKeywords, Inputs, Posterior, copy_into, warn_of_calibration
-from bayesadam.weights.running import running_statistics
+from bayesadam.weights.named import AnyPath, DrawKeywords, Inputs, Named
+from bayesadam.weights.networks import copy_into, running_statistics
+from bayesadam.weights.posterior import Posterior
+from bayesadam.weights.store import warn_of_calibration
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,24 +69,6 @@ class Mixture:
         _warn_of_shared_statistics(members)
 
     @property
-    def mean(self) -> dict[str, Tensor]:
-        """E[θ] = Σ π_m μ_m by parameter name: a moment, in no network's basin, and no weights to run one with."""
-        return self._averaged([member.mean for member in self.members])
-
-    @property
-    def variance(self) -> dict[str, Tensor]:
-        """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
-        centre, pairs = self.mean, [(member.variance, member.mean) for member in self.members]
-        return self._averaged(
-            [{name: v + (mean[name] - centre[name]) ** 2 for name, v in s.items()} for s, mean in pairs]
-        )
-
-    def _averaged(self, named: Sequence[Named]) -> dict[str, Tensor]:
-        """Σ π_m x_m by name."""
-        shares = list(zip(self.weights, named, strict=True))
-        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
-
-    @property
     def likelihood(self) -> str | None:
         """The likelihood of its members' outputs."""
         return next((member.likelihood for member in self.members if member.likelihood is not None), None)
@@ -115,11 +98,6 @@ class Mixture:
         """n members' numbers, drawn with probabilities π from a stream of their own."""
         random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
         return list(map(int, np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")))
-
-    def log_prob(self, params: Named) -> Tensor:
-        """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
-        scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
-        return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
 
     @overload
     def predict(self, inputs: Inputs, **how: Unpack[DrawKeywords]) -> Prediction: ...  # type: ignore[overload-overlap]
@@ -156,10 +134,6 @@ class Mixture:
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
         return Mixture([member.replace(**changes) for member in self.members], self.weights)
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Mixture:
-        """The same mixture on another device or in another floating type; the models stay where they are."""
-        return Mixture([member.to(device, dtype) for member in self.members], self.weights)
 
     def save(self, path: AnyPath) -> None:
         """Write one safetensors file, in place of an older one once complete.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +18,7 @@ from bayesadam import readers
 from bayesadam._alone import alone_with, unwrap
 from bayesadam._checks import positive, require_kind
 from bayesadam._files import damage_named
-from bayesadam._shards import holding, is_sharded, own_part, whole
+from bayesadam._shards import holding, is_sharded, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Prediction
@@ -31,47 +29,31 @@ from bayesadam.readers import CheckpointKeywords, Recorder
 from bayesadam.readers.match import Match, match_optimizers, match_state_dict, own_parameters
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.gaussian import GaussianWeights, of_match, unpacked
-from bayesadam.weights.named import AnyPath, Named
-from bayesadam.weights.running import (
+from bayesadam.weights.named import AnyPath, Inputs, Named, PredictKeywords
+from bayesadam.weights.networks import (
+    copy_into,
+    padding_rows,
     running_statistics,
     warn_of_other_statistics,
     writes_to_statistics,
 )
-from bayesadam.weights.settings import CovariantPrior, Plain, Prior, Settings, prior_by_name
-from bayesadam.weights.store import SETTING_NAMES, read_folder
+from bayesadam.weights.settings import (
+    CovariantPrior,
+    Plain,
+    Prior,
+    SettingKeywords,
+    Settings,
+    noise_of,
+    prior_by_name,
+    range_of,
+)
+from bayesadam.weights.store import SETTING_NAMES, read_folder, warn_of_calibration
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature")
-# One batch: what `model(inputs)`, `model(*inputs)` or `model(**inputs)` takes.
-Inputs = Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...] | list[Tensor] | Mapping[str, Any]
-
-
-class ReadingKeywords(TypedDict, total=False):
-    """The options of `Posterior.from_optimizer`."""
-
-    likelihood: str | None
-    prior_precision: Prior | None
-    power: float
-    batch_size: int | None
-    structure: str
-    reader: str | readers.StateReader | None
-
-
-class DrawKeywords(TypedDict, total=False):
-    """The options of `Mixture.predict`."""
-
-    draws: int | None
-    forward: Forward | None
-    generator: torch.Generator | None
-
-
-class PredictKeywords(DrawKeywords, total=False):
-    """The options of `Posterior.predict`."""
-
-    covariance: bool | Literal["joint"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,7 +74,7 @@ class Posterior(Gaussian):
     torch.Size([3, 1, 2])
 
     Attributes:
-        model: the model; only `sampled` and `copy_mean_to_model` write to it.
+        model: the model; only `load` and `sampled` write to it.
         likelihood: the name of the likelihood of its outputs, such as `"classification"`; None where none was given.
         noise_variance: σ² of a regression's observations, by output, or the most that heteroscedastic noise can be;
             None until it is tuned or given.
@@ -147,7 +129,8 @@ class Posterior(Gaussian):
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
         match = match_optimizers(model, optimizer, reader)
-        return cls._of_match(model, match, likelihood, n_data, prior_precision, power, batch_size, structure)
+        how = SettingKeywords(prior_precision=prior_precision, power=power, batch_size=batch_size, structure=structure)
+        return cls._of_match(model, match, likelihood, n_data, **how)
 
     @classmethod
     def from_recorder(
@@ -156,18 +139,17 @@ class Posterior(Gaussian):
         recorder: Recorder,
         n_data: float,
         likelihood: str | None = None,
-        *,
-        prior_precision: Prior | None = 1.0,
-        power: float = 1.0,
-        batch_size: int | None = None,
-        structure: str = "kronecker",
+        **settings: Unpack[SettingKeywords],
     ) -> Posterior:
-        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size."""
+        """Of recorded gradients, of training or of `Recorder.from_batches`, which knows the batch size.
+
+        The other settings are as in `from_optimizer`; by default δ = 1, p = 1, and the structure is `"kronecker"`.
+        """
         require_kind(recorder, Recorder, "recorder")
         match = match_optimizers(model, list(recorder.optimizers), "ogd")
-        size = batch_size or recorder.batch_size
-        how = (n_data, prior_precision, power, size, structure)
-        q = cls._of_match(model, match, likelihood, *how, recorder=recorder)
+        how: SettingKeywords = {"prior_precision": 1.0, "power": 1.0, "structure": "kronecker", **settings}
+        how["batch_size"] = how.get("batch_size") or recorder.batch_size
+        q = cls._of_match(model, match, likelihood, n_data, recorder=recorder, **how)
         readers.warn_of_few(q.origin, "the posterior")
         return q
 
@@ -181,19 +163,17 @@ class Posterior(Gaussian):
         *,
         optimizer: str | readers.StateReader = "adam",
         param_names: Sequence[str] | None = None,
-        prior_precision: Prior | None = None,
-        power: float = 0.5,
-        batch_size: int | None = None,
-        structure: str = "diagonal",
+        **settings: Unpack[SettingKeywords],
     ) -> Posterior:
         """The same from `optimizer.state_dict()`, with the model's weights as they are now.
 
         Args:
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
+            **settings: `prior_precision`, `power`, `batch_size` and `structure`, as in `from_optimizer`.
         """
         match = match_state_dict(model, state_dict, optimizer, param_names)
-        return cls._of_match(model, match, likelihood, n_data, prior_precision, power, batch_size, structure)
+        return cls._of_match(model, match, likelihood, n_data, **settings)
 
     @classmethod
     def from_checkpoint(
@@ -207,7 +187,7 @@ class Posterior(Gaussian):
         power: float = 0.5,
         batch_size: int | None = None,
         structure: str = "diagonal",
-        **how: Unpack[CheckpointKeywords],
+        **reading: Unpack[CheckpointKeywords],
     ) -> Posterior:
         """The same from what a trainer saved; the model gets the weights and buffers of the file.
 
@@ -215,16 +195,16 @@ class Posterior(Gaussian):
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            **how: how the file is read, such as `optimizer_path`: see `CheckpointKeywords`.
+            **reading: how the file is read, such as `optimizer_path`: see `CheckpointKeywords`.
         """
-        checkpoint = readers.read_checkpoint(path, **how)
+        checkpoint = readers.read_checkpoint(path, **reading)
         n_data, batch_size = checkpoint.n_data_or(n_data), checkpoint.batch_size_or(batch_size)
-        match = readers.match_checkpoint(checkpoint, model, **how)
+        match = readers.match_checkpoint(checkpoint, model, **reading)
         if (apart := readers.moments_apart(checkpoint, match)) is not None:
             warn(apart)
-        settings = (n_data, prior_precision, power, batch_size, structure)
         load = partial(readers.load_weights, checkpoint, model)
-        return cls._of_match(model, match, likelihood, *settings, load=load)
+        how = SettingKeywords(prior_precision=prior_precision, power=power, batch_size=batch_size, structure=structure)
+        return cls._of_match(model, match, likelihood, n_data, load=load, **how)
 
     @classmethod
     def from_second_moment(
@@ -278,18 +258,14 @@ class Posterior(Gaussian):
         match: Match,
         likelihood: str | None,
         n_data: float,
-        prior: Prior | None,
-        power: float,
-        batch_size: int | None,
-        structure: str,
         *,
         recorder: Recorder | None = None,
         load: Callable[[], None] | None = None,
+        **settings: Unpack[SettingKeywords],
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
         curvature, gradients = readers.read_recorder(match, recorder) if recorder else (readers.read_match(match), None)
-        how = (n_data, prior, power, batch_size, structure)
-        q = of_match(match, *how, curvature=curvature, gradients=gradients)
+        q = of_match(match, n_data, curvature=curvature, gradients=gradients, **settings)
         readers.warn_of_order(match, curvature.second_moment)
         if load is not None:
             load()
@@ -299,7 +275,7 @@ class Posterior(Gaussian):
         if recorder is not None:
             origin = readers.Origin(match.optimizers, (float(recorder.recorded),) * 2, recorded=True)
         posterior = cls._over(model, q, mode=mode, origin=origin, likelihood=likelihood)
-        return posterior.replace(prior_precision=prior) if q.settings.covariant else posterior
+        return posterior.replace(prior_precision=settings["prior_precision"]) if q.settings.covariant else posterior
 
     @classmethod
     def load(cls, path: AnyPath, model: nn.Module) -> Posterior:
@@ -314,7 +290,7 @@ class Posterior(Gaussian):
         posterior = cls.unpacked(path, tensors, header, model)
         warn_of_calibration(path, header)
         if header.get("has_weights", True):
-            posterior.copy_mean_to_model()
+            copy_into(posterior.model, posterior.mean)
         return posterior
 
     @classmethod
@@ -328,7 +304,7 @@ class Posterior(Gaussian):
             warn_of_other_statistics(path, header.get("running_statistics") or {}, model)
             # Files of releases before 0.3 have it in their calibration alone.
             likelihood = header.get("likelihood") or (header.get("calibration") or {}).get("likelihood")
-            noise, temperature = _noise(header.get("noise_variance")), header.get("temperature", 1.0)
+            noise, temperature = noise_of(header.get("noise_variance")), header.get("temperature", 1.0)
             positive("temperature", temperature, "by which logits are divided")
             return cls._over(model, q, likelihood=likelihood, noise_variance=noise, temperature=temperature)
 
@@ -434,7 +410,7 @@ class Posterior(Gaussian):
             names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))
             raise SettingError(f"cannot replace {unknown}; the settings are {names}")
         outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
-        outputs["noise_variance"] = _noise(outputs["noise_variance"])
+        outputs["noise_variance"] = noise_of(outputs["noise_variance"])
         positive("temperature", outputs["temperature"], "by which logits are divided")
         prior = changes.get("prior_precision")
         if isinstance(prior, CovariantPrior):
@@ -497,10 +473,6 @@ class Posterior(Gaussian):
                 for buffers, key, buffer in slots:
                     buffers[key] = buffer
 
-    def copy_mean_to_model(self) -> None:
-        """Write μ into the model's parameters, for good."""
-        copy_into(self.model, self.mean)
-
     def __str__(self) -> str:
         settings, noise = self.settings, self.noise_variance
         default = " (1 where there is no weight decay)" if settings.default_prior else ""
@@ -510,66 +482,10 @@ class Posterior(Gaussian):
             "curvature": f"v̂^{settings.power:g}, {settings.form} form",
             "likelihood": self.likelihood,
             "scale": f"s = {self.scale:.3g}",
-            "prior precision": f"δ = {_range(self.prior_precision.values())}{default}",
-            "noise variance": None if noise is None else f"σ² = {_range([noise])}",
+            "prior precision": f"δ = {range_of(self.prior_precision.values())}{default}",
+            "noise variance": None if noise is None else f"σ² = {range_of([noise])}",
             "temperature": f"T = {self.temperature:.3g}" if self.temperature != 1 else None,
             "tracked": self.origin.tracked,
         }
         rows = [f"  {name:<15}  {value}" for name, value in lines.items() if value]
         return "\n".join([f"Posterior over {type(self.model).__name__}", *rows])
-
-
-def _range(values: Iterable[float | Tensor]) -> str:
-    """The least and the greatest; one number where they are the same."""
-    ends = [float(end) for value in values for end in whole(torch.as_tensor(value)).double().aminmax()]
-    return " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))))
-
-
-def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
-    """Warn once of what releases before 0.4 kept of their calibration."""
-    if any(header.get("calibration") is not None for header in headers):
-        warn(f"{path} was calibrated by an earlier release, of which the settings alone are read: calibrate again")
-
-
-def copy_into(model: nn.Module, values: Named) -> None:
-    """Write weights by name into a model's parameters, into their shards where they are sharded."""
-    with alone_with(model), torch.no_grad():
-        parameters = own_parameters(model)
-        for name, value in values.items():
-            own_part(parameters[name]).copy_(own_part(value))
-
-
-def copy_at_mean(posterior: Posterior) -> nn.Module:
-    """A copy of the model, which may have other weights, at the posterior's mean."""
-    with alone_with(posterior.model):
-        model = copy.deepcopy(posterior.model)
-    copy_into(model, posterior.mean)
-    return model
-
-
-def padding_rows(model: nn.Module) -> dict[str, int]:
-    """The rows that embeddings keep for padding, by parameter name: torch gives them no gradient.
-
-    A table that another layer uses too, such as a tied head, has none.
-
-    >>> padding_rows(nn.Sequential(nn.Embedding(5, 2, padding_idx=-1), nn.Embedding(5, 2)))
-    {'0.weight': 4}
-    """
-    rows: dict[int, set[int | None]] = {}
-    for module in model.modules():
-        row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
-        for parameter in module._parameters.values():
-            rows.setdefault(id(parameter), set()).add(row)
-    by_name = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
-    only = {name: next(iter(kept)) for name, kept in by_name.items() if len(kept) == 1}
-    return {name: row for name, row in only.items() if row is not None}
-
-
-def _noise(value: Tensor | Sequence[float] | float | None) -> Tensor | None:
-    if value is None:
-        return None
-    noise = torch.as_tensor(value)
-    noise = noise.detach().to(readers.working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
-    if not noise.numel() or not bool((torch.isfinite(noise) & (noise >= 0)).all()):
-        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
-    return noise

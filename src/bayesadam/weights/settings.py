@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam._checks import positive
-from bayesadam._shards import is_sharded, placed_like
+from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
+from bayesadam.readers import working_dtype
 
 Form = Literal["map", "likelihood"]
 Precision = float | Tensor
@@ -91,6 +92,15 @@ Plain = Precision | Mapping[str, Precision]
 Prior = Plain | CovariantPrior
 
 
+class SettingKeywords(TypedDict, total=False):
+    """How an optimiser's state becomes a Gaussian: see `Posterior.from_optimizer`."""
+
+    prior_precision: Prior | None
+    power: float
+    batch_size: int | None
+    structure: str
+
+
 @dataclass(frozen=True, eq=False)
 class PrecisionRule:
     """precision = w v̂ᵖ + δ of one parameter; with `shrink` the mean is w c/(w c + δ) θ."""
@@ -156,3 +166,20 @@ def _placed(name: str, delta: Precision, theta: Tensor) -> Precision:
         shapes = f"{tuple(delta.shape)}, the parameter {tuple(theta.shape)}"
         raise SettingError(f"the prior precision of {name!r} has shape {shapes}")
     return placed_like(delta.detach(), theta) if is_sharded(theta) else delta.detach()
+
+
+def noise_of(value: Tensor | Sequence[float] | float | None) -> Tensor | None:
+    """σ² as a tensor, checked."""
+    if value is None:
+        return None
+    noise = torch.as_tensor(value)
+    noise = noise.detach().to(working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
+    if not noise.numel() or not bool((torch.isfinite(noise) & (noise >= 0)).all()):
+        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
+    return noise
+
+
+def range_of(values: Iterable[float | Tensor]) -> str:
+    """The least and the greatest; one number where they are the same."""
+    ends = [float(end) for value in values for end in whole(torch.as_tensor(value)).double().aminmax()]
+    return " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(ends), max(ends))))

@@ -16,11 +16,11 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers import compression, working_dtype
 from bayesadam.readers.formats.distributed import read_stored, stored_entries
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy, meta, outline_of
 from bayesadam.readers.rotated import Rotation, is_orthonormal
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.inputs import InputSide
-from bayesadam.weights.named import AnyPath, Named, outlined
+from bayesadam.weights.named import AnyPath, Named
 from bayesadam.weights.settings import Precision, Settings
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
@@ -43,8 +43,8 @@ def tensors_of(
     roles["probe"] = {} if weights else {name: compression.probe(mode[name]) for name in mode}
     outline = {f"{role}.{name}": tensor for role, named in roles.items() for name, tensor in named.items()}
     if weights:
-        outline |= {f"{_MODE}.{name}": meta(tuple(t.shape), t.dtype) for name, t in outlined(mode).items()}
-    for name, v in outlined(moments).items():
+        outline |= {f"{_MODE}.{name}": meta(tuple(t.shape), t.dtype) for name, t in outline_of(mode).items()}
+    for name, v in outline_of(moments).items():
         parts = compression.outline(v.shape, v.dtype, compress)
         outline |= {f"{_MOMENT}{suffix}.{name}": part for suffix, part in parts.items()}
 
@@ -68,7 +68,7 @@ class Stored:
 
     def __post_init__(self) -> None:
         names = set(self.names)
-        for key, tensor in outlined(self.tensors).items():
+        for key, tensor in outline_of(self.tensors).items():
             role, _, name = key.partition(".")
             if name in names and tensor.dtype not in _TYPES and (tensor.dtype, role) != (torch.uint8, _MOMENT):
                 raise self.damaged(f"{key!r} is of type {tensor.dtype}")
@@ -89,7 +89,7 @@ class Stored:
 
     def outline(self, role: str, name: str) -> Tensor:
         """A weight or a second moment without its values; of codes and factors as it will be."""
-        key, there = f"{role}.{name}", outlined(self.tensors)
+        key, there = f"{role}.{name}", outline_of(self.tensors)
         shape = there[key].shape if role == _MODE else compression.moment_shape(there, key)
         keys = (f"{role}_range.{name}", f"{role}_rows.{name}", key)
         return meta(tuple(shape), working_dtype(next(there[k].dtype for k in keys if k in there)))
@@ -118,7 +118,7 @@ class Stored:
         if has_weights:
             return self.weights(_MODE, self.names)
         if self.parameters is None:
-            like = outlined(curvature.second_moment)
+            like = outline_of(curvature.second_moment)
             return {name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape) for name in self.names}
         parameters = {name: self.parameters[name].detach() for name in self.names}
         mode = {name: theta.to(working_dtype(theta.dtype), copy=True) for name, theta in parameters.items()}
@@ -166,7 +166,8 @@ class Stored:
 
     def _side(self, name: str, bias: str | None, inputs_first: bool) -> InputSide:
         """The input side of one layer."""
-        shape = (outlined(self.tensors)[f"{_MODE}.{name}"] if self.parameters is None else self.parameters[name]).shape
+        like = outline_of(self.tensors)[f"{_MODE}.{name}"] if self.parameters is None else self.parameters[name]
+        shape = like.shape
         spectrum, rows = self.tensors[f"spectrum.{name}"], self.tensors[f"rows.{name}"]
         outputs = shape[1] if inputs_first else shape[0]
         size = shape.numel() // max(outputs, 1) + (bias is not None)
@@ -197,3 +198,9 @@ def read_folder(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise FileError(f"{source} is a folder but not a saved posterior: {_HEADER_FILE}: {error}") from error
     header = storage.header_of(source, text)
     return {entry.key: read_stored(entry) for entry in stored_entries(source)}, header
+
+
+def warn_of_calibration(path: AnyPath, *headers: Mapping[str, Any]) -> None:
+    """Warn once of what releases before 0.4 kept of their calibration."""
+    if any(header.get("calibration") is not None for header in headers):
+        warn(f"{path} was calibrated by an earlier release, of which the settings alone are read: calibrate again")

@@ -1,18 +1,24 @@
-"""Running statistics of batch norms: predictions depend on them and no posterior holds them, so there are checks."""
+"""What posteriors ask of a network, and write to it: weights, rows for padding, running statistics of batch norms.
+
+Predictions depend on running statistics and no posterior holds them, so there are checks.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from bayesadam._alone import unwrap
-from bayesadam._shards import is_sharded
+from bayesadam._alone import alone_with, unwrap
+from bayesadam._shards import is_sharded, own_part
 from bayesadam._warnings import warn
-from bayesadam.weights.named import AnyPath
+from bayesadam.readers.match import own_parameters
+from bayesadam.weights.named import AnyPath, Named
 
 _NAMES = ("running_mean", "running_var")
 # Squares of gradients that are nothing but rounding, over those of their layer's weight.
@@ -82,3 +88,37 @@ def warn_of_other_statistics(path: AnyPath, saved: Mapping[str, Any], model: nn.
             f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
             "the posterior"
         )
+
+
+def copy_into(model: nn.Module, values: Named) -> None:
+    """Write weights by name into a model's parameters, into their shards where they are sharded."""
+    with alone_with(model), torch.no_grad():
+        parameters = own_parameters(model)
+        for name, value in values.items():
+            own_part(parameters[name]).copy_(own_part(value))
+
+
+def copy_with(model: nn.Module, values: Named) -> nn.Module:
+    """A copy of the model with other weights."""
+    with alone_with(model):
+        copied = copy.deepcopy(model)
+    copy_into(copied, values)
+    return copied
+
+
+def padding_rows(model: nn.Module) -> dict[str, int]:
+    """The rows that embeddings keep for padding, by parameter name: torch gives them no gradient.
+
+    A table that another layer uses too, such as a tied head, has none.
+
+    >>> padding_rows(nn.Sequential(nn.Embedding(5, 2, padding_idx=-1), nn.Embedding(5, 2)))
+    {'0.weight': 4}
+    """
+    rows: dict[int, set[int | None]] = {}
+    for module in model.modules():
+        row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+        for parameter in module._parameters.values():
+            rows.setdefault(id(parameter), set()).add(row)
+    by_name = {name: rows[id(parameter)] for name, parameter in model.named_parameters()}
+    only = {name: next(iter(kept)) for name, kept in by_name.items() if len(kept) == 1}
+    return {name: row for name, row in only.items() if row is not None}
