@@ -6,9 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bayesadam.bandits.linear import Linear
-from bayesadam.bandits.network import Hybrid
-from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
+from bayesadam.bandits.settings import AgentSettings, HybridSettings
 from bayesadam.errors import SettingError
 from experiments.networks import (
     BadamSettings,
@@ -51,8 +49,8 @@ _PAPER_VADAM = {"noise_variance": 0.01, "prior_variance": 1e-3, "initial_std": 0
 _DROPPED = {"dropout": 0.2}
 _BADAM_NETWORKS = partial(NetworkLearner, badam)
 AGENTS: Mapping[str, Entry] = {
-    "hybrid": Entry(partial(EachRun, Hybrid), HybridSettings),
-    "linear": Entry(partial(EachRun, Linear), LinearSettings, paper={"standardise": False}),
+    "hybrid": Entry(EachRun, HybridSettings),
+    "linear": Entry(EachRun, HybridSettings, {"hidden": ()}, {"hidden": ()}),
     "greedy": Entry(partial(NetworkLearner, adam), GreedySettings),
     "badam": Entry(_BADAM_NETWORKS, BadamSettings, _BADAM, _RELEASED),
     "badam-map": Entry(_BADAM_NETWORKS, BadamSettings, {**_BADAM, "form": "map"}, {**_RELEASED, "form": "map"}),

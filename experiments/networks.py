@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from bayesadam.bandits.linear import Linear
 from bayesadam.bandits.network import Hybrid
 from bayesadam.bandits.observations import Observations
 from bayesadam.bandits.settings import (
@@ -101,13 +100,11 @@ class Uniform:
 
 
 class EachRun(Uniform):
-    """The learner of a library's agent for each run."""
+    """The library's learner for each run."""
 
-    def __init__(
-        self, kind: type[Hybrid] | type[Linear], settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]
-    ) -> None:
+    def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         self.buffer, self._arms = buffer, list(range(n_arms))
-        self.learners = [kind(settings, buffer.n_features, n_arms, seed) for seed in seeds]
+        self.learners = [Hybrid(settings, buffer.n_features, n_arms, seed) for seed in seeds]
         self.observed = [Observations(buffer.n_features, settings.forget) for _ in seeds]
 
     def choose(self, contexts: Tensor) -> Tensor:
@@ -122,7 +119,7 @@ class EachRun(Uniform):
     def train(self) -> None:
         """Those learners for which a training is due."""
         for learner, seen in zip(self.learners, self.observed, strict=True):
-            if isinstance(learner, Hybrid) and learner.due(seen):
+            if learner.due(seen):
                 learner.belief = learner.train(seen, learner.belief)
 
 

@@ -13,14 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import bayesadam as ba
-from bayesadam.bandits import agent as agents
-from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, Prediction
 from bayesadam.readers import registry as readers
@@ -30,7 +27,7 @@ from floats import assert_close
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "developer").glob("*.md"))
-TESTED = ("agent", "format", "likelihood", "reader", "structure")
+TESTED = ("format", "likelihood", "reader", "structure")
 
 
 class Recipe(NamedTuple):
@@ -239,27 +236,3 @@ def test_a_structure(monkeypatch):
     assert_close(between, between.diagonal().diag(), atol=1e-9)
     assert_close(structure.second_moment["weight"].sum(), gradients["weight"].square().mean(dim=0).sum())
     assert_close(structure.second_moment["bias"], gradients["bias"].square().mean(dim=0))
-
-
-# --- a bandit agent ---------------------------------------------------------------------------------------------------
-
-
-def test_a_bandit_agent(monkeypatch, tmp_path):
-    averages = Recipe.of("agent").module(monkeypatch)
-    entry = (averages.Averages, averages.AveragesSettings)
-    monkeypatch.setattr(agents, "_REGISTRY", {**agents._REGISTRY, "averages": entry})
-    agent = ba.bandits.make_agent("averages", n_features=2, n_arms=3, noise_variance=0.5, initial_pulls=0)
-    for arm, reward in ((0, 1.0), (1, 3.0), (1, 5.0)):
-        agent.update([0.0, 0.0], arm, reward)
-    # N(Σ r/(n + 1), σ²/(n + 1)).
-    draws = agent._learner.sampler(np.zeros((1, 2), np.float32))(40_000, Streams([0], "test"))[0]
-    assert np.allclose(draws.mean(axis=0), [1 / 2, 8 / 3, 0], atol=0.02)
-    assert np.allclose(draws.var(axis=0), [0.5 / 2, 0.5 / 3, 0.5], atol=0.02)
-
-    agent.save(tmp_path / "agent.safetensors")
-    again = ba.bandits.Agent.load(tmp_path / "agent.safetensors")
-    assert [again.act([0.0, 0.0]) for _ in range(9)] == [agent.act([0.0, 0.0]) for _ in range(9)]
-    agent.add_arm()
-    assert agent._learner.counts.tolist() == [1, 2, 0, 0]
-    with pytest.raises(SettingError, match="noise_variance must be positive"):
-        ba.bandits.make_agent("averages", n_features=2, n_arms=3, noise_variance=0.0)

@@ -58,7 +58,7 @@ LOGGING = {"explores": {"epsilon": 0.1}, "posterior": {"epsilon": 0.0}}
 POLICIES = ("classifier", "one too high")
 COMPARED = "classifier − flatter"
 EVERY, LEARN = 100, 50
-ESTIMATORS = {"ips": "IPS", "snips": "self-normalised", "doubly_robust": "doubly robust"}
+ESTIMATORS = {"ips": "IPS", "doubly_robust": "doubly robust"}
 LEVEL = 0.95
 ARMS = 5
 SCORES = np.random.default_rng(1).normal(size=(2, 3, ARMS))

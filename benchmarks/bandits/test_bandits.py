@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.bandits import speed
 from benchmarks.bandits.problems import stranger
 from benchmarks.bandits.rivals import RIVALS, play
 from benchmarks.bandits.strangers import REPORTED, ranks, report, scores, shares
@@ -31,6 +32,13 @@ def test_rivals_learn(name):
     rounds, makes = clusters.run(0), list(RIVALS[name].settings.values())[:4]
     paid = [rounds.rewards[np.arange(300), play(clusters, rounds, make, 1)] for make in makes]
     assert any(one.mean() > 0.75 and one[-100:].mean() > 0.9 for one in paid)
+
+
+def test_the_loops_of_the_speed_benchmark_run(tmp_path):
+    rounds = speed.linear(30)
+    agent, row = speed.ours(rounds, tmp_path, train_steps=2)
+    assert (agent.pending, row["p99_ms"] >= row["median_ms"]) == ((), True)
+    assert speed.memory(1000, tmp_path, train_steps=2)["mib"] > 0
 
 
 def test_scores_do_not_change_with_the_unit_of_rewards():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import threading
 from pathlib import Path
@@ -28,7 +27,7 @@ HERE = np.array([0.5, -0.3, 0.2])
 
 
 def new(name: str = "hybrid", n_arms: int = 3, **changes: object) -> Agent:
-    own = SMALL if name == "hybrid" else {"train_every": 5}
+    own = SMALL if name == "hybrid" else {}
     return make_agent(name, 3, n_arms, **{"seed": 7, **own, **changes})
 
 
@@ -88,7 +87,7 @@ def test_a_log_of_release_0_2_goes_on(tmp_path):
     shutil.copy(RELEASE / "log.jsonl", path)
     agent = replay(path)
     assert list(agent.pending) == ANSWERS["log"]["pending"]
-    assert_close(agent.probabilities(ANSWERED, draws=100), np.array(ANSWERS["log"]["probabilities"]), atol=0.021)
+    assert_close(agent.probabilities(ANSWERED).sum(axis=1), 1)
     agent.log(path)
     agent.reward(agent.pending[0], 1.0)
     agent.log(None)
@@ -106,13 +105,13 @@ def test_agents_that_the_library_no_longer_has_are_refused_by_name():
 
 def test_a_file_without_a_setting_is_refused_by_its_name(tmp_path):
     path = tmp_path / "agent.safetensors"
-    new("linear").save(path)
+    new().save(path)
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["bayesadam.bandits"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del header["settings"]["shape"], header["sums"]
+    del header["settings"]["lr"], header["sums"]
     save_file(tensors, path, metadata={"bayesadam.bandits": json.dumps(header)})
-    with pytest.raises(FileError, match=r"damaged or not a file of Agent\.save .*'shape'"):
+    with pytest.raises(FileError, match=r"damaged or not a file of Agent\.save .*'lr'"):
         Agent.load(path)
 
 
@@ -172,8 +171,8 @@ def test_a_new_arm_leaves_what_is_known_of_the_others(name):
     before = state_of(agent)
     assert agent.add_arm() == 3
     after = state_of(agent)
-    for part in ("gram", "linear.mean", "hidden.covariance"):
-        assert part not in before or np.array_equal(after[part][:3], before[part])
+    for part in ("linear.mean", "hidden.covariance"):
+        np.testing.assert_array_equal(after[part][:3], before[part])
     assert agent.act(ROWS[:2], arms=[3]).tolist() == [3, 3]
     feed(agent, 40, 60)
     assert agent.n_arms == 4
@@ -215,31 +214,11 @@ def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
     for arms in (None, (0, 2, 3)):
         shares = np.bincount(agent.act(np.tile(HERE, (n, 1)), arms=arms), minlength=4) / n
         allowed = None if arms is None else np.isin(np.arange(4), arms)[None]
-        expected = agent.probabilities([HERE], allowed=allowed, draws=n)[0]
+        expected = agent.probabilities([HERE], allowed=allowed)[0]
         assert expected.sum() == approx(1)
-        assert (np.abs(shares - expected) < 5 * np.sqrt(2 * expected * (1 - expected) / n) + 4 / n).all()
+        assert (np.abs(shares - expected) < 5 * np.sqrt(expected * (1 - expected) / n) + 4 / n).all()
         assert arms is None or expected[1] == 0
         assert (expected[list(arms or range(4))] >= epsilon / 4).all()
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.2])
-def test_inverse_probabilities_of_decisions_miss_by_what_the_formula_says(epsilon):
-    # P E[1/share | chosen] = 1 − (1 − P)^(M+1), with few draws so that it shows; exploration keeps every arm possible.
-    agent = new("linear", epsilon=epsilon, initial_pulls=0)
-    feed(agent, 0, 6)
-    exact, draws, n = agent.probabilities([HERE], draws=200_000)[0], 3, 20_000
-    made = agent.decide(np.tile(HERE, (n, 1)), draws=draws)
-    arms, probabilities = np.array([one.arm for one in made]), np.array([one.probability for one in made])
-    for arm in range(3):
-        terms = np.where(arms == arm, 1 / probabilities, 0.0)
-        expected = 1.0 if epsilon else 1 - (1 - exact[arm]) ** (draws + 1)
-        assert terms.mean() == approx(expected, abs=4 * terms.std() / math.sqrt(n))
-        if not epsilon:
-            shares, share = probabilities[arms == arm], exact[arm] + (1 - exact[arm]) / (draws + 1)
-            error = math.sqrt(draws * exact[arm] * (1 - exact[arm])) / (draws + 1)
-            assert shares.mean() == approx(share, abs=4 * error / math.sqrt(len(shares)))
-    if not epsilon:
-        assert set(probabilities) == {0.25, 0.5, 0.75, 1.0}
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -248,11 +227,11 @@ def test_probabilities_change_no_choice(name):
     feed(plain, 0, 30)
     feed(asked, 0, 30)
     expected, chosen = [plain.act(row) for row in ROWS[:8]], []
-    for number, row in enumerate(ROWS[:8]):
+    for row in ROWS[:8]:
         before = state_of(asked)
-        asked.probabilities(ROWS[:8], draws=3)
+        asked.probabilities(ROWS[:8])
         assert_same(state_of(asked), before)
-        chosen.append(asked.decide(row, draws=1 + number).arm)
+        chosen.append(asked.decide(row).arm)
     assert chosen == expected
 
 
@@ -260,7 +239,8 @@ def test_an_arm_that_is_tried_in_turn_or_alone_on_offer_is_certain():
     agent = new("linear", initial_pulls=2)
     first = [agent.decide(HERE) for _ in range(6)]
     assert [(decision.arm, decision.probability) for decision in first] == [(arm, 1.0) for arm in (0, 1, 2, 0, 1, 2)]
-    assert 0 < agent.decide(HERE).probability < 1
+    feed(agent, 0, 12)
+    assert any(0 < one.probability < 1 for one in agent.decide(ROWS[:40]))
     assert agent.decide(HERE, arms=[1]).probability == 1.0
     agent.remove_arm(0)
     assert agent.probabilities([HERE])[0, 0] == 0
@@ -268,24 +248,12 @@ def test_an_arm_that_is_tried_in_turn_or_alone_on_offer_is_certain():
         agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [True, False, False]]))
 
 
-def test_every_context_may_have_arms_of_its_own_and_draws_of_its_own():
+def test_every_context_may_have_arms_of_its_own():
     agent = new("linear", 4)
     mask = np.array([[True, True, False, False], [False, False, True, False], [True, True, True, True]])
-    shares = agent.probabilities(ROWS[:3], allowed=mask, draws=50)
+    shares = agent.probabilities(ROWS[:3], allowed=mask)
     assert_close(shares.sum(axis=1), 1)
     assert (shares[~mask] == 0).all()
-    many = agent.probabilities(np.tile(HERE, (300, 1)), draws=200)
-    assert_close(many.mean(axis=0), agent.probabilities([HERE], draws=50_000)[0], atol=0.015)
-    assert not (many[0] == many[1]).all()
-
-
-@pytest.mark.parametrize("draws", [0, -1, 1.5, True])
-def test_draws_must_be_a_positive_number(draws):
-    agent = new("linear", initial_pulls=0)
-    for ask in (lambda: agent.decide(HERE, draws=draws), lambda: agent.probabilities([HERE], draws=draws)):
-        with pytest.raises(SettingError, match="draws must be a whole number"):
-            ask()
-    assert agent.pending == ()
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
@@ -367,7 +335,6 @@ def test_a_decision_that_was_never_made_has_no_reward(bad):
         ({"epsilon": 2}, "epsilon must be between 0 and 1"),
         ({"forget": 0}, "forget must be positive and finite, or None, got 0"),
         ({"hidden": [3]}, r"hidden must be a tuple of whole numbers like \(100, 100\), got \[3\]"),
-        ({"hidden": ()}, "hidden must be one hidden layer or more"),
         ({"initial_pulls": -1}, "initial_pulls must be a whole number, 0 or more"),
         ({"reward_range": (1, 0)}, r"reward_range must be a tuple \(low, high\) with low below high"),
     ],
@@ -455,7 +422,7 @@ def test_a_training_that_fails_is_told_once_and_leaves_the_network(monkeypatch, 
     feed(agent, 0, 39)
     agent.wait()
     waits, before = agent.decide(ROWS[0]), agent._learner.stack.weights.clone()
-    monkeypatch.setattr(agent._learner, "_fit_hidden", lambda new: 1 // 0)
+    monkeypatch.setattr(agent._learner, "_fit_hidden", lambda seen, new: 1 // 0)
     feed(agent, 39, 40)
     agent._thread.join(PATIENCE)
     with pytest.raises(BayesAdamError, match=r"by zero.*repeat this call, which did nothing") as caught:
@@ -479,7 +446,7 @@ def test_many_threads_decide_and_reward_while_trainings_go_on(tmp_path):
     def work(first: int) -> None:
         try:
             for row in ROWS[first : first + 60]:
-                agent.reward(agent.decide(row, draws=2).id, float(row[0]))
+                agent.reward(agent.decide(row).id, float(row[0]))
         except Exception as error:
             failures.append(error)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from bayesadam.bandits import HybridSettings, make_agent
 from bayesadam.bandits.linear import with_constant
-from bayesadam.bandits.network import Hybrid
+from bayesadam.bandits.network import Hybrid, best_shares
 from bayesadam.bandits.observations import Observations
 from bayesadam.engine.network import flatten, initial, member
 from bayesadam.engine.streams import Streams
@@ -66,11 +66,21 @@ def test_mean_and_deviation_by_hand():
                 expected[1][k, arm] += share * math.sqrt((own * width / (16 + width) + noise / head.shape[arm]) * width)
     assert_close(mean, expected[0], rtol=1e-9)
     assert_close(std, expected[1], rtol=1e-9)
-    draws = learner.sampler(x)(20_000, Streams([1], "draws"))
-    optimism = (draws - mean[:, None]) / std[:, None]
-    assert_close(optimism, optimism[..., :1].repeat(3, axis=2), atol=1e-3)
-    assert optimism.min() > -1e-3
-    assert_close((optimism**2).mean(axis=1), np.ones((6, 3)), rtol=0.05)
+    optimism = np.abs(rng(6).normal(size=(40_000, 1, 1)))
+    preferred = np.eye(3)[(mean + optimism * std).argmax(axis=2)].mean(axis=0)
+    assert_close(learner.probabilities(x, np.ones((6, 3), bool)), preferred, atol=0.015)
+
+
+def test_probabilities_are_of_the_highest_line():
+    mean, std = rng(1).normal(size=(300, 7)), np.abs(rng(2).normal(size=(300, 7)))
+    # Equal and parallel lines, arms that cannot be chosen, certainty.
+    std[:100], mean[50:100], mean[100:200, 3:], std[100:200, 3:], std[200:210] = 0.5, 1.0, -np.inf, 0.0, 0.0
+    shares, step = np.array(list(map(best_shares, mean.tolist(), std.tolist()))), 1 / 20_000
+    ends = np.sqrt(2) * torch.erfinv(torch.arange(step / 2, 1, step, dtype=torch.float64)).numpy()
+    for row, share in enumerate(shares):
+        best = (mean[row] + ends[:, None] * std[row]).argmax(axis=1)
+        assert_close(share, np.bincount(best, minlength=7) * step, atol=2 * step)
+    assert_close(shares.sum(axis=1), 1)
 
 
 @pytest.mark.parametrize("far", [0.3, 30.0])

@@ -1,4 +1,4 @@
-"""Linear heads and the linear agent against closed forms: normal equations, quadrature, weights 2^(−age/h)."""
+"""Linear heads and observations against closed forms: normal equations, weights 2^(−age/h)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import stats
 from scipy.linalg import block_diag
 
-from bayesadam.bandits.linear import Head, Linear, Statistics, normal_equations, shared_precision
+from bayesadam.bandits.linear import Head, Statistics, normal_equations, shared_precision
 from bayesadam.bandits.observations import Observations
-from bayesadam.bandits.settings import LinearSettings
 from bayesadam.engine.streams import Streams
+from bayesadam.errors import MatchError
 from floats import approx, assert_close
 
 ARMS, WIDTH, COUNT, H = 3, 4, 40, 9.0
@@ -101,60 +101,30 @@ def test_a_step_towards_the_shared_precision_makes_rewards_likelier():
     assert_close(shared_precision(mean, covariance, variance, first, first_arms=1e12), first, rtol=1e-6)
 
 
-# --- the agent ------------------------------------------------------------------------------------------------------
-
-
-def fed(step: int, half_life: float | None, standardise: bool) -> tuple[Linear, Observations]:
-    """A learner that has seen the observations a few at a time."""
-    arms, x, rewards = observations()
-    learner = Linear(LinearSettings(standardise=standardise, forget=half_life), WIDTH - 1, ARMS, 3)
-    seen = Observations(WIDTH - 1, half_life)
-    for first in range(0, COUNT, step):
-        part = slice(first, first + step)
-        learner.observe(seen, seen.add(x[part, :-1], arms[part], rewards[part]))
-    return learner, seen
-
-
-@pytest.mark.parametrize(("half_life", "standardise"), [(None, False), (None, True), (H, False), (H, True)])
-@pytest.mark.parametrize("step", [1, 7, COUNT])
-def test_linear_is_the_posterior_of_weighted_data_however_it_was_fed(half_life, standardise, step):
-    learner, seen = fed(step, half_life, standardise)
-    weights = 2.0 ** (-(COUNT - 1 - np.arange(COUNT)) / (half_life or math.inf))
-    rewards, arms = seen.rewards[:COUNT].astype(float), seen.arms[:COUNT]
-    if standardise:
-        mean = weights @ rewards / weights.sum()
-        rewards = (rewards - mean) / np.sqrt(weights @ (rewards - mean) ** 2 / weights.sum())
-    x = np.column_stack([seen.contexts[:COUNT].astype(float), np.ones(COUNT)])
-    for arm in range(ARMS):
-        own = arms == arm
-        ridge = np.full(WIDTH, 0.25)
-        mean, covariance, residual = reference(x[own], rewards[own], np.zeros(WIDTH), ridge, weights[own])
-        assert_close(learner.head.mean[arm], mean, rtol=1e-6, atol=1e-8)
-        assert_close(learner.head.covariance[arm], covariance, rtol=1e-8)
-        assert learner.head.shape[arm] == approx(6 + weights[own].sum() / 2, rel=1e-9)
-        assert learner.head.scale[arm] == approx(6 + residual, rel=1e-6)
-
-
-def test_probabilities_are_the_integrals_over_students():
-    learner, _ = fed(COUNT, None, standardise=True)
-    here, n = np.array([[0.5, -0.3, 0.2]], np.float32), 40_000
-    head, x = learner.head, np.append(here[0].astype(float), 1)
-    scales = np.sqrt(head.scale / head.shape * np.einsum("i,aij,j->a", x, head.covariance, x))
-    students = [stats.t(2 * a, m, s) for a, m, s in zip(head.shape, head.mean @ x, scales, strict=True)]
-    grid = np.linspace(-8, 8, 4001)
-    shares = learner.probabilities(here, np.ones((1, ARMS), bool), n, Streams([2], "draws"))[0]
-    for arm, student in enumerate(students):
-        others = [other.cdf(grid) for other in students if other is not student]
-        expected = integrate.simpson(student.pdf(grid) * np.prod(others, axis=0), x=grid)
-        assert shares[arm] == approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / n) + 1e-4)
+def test_features_that_no_fit_can_take_are_named():
+    data = Statistics.zeros(1, 2)
+    with np.errstate(over="ignore"):
+        data.add(np.zeros(2, int), np.array([[1e160, 1.0], [1.0, 1.0]]), np.ones(2), np.ones(2))
+    with pytest.raises(MatchError, match="standardise the contexts"):
+        normal_equations(data, np.zeros((1, 2)), np.full(2, 1e-8))
 
 
 # --- observations ---------------------------------------------------------------------------------------------------
 
 
+def fed(step: int, half_life: float | None) -> Observations:
+    """Observations that came a few at a time."""
+    arms, x, rewards = observations()
+    seen = Observations(WIDTH - 1, half_life)
+    for first in range(0, COUNT, step):
+        part = slice(first, first + step)
+        seen.add(x[part, :-1], arms[part], rewards[part])
+    return seen
+
+
 @pytest.mark.parametrize("half_life", [0.5, 9.0, 1e6, None])
 def test_moments_and_count_are_weighted(half_life):
-    _, seen = fed(7, half_life, standardise=False)
+    seen = fed(7, half_life)
     weights = 2.0 ** (-(COUNT - 1 - np.arange(COUNT)) / (half_life or math.inf))
     rewards = seen.rewards[:COUNT].astype(float)
     mean = weights @ rewards / weights.sum()
@@ -172,7 +142,7 @@ def test_rewards_that_are_all_equal_have_the_unit_1():
 
 @pytest.mark.parametrize("half_life", [2.0, 9.0, 1e9])
 def test_mini_batches_are_drawn_by_weight(half_life):
-    _, seen = fed(COUNT, half_life, standardise=False)
+    seen = fed(COUNT, half_life)
     n = 60_000
     weights = 2.0 ** (-(COUNT - 1 - np.arange(COUNT)) / half_life)
     expected = weights / weights.sum()

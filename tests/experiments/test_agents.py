@@ -199,14 +199,14 @@ def test_settings_by_name():
         if "lr_decay" in entry.settings.names() and agent != "bbb-showdown":
             assert (paper.lr, paper.lr_decay, paper.init_range, paper.batch_size) == (0.1, 0.5, 0.3, 512)
             assert (paper.train_steps, paper.clip, paper.standardise) == (50, 5.0, False)
-        every, pulls = (5, 1) if agent == "hybrid" else (20, 3)
+        every, pulls = (5, 1) if agent in ("hybrid", "linear") else (20, 3)
         assert (paper.train_every, paper.initial_pulls, agent_settings(agent).forget) == (every, pulls, None)
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
     assert agent_settings("badam", "paper").prior_variance == 0.01
     assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"
     assert agent_settings("mc-dropout").dropout == agent_settings("mc-dropout", "paper").dropout == 0.2
-    assert (agent_settings("linear").standardise, agent_settings("linear", "paper").standardise) == (True, False)
+    assert agent_settings("linear").hidden == agent_settings("linear", "paper").hidden == ()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from bayesadam.bandits.agent import AGENTS, Agent, Decision, make_agent, replay
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.off_policy import Comparison, ConfidenceSequence, Estimate, Estimates, compare, evaluate
-from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
+from bayesadam.bandits.settings import AgentSettings, HybridSettings
 
 __all__ = [
     "AGENTS",
@@ -15,7 +15,6 @@ __all__ = [
     "Estimate",
     "Estimates",
     "HybridSettings",
-    "LinearSettings",
     "Log",
     "compare",
     "evaluate",

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
@@ -16,27 +16,19 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
-from bayesadam._checks import count
 from bayesadam._files import damage_named
-from bayesadam.bandits.linear import Learner, Linear
-from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing, mark
+from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing
 from bayesadam.bandits.network import Belief, Hybrid
 from bayesadam.bandits.observations import MOST_ROOM, Contexts, Observations, Rewards
-from bayesadam.bandits.settings import AgentSettings, HybridSettings, LinearSettings
-from bayesadam.engine.streams import Streams
+from bayesadam.bandits.settings import HybridSettings
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
-from bayesadam.weights.draws import stream_seed
 
-# Draws from the posterior over which a probability is counted.
-DRAWS = 200
 Training = Literal["now", "background"]
 Numbers = npt.ArrayLike | Tensor
-# The learner and the settings of every agent.
-_REGISTRY: Mapping[str, tuple[type[Learner], type[AgentSettings]]] = {
-    "hybrid": (Hybrid, HybridSettings),
-    "linear": (Linear, LinearSettings),
-}
-AGENTS = tuple(_REGISTRY)
+# The settings of every agent.
+_DEFAULTS = {"hybrid": HybridSettings(), "linear": HybridSettings(hidden=())}
+AGENTS = tuple(_DEFAULTS)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -70,21 +62,19 @@ def make_agent(
         training: `"now"`: `reward` and `update` return when a training that is due is done, and the same calls give the
             same agent. `"background"`: a thread trains, no call waits for it, and decisions use its result once it is
             there.
-        changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`: see `HybridSettings`,
-            `LinearSettings`.
+        changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`: see `HybridSettings`.
     """
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")
     if training not in get_args(Training):
         raise SettingError(f"training must be one of {get_args(Training)}, got {training!r}")
-    if name not in _REGISTRY:
+    if name not in AGENTS:
         raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {name!r}")
-    settings = _REGISTRY[name][1]
-    if unknown := sorted(set(changes) - set(settings.names())):
-        choices = ", ".join(sorted(settings.names()))
+    if unknown := sorted(set(changes) - set(HybridSettings.names())):
+        choices = ", ".join(sorted(HybridSettings.names()))
         raise SettingError(f"{name} has no setting {', '.join(unknown)}: choose from {choices}")
-    return Agent(name, settings(**changes), int(n_features), int(n_arms), seed, training)
+    return Agent(name, replace(_DEFAULTS[name], **changes), int(n_features), int(n_arms), seed, training)
 
 
 class Agent:
@@ -92,20 +82,18 @@ class Agent:
 
     All methods may be called from many threads. `act` and `decide` never wait for a training: the old belief decides
     until the new one has taken note of the observations that came meanwhile. Of more than 65,536 observations
-    `"hybrid"` learns from the newest.
+    trainings use the newest.
     """
 
     def __init__(
-        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, training: Training = "now"
+        self, name: str, settings: HybridSettings, n_features: int, n_arms: int, seed: int, training: Training = "now"
     ) -> None:
         self.name, self.settings, self.n_features, self.seed = name, settings, n_features, seed
         self.training: Training = training
         self._standing = Standing(n_features, n_arms)
         self._seen = Observations(n_features, settings.forget)
-        self._learner = _REGISTRY[name][0](settings, n_features, n_arms, seed)
+        self._learner = Hybrid(settings, n_features, n_arms, seed)
         self._since_training = 0
-        # The draws by which probabilities are counted.
-        self._further = Streams([seed], "probability")
         # `_learning` is held while something is learnt, `_acting` while the belief or the observations are used.
         self._learning, self._acting = threading.RLock(), threading.RLock()
         # The thread of a training in the background, whether one goes on, and what made one fail.
@@ -115,8 +103,6 @@ class Agent:
         self._log: LogWriter | None = None
         # Up to where the agent has learnt a log that it does not write.
         self._known: Position | None = None
-        # Decisions that wait here, but not in the log.
-        self._unlogged: set[int] = set()
 
     @property
     def n_arms(self) -> int:
@@ -131,43 +117,45 @@ class Agent:
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
         with self._acting:
-            chosen = self._in_turn(allowed, len(rows))
-            for arm in chosen:
+            chosen, _, tried = self._choose(rows, allowed)
+            for arm in chosen[:tried]:
                 self._standing.pulls[arm] += 1
-            if len(chosen) < len(rows):
-                chosen += self._learner.chosen(rows[len(chosen) :], allowed)[0]
         return chosen[0] if single else np.array(chosen)
 
-    def decide(self, context: Numbers, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Any:
+    def decide(self, context: Numbers, *, arms: Iterable[int] | None = None) -> Any:
         """As `act`: a `Decision`, or a list of k, each remembered until its reward comes with `reward(decision.id, …)`.
 
-        The decision has its probability: 1 for an arm that is tried in turn at first, otherwise (count + 1)/(draws + 1)
-        with the count of further draws from the posterior that prefer the arm; these change no choice.
-        `Learner.chosen` states its error. The log has all decisions of a batch, or none.
+        The decision has its probability: 1 for an arm that is tried in turn at first. The log has all decisions of a
+        batch, or none.
         """
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
-        count("draws", draws, "from the posterior")
         with self._acting:
-            first, chosen = self._standing.next_id, self._in_turn(allowed, len(rows))
-            tried = len(chosen)
-            shares = [[float(one == arm) for one in allowed] for arm in chosen]
-            if tried < len(rows):
-                self._further.begin(self.seed, "decision", first)
-                more, share = self._learner.chosen(rows[tried:], allowed, draws=draws, further=self._further)
-                chosen += more
-                shares += share.tolist()
-            made, events = [], []
-            for at, (arm, probabilities) in enumerate(zip(chosen, shares, strict=True)):
-                made.append(Decision(first + at, arm, probabilities[allowed.index(arm)]))
-                event = {"event": "decision", "decision": first + at, "context": rows[at], "arm": arm}
-                event |= {"probability": made[at].probability, "arms": allowed, "probabilities": probabilities}
+            first, (chosen, shares, tried) = self._standing.next_id, self._choose(rows, allowed)
+            events: list[Event] = []
+            for at, (row, arm, share) in enumerate(zip(rows, chosen, shares, strict=True)):
+                event = {"event": "decision", "decision": first + at, "context": row, "arm": arm}
+                event |= {"probability": share[allowed.index(arm)], "arms": allowed, "probabilities": share}
                 events.append(event | {"tried": at < tried})
             self._take(*events)
+        made = [Decision(event["decision"], event["arm"], event["probability"]) for event in events]
         return made[0] if single else made
 
+    def _choose(self, rows: Contexts, allowed: list[int]) -> tuple[list[int], list[list[float]], int]:
+        """The arms, the probabilities of those allowed, and how many of the first were tried in turn."""
+        pulls, chosen = [self._standing.pulls[arm] for arm in allowed], list[int]()
+        while len(chosen) < len(rows) and (least := min(pulls)) < self.settings.initial_pulls:
+            at = pulls.index(least)
+            pulls[at] += 1
+            chosen.append(allowed[at])
+        tried, shares = len(chosen), [[float(one == arm) for one in allowed] for arm in chosen]
+        if tried < len(rows):
+            more, probabilities = self._learner.chosen(rows[tried:], allowed)
+            chosen, shares = chosen + more, shares + probabilities
+        return chosen, shares, tried
+
     def probabilities(
-        self, contexts: Numbers, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS
+        self, contexts: Numbers, *, allowed: npt.NDArray[np.bool_] | None = None
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
@@ -175,24 +163,13 @@ class Agent:
         (k, arms) of those to choose from.
         """
         rows, _ = self._contexts(contexts)
-        count("draws", draws, "from the posterior")
-        streams = Streams([stream_seed(self.seed, "policy", 0)], "probability")
         with self._acting:
             mask = np.isin(np.arange(self.n_arms), self._standing.arms()) & np.ones((len(rows), 1), bool)
             if allowed is not None:
                 mask &= allowed
             if not mask.any(axis=1).all():
                 raise MatchError("a context has no allowed arm that is not removed")
-            return self._learner.probabilities(rows, mask, draws, streams)
-
-    def _in_turn(self, allowed: Sequence[int], k: int) -> list[int]:
-        """The arms of the next decisions, at most k, that were tried less often than every arm is at first."""
-        pulls, chosen = [self._standing.pulls[arm] for arm in allowed], list[int]()
-        while len(chosen) < k and (least := min(pulls)) < self.settings.initial_pulls:
-            at = pulls.index(least)
-            pulls[at] += 1
-            chosen.append(allowed[at])
-        return chosen
+            return self._learner.probabilities(rows, mask)
 
     def update(self, context: Numbers, arm: npt.ArrayLike, reward: Numbers) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
@@ -203,9 +180,8 @@ class Agent:
         rewards = self._rewards(reward, len(rows))
         with self._learning:
             self._tell()
-            if self._log is not None:
-                with self._acting:
-                    self._log.write(_update(rows, arms.tolist(), rewards))
+            with self._acting:
+                self._write({"event": "update", "contexts": rows, "arms": arms.tolist(), "rewards": rewards})
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
@@ -217,8 +193,6 @@ class Agent:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
-                if self._log is not None and decision in self._unlogged:
-                    self._log.write(_update([context], [arm], value) | {"decision": int(decision)})
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
             self._learn([context], [arm], value)
 
@@ -244,12 +218,12 @@ class Agent:
             self._since_training += len(paid[part])
             if self._since_training >= every and not self._busy:
                 self._since_training = 0
-                if isinstance(self._learner, Hybrid) and self._learner.due(self._seen):
-                    self._begin_training(self._learner, now or self.training == "now")
+                if self._learner.due(self._seen):
+                    self._begin_training(now or self.training == "now")
 
-    def _begin_training(self, learner: Hybrid, now: bool) -> None:
+    def _begin_training(self, now: bool) -> None:
         with self._acting:
-            arguments = learner, self._seen.snapshot(), copy.deepcopy(learner.belief), now
+            arguments = self._seen.snapshot(), copy.deepcopy(self._learner.belief), now
             self._busy = True
         if now:
             self._train(*arguments)
@@ -257,15 +231,15 @@ class Agent:
             self._thread = threading.Thread(target=self._train, args=arguments, name="bayesadam training")
             self._thread.start()
 
-    def _train(self, learner: Hybrid, seen: Observations, belief: Belief, now: bool) -> None:
+    def _train(self, seen: Observations, belief: Belief, now: bool) -> None:
         """Train, take note of the observations that came meanwhile, and let the new belief take over."""
         try:
-            new = learner.train(seen, belief)
+            new = self._learner.train(seen, belief)
             # Most of them while decisions are made, and the few that came then while none is.
-            seen = self._catch_up(learner, new, seen.count)
+            seen = self._catch_up(new, seen.count)
             with self._acting:
-                self._catch_up(learner, new, seen.count)
-                learner.belief = new
+                self._catch_up(new, seen.count)
+                self._learner.belief = new
         except Exception as error:
             if now:
                 raise
@@ -273,12 +247,12 @@ class Agent:
         finally:
             self._busy = False
 
-    def _catch_up(self, learner: Hybrid, new: Belief, first: int) -> Observations:
+    def _catch_up(self, new: Belief, first: int) -> Observations:
         """Let a belief take note of the observations from this row on; returns these and those before."""
         with self._acting:
             seen = self._seen.snapshot()
         if seen.count > first:
-            learner.note(new, seen, slice(first, seen.count))
+            self._learner.note(new, seen, slice(first, seen.count))
         return seen
 
     def wait(self) -> None:
@@ -344,10 +318,16 @@ class Agent:
             raise SettingError(f"arm {arm!r} cannot be {change}: one of {possible} can, but the last one stays")
         self._take({"event": "arm", "arm": int(arm), "change": change})
 
-    def _take(self, *events: Event) -> None:
-        """Write events, unless they are of a decision that is not in the log; then apply them."""
-        if self._log is not None and events[0].get("decision") not in self._unlogged:
+    def _write(self, *events: Event) -> None:
+        """Log events; without a log, the one before is no longer of all that the agent knows."""
+        if self._log is not None:
             self._log.write(*events)
+        elif self._known is not None:
+            self._known = Position(self._known.id)
+
+    def _take(self, *events: Event) -> None:
+        """Write events, then apply them."""
+        self._write(*events)
         for event in events:
             self._standing.take(event)
 
@@ -355,8 +335,9 @@ class Agent:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
 
         A log that the agent wrote before it was saved, or that `replay` made it from, is continued: the agent first
-        learns what the log has and it does not. `path=None` ends logging. With `sync`, every line is on the disk before
-        a call returns.
+        learns what the log has and it does not. `path=None` ends logging; what happens then is in no log, and the next
+        one is a new file, which begins with the decisions that wait, as if each had been the arm's turn. With `sync`,
+        every line is on the disk before a call returns.
         """
         with self._alone():
             self._known = self._position()
@@ -365,23 +346,18 @@ class Agent:
                 self._log = None
             if path is None:
                 return
-            writer = LogWriter(path, self._about(), sync=sync, since=self._known)
-            standing, before = Standing(self.n_features, self.n_arms), writer.before
-            if before is not None:
+            writer = LogWriter(path, self._about(), sync=sync, since=self._known, standing=self._standing)
+            if writer.before is not None:
                 if self._known is None or self._known.id != writer.id:
                     raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
-                standing = before.standing
-                self._follow(before, path)
+                self._follow(writer.before)
+            elif self._standing.waiting or self._standing.removed:
+                writer.write(*self._standing.events())
             self._log = writer
-            self._unlogged = self._standing.waiting.keys() - standing.waiting.keys()
-            for change in self._standing.changes_since(standing):
-                writer.write(change)
 
     def _position(self) -> Position | None:
         """Up to where the agent has written or learnt a log."""
-        if self._log is None:
-            return self._known
-        return self._log.position(self._standing.without(self._unlogged))
+        return self._known if self._log is None else self._log.position()
 
     def _about(self) -> dict[str, Any]:
         """What a file says of the agent that wrote it."""
@@ -394,30 +370,16 @@ class Agent:
         log = self._log or self._known
         return log.id if log is not None else None
 
-    def _follow(self, written: Iterable[Event], path: AnyPath) -> None:
+    def _follow(self, written: Iterable[Event]) -> None:
         """Do as the agent that wrote these events did."""
-        standing = self._standing
-        first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
-        if first < standing.next_id:
-            raise MatchError(f"{path} and the agent have a decision {first} each: attach it before the agent decides")
         for event in written:
-            kind = event["event"]
-            if kind in ("reward", "forget") and event["decision"] not in standing.waiting:
-                # It was rewarded while the agent wrote no log.
-                continue
-            done = {"added": range(standing.n_arms), "removed": standing.removed, "restored": standing.arms()}
-            if kind == "arm" and event["arm"] in done[event["change"]]:
-                # It was changed while the agent wrote no log.
-                continue
-            if kind == "reward":
-                context, arm = standing.waiting[event["decision"]]
+            if event["event"] == "reward":
+                context, arm = self._standing.waiting[event["decision"]]
                 self._learn([context], [arm], [event["reward"]], now=True)
-            elif kind == "update":
+            elif event["event"] == "update":
                 self._learn(event["contexts"], event["arms"], event["rewards"], now=True)
-                # The decision of a reward is told where it is in no line of this log.
-                standing.waiting.pop(event.get("decision", -1), None)
-            standing.take(event)
-            if kind == "arm" and event["change"] == "added":
+            self._standing.take(event)
+            if event.get("change") == "added":
                 self._learner = self._learner.widened()
 
     def save(self, path: AnyPath) -> None:
@@ -432,11 +394,6 @@ class Agent:
                 "pending.arm": torch.tensor(arms, dtype=torch.int64),
                 "pending.context": torch.from_numpy(np.array(contexts, np.float32).reshape(-1, self.n_features)),
             }
-            log, logged = position and (position.id, position.end), None
-            if position is not None and (there := position.standing) is not None:
-                tensors["logged.pending"] = torch.tensor(list(there.waiting), dtype=torch.int64)
-                logged = {"n_arms": there.n_arms, "gone": sorted(there.removed), "next_id": there.next_id}
-                logged["mark"] = position.mark
             header = {
                 **self._about(),
                 "training": self.training,
@@ -444,8 +401,8 @@ class Agent:
                 "pulls": standing.pulls,
                 "next_id": standing.next_id,
                 "since_training": self._since_training,
-                "log": log,
-                "logged": logged,
+                "log": position and (position.id, position.end),
+                "mark": position and position.mark,
             }
             storage.write(path, tensors, header, storage.AGENT)
 
@@ -458,19 +415,23 @@ class Agent:
             agent = _like(path, header)
             agent.training = header.get("training", "now")
             agent._seen.restore(tensors)
-            agent._learner.restore({"moments": np.array(agent._seen.moments()), **_learnt(tensors)})
+            if "gram" not in (learnt := _learnt(tensors)):
+                agent._learner.restore(learnt)
+            elif agent._seen.count:
+                # Of release 0.3's linear agent, which had no heads.
+                agent._learner.observe(agent._seen, slice(0, agent._seen.count))
+                agent._learner.belief = agent._learner.train(agent._seen, agent._learner.belief)
             agent._since_training = header["since_training"]
             if header["log"]:
                 name, end = header["log"]
-                logged = header.get("logged") or {}
-                agent._known = Position(name, end, _logged(agent.n_features, logged, tensors), logged.get("mark"))
+                agent._known = Position(name, end, header.get("mark"))
             standing, contexts = agent._standing, tensors["pending.context"].numpy()
             waiting = zip(contexts, tensors["pending.arm"].tolist(), strict=True)
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
             standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
             standing.next_id = header["next_id"]
             # What the file holds goes together if the agent can choose.
-            agent.probabilities(np.zeros(agent.n_features), draws=1)
+            agent.probabilities(np.zeros(agent.n_features))
         return agent
 
     def _contexts(self, context: Numbers) -> tuple[Contexts, bool]:
@@ -515,23 +476,21 @@ def replay(path: AnyPath, agent: Agent | None = None) -> Agent:
         for name in ("n_features", "n_arms"):
             if getattr(agent, name) != header[name]:
                 raise MatchError(f"{path} begins with {name}={header[name]}, the agent has {getattr(agent, name)}")
-        agent._follow(reader, path)
-        agent._known = Position(reader.id, reader.end, reader.standing, mark(path, reader.end))
+        agent._follow(reader)
+        agent._known = reader.position()
     return agent
-
-
-def _update(contexts: Sequence[Any] | Contexts, arms: Sequence[int], rewards: Rewards) -> Event:
-    return {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}
 
 
 def _like(path: AnyPath, header: Mapping[str, Any]) -> Agent:
     """A new agent, as the header of a file describes it."""
-    if header["agent"] not in _REGISTRY:
+    if header["agent"] not in AGENTS:
         there = "releases up to 0.3 have it, and `python -m experiments table1` plays it"
         raise FileError(f"{path} is of the agent {header['agent']!r}, not one of {', '.join(AGENTS)}: {there}")
     if header.get("prior"):
         raise FileError(f"{path} is of an agent with a learnt prior, which releases up to 0.3 have: make a new agent")
-    settings = _REGISTRY[header["agent"]][1].from_plain(header["settings"])
+    # Up to release 0.3 the linear agent had other settings.
+    known = header["settings"] if header["agent"] == "hybrid" else _DEFAULTS["linear"].plain() | header["settings"]
+    settings = HybridSettings.from_plain(known)
     return Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
 
 
@@ -546,7 +505,7 @@ def _check_sizes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
         or {tensors["contexts"].shape[-1], pending.shape[-1]} != {features}
         or (pending.dim(), tensors["pending.arm"].dim(), tensors["pending.id"].dim()) != (2, 1, 1)
         or any(size != sum((m + 1) * n for m, n in itertools.pairwise(widths)) for size in weights)
-        or not all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+        or not all(bool(tensor.isfinite().all()) for name, tensor in tensors.items() if name != "learner.ends")
         or not bool(((arms >= 0) & (arms < n_arms)).all())
     ):
         raise ValueError("its tensors are not those of an agent of that size, or not finite")
@@ -562,16 +521,6 @@ def _learnt(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
     return {name: tensor.numpy() for name, tensor in parts.items()}
 
 
-def _logged(n_features: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Standing | None:
-    """The standing of a log, as `Agent.save` wrote it, without the contexts of what waits."""
-    if not facts:
-        return None
-    standing = Standing(n_features, facts["n_arms"])
-    standing.removed, standing.next_id = set(facts["gone"]), facts["next_id"]
-    standing.waiting = dict.fromkeys(tensors["logged.pending"].tolist(), (None, 0))
-    return standing
-
-
 def _is_index(value: object) -> TypeGuard[int]:
     """Whether it is a whole number, of Python or numpy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -580,10 +529,6 @@ def _is_index(value: object) -> TypeGuard[int]:
 def _numbers(values: Numbers, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-    narrow = np.full(1, np.nan, np.float32)
-    if array.dtype.kind in "biuf":
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32)
-    if not np.isfinite(narrow).all():
+    if array.dtype.kind not in "biuf" or not (np.abs(array) <= _LARGEST).all():
         raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
-    return narrow
+    return array.astype(np.float32)

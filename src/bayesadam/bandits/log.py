@@ -6,8 +6,7 @@ The first line says whose log it is. The others are events, dictionaries here as
      "arms": [0, 1], "probabilities": [0.5, 0.5], "tried": false}       tried: it was the arm's turn at first
     {"event": "reward", "decision": id, "reward": 1.0}
     {"event": "forget", "decision": id}
-    {"event": "update", "contexts": [[...]], "arms": [0], "rewards": [1.0]}     without a decision of this log; with
-                                                                                "decision": id where another has it
+    {"event": "update", "contexts": [[...]], "arms": [0], "rewards": [1.0]}     without a decision
     {"event": "arm", "arm": 2, "change": "added"}                               or removed, or restored
 """
 
@@ -21,7 +20,7 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,17 +44,19 @@ def _shortest(values: npt.NDArray[np.float32] | np.float32) -> Any:
     return [_shortest(value) for value in values] if isinstance(values, np.ndarray) else float(str(values))
 
 
+# What Python writes as JSON does.
+_PLAIN = ("decision", "arm", "probability", "arms", "probabilities")
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_shortest)
 
 
 def _line(event: Event) -> str:
-    """One line of JSON. Decisions, which are many, have their context formatted at once, in nine digits: exact."""
+    """One line of JSON. Decisions, which are many, are formatted at once, contexts in nine digits: exact."""
     if event["event"] != "decision":
         return f"{_JSON.encode(event)}\n"
-    context = event["context"].tolist()
+    context = np.asarray(event["context"], np.float32).tolist()
     digits = ",".join(["%.9g"] * len(context)) % tuple(context)
-    rest = _JSON.encode({name: value for name, value in event.items() if name not in ("event", "context")})
-    return f'{{"event":"decision","context":[{digits}],{rest[1:]}\n'
+    rest = ",".join(f'"{name}":{event[name]}' for name in _PLAIN)
+    return f'{{"event":"decision","context":[{digits}],{rest},"tried":{str(event["tried"]).lower()}}}\n'
 
 
 class Standing:
@@ -84,7 +85,7 @@ class Standing:
             case {"event": "arm", "change": "removed", "arm": arm}:
                 self.removed.add(arm)
             case {"event": "arm", "arm": arm}:
-                self.removed.remove(arm)
+                self.removed.discard(arm)
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
@@ -115,48 +116,45 @@ class Standing:
         if not set(arms) <= set(range(self.n_arms)):
             raise ValueError(f"there are {self.n_arms} arms here, not all of {arms}")
 
-    def without(self, decisions: Set[int]) -> Standing:
-        """The same, in memory of its own, but for some decisions that wait."""
+    def copy(self) -> Standing:
+        """The same, in memory of its own."""
         other = copy.copy(self)
-        other.removed, other.pulls = set(self.removed), list(self.pulls)
-        other.waiting = {one: pair for one, pair in self.waiting.items() if one not in decisions}
+        other.removed, other.pulls, other.waiting = set(self.removed), list(self.pulls), dict(self.waiting)
         return other
 
     def arms(self) -> list[int]:
         """Those to choose from."""
         return [arm for arm in range(self.n_arms) if arm not in self.removed]
 
-    def changes_since(self, other: Standing) -> list[Event]:
-        """How the arms of the other became these."""
-        changes = {
-            "added": range(other.n_arms, self.n_arms),
-            "removed": sorted(self.removed - other.removed),
-            "restored": sorted(other.removed - self.removed),
-        }
-        return [{"event": "arm", "arm": arm, "change": change} for change, arms in changes.items() for arm in arms]
+    def events(self) -> list[Event]:
+        """How a new log comes to where this is. What the probabilities of its decisions were is not known."""
+        events: list[Event] = [{"event": "arm", "arm": arm, "change": "removed"} for arm in sorted(self.removed)]
+        for decision, (context, arm) in self.waiting.items():
+            event = {"event": "decision", "decision": decision, "context": context, "arm": arm, "probability": 1.0}
+            events.append(event | {"arms": [arm], "probabilities": [1.0], "tried": True})
+        return events
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Position:
-    """A place in a log: its id, the byte after a line, and what releases up to 0.3 did not save: None.
+    """A place in a log: its id, the byte after a line, and the checksum of those before, None of release 0.3.
 
-    That is the standing there, and the checksum of the bytes before.
+    Without a byte, the agent went on without its log.
     """
 
     id: str
-    end: int
-    standing: Standing | None = None
+    end: int = 0
     mark: int | None = None
 
 
 class LogReader:
     """A log as it is now: its header, and the standing at its end. Iterated over, it reads the events, one at a time.
 
-    With a position in it, these are the events after that, and what is before is not read. A half-written line after
-    the byte `end` is left out, with a warning. Other damage is an error that names the line.
+    With a position in it, and the standing there, these are the events after that, and what is before is not read. A
+    half-written line after the byte `end` is left out, with a warning. Other damage is an error that names the line.
     """
 
-    def __init__(self, path: AnyPath, since: Position | None = None) -> None:
+    def __init__(self, path: AnyPath, since: Position | None = None, standing: Standing | None = None) -> None:
         if not Path(path).is_file():
             raise MissingFileError(f"no file at {path}")
         self.path = path
@@ -172,14 +170,13 @@ class LogReader:
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise FileError(f"{path} is not {_KIND.what}{_KIND.remedy}") from error
             self._first = self.end = len(first)
-            if since is not None and since.id == self.id:
-                self._first = since.end
-                # After a loss of power, a file may be shorter than it was.
-                if since.standing is not None and os.fstat(file.fileno()).st_size >= since.end:
-                    if mark(path, since.end) != since.mark:
-                        text = "has lost lines that the agent knows of, and others took their place"
-                        raise MatchError(f"{path} {text}: make an agent by replay")
-                    self.end, self.standing = since.end, since.standing.without(frozenset())
+            if since is not None and standing is not None and since.id == self.id:
+                cut = os.fstat(file.fileno()).st_size < since.end
+                if not since.end or cut or since.mark not in (None, mark(path, since.end)):
+                    reason = "has lost lines that the agent knows of" if since.end else "lacks what the agent did since"
+                    raise MatchError(f"{path} {reason}: give a new file, or make an agent by replay")
+                self._first = self.end = since.end
+                self.standing = standing.copy()
             for line in _lines(file, self.end):
                 if not line.endswith(b"\n"):
                     warn(f"the last line of {path}, {len(line)} bytes, was only half written and is left out")
@@ -196,6 +193,10 @@ class LogReader:
     def __iter__(self) -> Iterator[Event]:
         with Path(self.path).open("rb") as file:
             yield from map(json.loads, _lines(file, self._first, self.end))
+
+    def position(self) -> Position:
+        """Its end."""
+        return Position(self.id, self.end, mark(self.path, self.end))
 
 
 def mark(file: AnyPath | int, end: int) -> int:
@@ -216,10 +217,12 @@ def _lines(file: BinaryIO, start: int, end: float = math.inf) -> Iterator[bytes]
 class LogWriter:
     """A log that is written: open, and locked against other writers.
 
-    `before` is what it had after a position in it; None for a new one.
+    `before` is what it had after a position in it, with the standing there; None for a new one.
     """
 
-    def __init__(self, path: AnyPath, about: Mapping[str, Any], *, sync: bool, since: Position | None = None) -> None:
+    def __init__(
+        self, path: AnyPath, about: Mapping[str, Any], *, sync: bool, since: Position | None, standing: Standing
+    ) -> None:
         self.path, self._sync, self._process, self.end = path, sync, os.getpid(), 0
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -228,7 +231,7 @@ class LogWriter:
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
             _lock(self._descriptor, path)
-            self.before = LogReader(path, since) if os.fstat(self._descriptor).st_size else None
+            self.before = LogReader(path, since, standing) if os.fstat(self._descriptor).st_size else None
             if self.before is None:
                 self.id = secrets.token_hex(8)
                 self.write({"event": _KIND.header, "format": storage.FORMAT_VERSION, **about, "id": self.id})
@@ -239,9 +242,9 @@ class LogWriter:
             self.close()
             raise
 
-    def position(self, standing: Standing) -> Position:
-        """The end, with the standing there."""
-        return Position(self.id, self.end, standing, mark(self._descriptor, self.end))
+    def position(self) -> Position:
+        """The end."""
+        return Position(self.id, self.end, mark(self._descriptor, self.end))
 
     def write(self, *events: Event) -> None:
         """Append their lines, by one write, whole or not at all."""

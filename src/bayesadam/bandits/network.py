@@ -1,7 +1,8 @@
-"""The hybrid agent: exact linear heads on the contexts and on a network's last hidden layer."""
+"""What decides and learns: exact linear heads on the contexts and on a network's last hidden layer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,17 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bayesadam.bandits.linear import (
-    Arrays,
-    Head,
-    Learner,
-    Sampler,
-    Scores,
-    Statistics,
-    normal_equations,
-    shared_precision,
-    with_constant,
-)
+from bayesadam.bandits.linear import Head, Statistics, normal_equations, shared_precision, with_constant
 from bayesadam.bandits.observations import Contexts, Floats, Indices, Observations
 from bayesadam.bandits.settings import HybridSettings
 from bayesadam.engine.gradients import Slope
@@ -29,6 +20,8 @@ from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, constant, train
 from bayesadam.engine.streams import Streams
+
+Arrays = dict[str, npt.NDArray[Any]]
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
 # is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)³: trying everything is
@@ -53,6 +46,27 @@ _GROWTH = 1.3
 # One of so many observations is held out from the network, to weigh the heads by.
 _HOLD_OUT = 10
 _CLIP, _CHUNK = 5.0, 4096
+# The least probability of an arm that was chosen.
+_LEAST = 2.0**-24
+
+
+def best_shares(mean: Sequence[float], std: Sequence[float]) -> list[float]:
+    """P(arm a has the largest mean + |ε| std), ε ~ N(0, 1).
+
+    These are lines of t = |ε|, and the highest ones follow each other as t grows, each steeper than the one before. One
+    that is highest between two crossings counts erf(t₂/√2) − erf(t₁/√2).
+    """
+    shares, reached = [0.0] * len(mean), 0.0
+    best = max(range(len(mean)), key=lambda arm: (mean[arm], std[arm]))
+    while True:
+        m, s = mean[best], std[best]
+        crossings = [((m - mean[arm]) / (steep - s), -steep, arm) for arm, steep in enumerate(std) if steep > s]
+        if not crossings:
+            shares[best] = 1 - reached
+            return shares
+        crossing, _, arm = min(crossings)
+        end = max(reached, math.erf(crossing / math.sqrt(2)))
+        shares[best], reached, best = end - reached, end, arm
 
 
 @dataclass(eq=False)
@@ -77,7 +91,7 @@ class Belief:
         return with_constant(h)
 
 
-class Hybrid(Learner):
+class Hybrid:
     """Randomised optimism about f = (1 − s) f_x + s f_h, linear in contexts and in a network's last hidden layer.
 
     Both heads are exact Gaussians that every observation updates at once. After a training the head on the hidden layer
@@ -93,23 +107,23 @@ class Hybrid(Learner):
     as by 2κ observations: an arm that always pays the same does not make others look certain. α² = w/(c + w) falls
     where the arm was tried, not elsewhere.
 
-    The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise.
+    The network's penalty is λσ² m/(m + n): as a prior's, it falls with the observations and with the noise. Without
+    hidden layers there is the head on the contexts alone.
     """
 
-    settings: HybridSettings
-    choice = "hybrid"
-
     def __init__(self, settings: HybridSettings, n_features: int, n_arms: int, seed: int) -> None:
-        super().__init__(settings, n_features, n_arms, seed)
+        self.settings, self.n_features, self.n_arms, self.seed = settings, n_features, n_arms, seed
         self.network = Network(n_features, settings.hidden, n_arms, dropout=settings.dropout)
         self.stack = Stack(self.network, Adam(), [seed], self._batch, average=settings.average, clip=_CLIP)
-        self.streams |= {"batches": Streams([seed], "batches"), "training": self.stack.streams}
-        linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in (n_features, settings.hidden[-1]))
+        self.streams = {purpose: Streams([seed], purpose) for purpose in ("explore", "hybrid", "batches")}
+        self.streams["training"] = self.stack.streams
+        widths = n_features, (0, *settings.hidden)[-1]
+        linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in widths)
         self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
         # How many observations the next training waits for.
         self._next = 0
-        # What a training learns from, in which units.
-        self._seen, self._units = Observations(n_features), (0.0, 1.0)
+        # What a training learns from: contexts (n, features), arms and targets (n, 1).
+        self._data: tuple[Tensor, ...] = ()
 
     def _layers(self) -> list[tuple[Contexts, Contexts]]:
         """A copy of the network's hidden layers."""
@@ -125,7 +139,7 @@ class Hybrid(Learner):
             return (high - low) / belief.units[1]
         low, high = belief.ends
         width = high - low if high > low else max(abs(high), 1)
-        return _MORE * (width if np.isfinite(width) else 1) / belief.units[1]
+        return _MORE * (width if math.isfinite(width) else 1) / belief.units[1]
 
     def _noise(self, belief: Belief) -> float:
         """b₀."""
@@ -150,20 +164,36 @@ class Hybrid(Learner):
             if weight:
                 x = belief.features(head, contexts)
                 widths, halves = head.widths(x), head.shape - _SHAPE
-                own = (head.scale + _OWN * head.scale.sum() / (_SHAPE + halves.sum())) / (halves + _OWN)
+                pooled = head.scale.sum() / (_SHAPE + halves.sum())
+                own = (head.scale + _OWN * pooled) / (halves + _OWN)
                 mean = mean + weight * (x @ head.mean.T)
                 std = std + weight * np.sqrt((own * widths / (_DOUBT + widths) + noise / head.shape) * widths)
         return mean, std
 
-    def sampler(self, contexts: Contexts) -> Sampler:
-        """One number |ε| a draw for all arms."""
-        mean, std = (part.astype(np.float32)[:, None] for part in self.predictive(contexts))
+    def chosen(self, contexts: Contexts, allowed: Sequence[int]) -> tuple[list[int], list[list[float]]]:
+        """The arms chosen for k contexts, and the probabilities of those allowed, (k, allowed)."""
+        mean, std = (part.astype(np.float32) for part in self.predictive(contexts))
+        if len(allowed) < self.n_arms:
+            mean, std = mean[:, allowed], std[:, allowed]
+        optimism = np.abs(self.streams["hybrid"].normal(len(contexts), 1).numpy()[0])
+        choice, epsilon = (mean + optimism * std).argmax(axis=1), self.settings.epsilon
+        if epsilon:
+            uniform = self.streams["explore"].uniform(len(contexts), 1 + self.n_arms).numpy()[0]
+            choice = np.where(uniform[:, 0] < epsilon, uniform[:, 1:][:, allowed].argmax(axis=1), choice)
+        arms, shares = choice.tolist(), list(map(best_shares, mean.tolist(), std.tolist()))
+        for at, share in zip(arms, shares, strict=True):
+            share[at] = max(share[at], _LEAST)
+        if epsilon:
+            shares = [[epsilon / len(allowed) + (1 - epsilon) * part for part in share] for share in shares]
+        return [allowed[at] for at in arms], shares
 
-        def draw(n: int, streams: Streams) -> Scores:
-            optimism: Scores = np.abs(streams.normal(len(contexts), n, 1).numpy()[0])
-            return mean + optimism * std
-
-        return draw
+    def probabilities(self, contexts: Contexts, allowed: npt.NDArray[np.bool_]) -> Floats:
+        """π(a | x) = ε/|A| + (1 − ε) P(a), exact, for a mask (k, arms) of the arms allowed."""
+        mean, std = self.predictive(contexts)
+        pairs = np.where(allowed, mean, -np.inf).tolist(), np.where(allowed, std, 0.0).tolist()
+        shares, epsilon = np.array(list(map(best_shares, *pairs))), self.settings.epsilon
+        found: Floats = allowed * (epsilon / allowed.sum(axis=1, keepdims=True) + (1 - epsilon) * shares)
+        return found
 
     def observe(self, seen: Observations, rows: slice) -> None:
         """Update both heads."""
@@ -171,9 +201,9 @@ class Hybrid(Learner):
 
     def note(self, belief: Belief, seen: Observations, rows: slice) -> None:
         """Update both heads of a belief, once trained; the hidden one then forgets its errors little by little."""
-        contexts, rewards, memory = seen.contexts[rows], seen.rewards[rows], min(_MEMORY, seen.faded(1))
-        targets = ((rewards.astype(np.float64) - belief.units[0]) / belief.units[1]).tolist()
-        belief.ends = min(belief.ends[0], float(rewards.min())), max(belief.ends[1], float(rewards.max()))
+        contexts, rewards, memory = seen.contexts[rows], seen.rewards[rows].tolist(), min(_MEMORY, seen.faded(1))
+        targets = [(reward - belief.units[0]) / belief.units[1] for reward in rewards]
+        belief.ends = min(belief.ends[0], *rewards), max(belief.ends[1], *rewards)
         for head in (belief.linear, belief.hidden) if self.stack.done else (belief.linear,):
             features = belief.features(head, contexts)
             for arm, x, target in zip(seen.arms[rows].tolist(), features, targets, strict=True):
@@ -193,30 +223,34 @@ class Hybrid(Learner):
 
         `old` is a copy of the one that decides, which goes on. Where it fails, the network is as it was.
         """
-        before = {name: tensor.clone() for name, tensor in self.stack.tensors().items()}
-        done, settings = self.stack.done, self.settings
         # In float32, as the network learns.
-        shift, scale = map(np.float32, seen.moments())
-        self._seen, self._units = seen, (float(shift), float(scale))
+        shift, scale = (float(np.float32(part)) for part in seen.moments())
         # Squared errors are in the units of the previous training.
-        errors = old.hidden.scale * (old.units[1] / self._units[1]) ** 2
-        new = replace(old, hidden=replace(old.hidden, scale=errors), units=self._units)
+        errors = old.hidden.scale * (old.units[1] / scale) ** 2
+        new = replace(old, hidden=replace(old.hidden, scale=errors), units=(shift, scale))
+        new.linear = self._fit_linear(seen, new)
+        if self.settings.hidden:
+            targets = (seen.rewards - np.float32(shift)) / np.float32(scale)
+            self._data = tuple(map(torch.from_numpy, (seen.contexts, seen.arms[:, None], targets[:, None])))
+            self._train_network(seen, new)
+        self._next = seen.total + int(max(self.settings.train_every, (_GROWTH - 1) * seen.effective_count))
+        return new
+
+    def _train_network(self, seen: Observations, new: Belief) -> None:
+        """Of a belief whose head on the contexts is trained; where it fails, the network is as it was."""
+        before, done = {name: tensor.clone() for name, tensor in self.stack.tensors().items()}, self.stack.done
         noise = min(self._variance(new, new.hidden), 1) if done else 1.0
-        self.stack.penalty = noise * settings.l2 * _PENALISED / (_PENALISED + seen.total)
+        self.stack.penalty = noise * self.settings.l2 * _PENALISED / (_PENALISED + seen.total)
         try:
-            rows = torch.from_numpy(self._rows(seen)).unsqueeze(1)
-            train(self.stack, [rows], constant(settings.lr))
+            train(self.stack, [torch.from_numpy(self._rows(seen)).unsqueeze(1)], constant(self.settings.lr))
             new.layers = self._layers()
-            new.linear = self._fit_linear(new)
-            self._fit_hidden(new)
-            new.share = self._share(new)
+            self._fit_hidden(seen, new)
+            new.share = self._share(seen, new)
         except BaseException:
             self.stack.done = done
             for name, tensor in self.stack.tensors().items():
                 tensor.copy_(before[name])
             raise
-        self._next = seen.total + int(max(settings.train_every, (_GROWTH - 1) * seen.effective_count))
-        return new
 
     def _rows(self, seen: Observations) -> Indices:
         """Of the mini-batches; held-out observations are replaced by their neighbours."""
@@ -232,28 +266,26 @@ class Hybrid(Learner):
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
         """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
-        at, seen, (shift, scale) = rows[0].numpy(), self._seen, self._units
-        contexts, chosen, rewards = (torch.from_numpy(of[at])[None] for of in (seen.contexts, seen.arms, seen.rewards))
-        targets, arms = rewards.sub_(shift).div_(scale), chosen.unsqueeze(2)
+        contexts, arms, targets = (part.index_select(0, rows[0])[None] for part in self._data)
 
         def slope(outputs: Tensor) -> Tensor:
-            errors = outputs.gather(2, arms).squeeze(2).sub_(targets).mul_(2 / len(at))
-            return torch.zeros_like(outputs).scatter_(2, arms, errors.unsqueeze(2))
+            errors = outputs.gather(2, arms).sub_(targets).mul_(2 / rows.shape[1])
+            return torch.zeros_like(outputs).scatter_(2, arms, errors)
 
         return contexts, slope
 
-    def _statistics(self, belief: Belief, head: Head) -> Statistics:
+    def _statistics(self, seen: Observations, belief: Belief, head: Head) -> Statistics:
         """Of the observations, in units of the targets."""
-        seen, data = self._seen, Statistics.zeros(*head.mean.shape)
+        data = Statistics.zeros(*head.mean.shape)
         for first in range(0, seen.count, _CHUNK):
             part = slice(first, min(first + _CHUNK, seen.count))
             x = belief.features(head, seen.contexts[part])
             data.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
         return data.standardised(*belief.units)
 
-    def _fit_linear(self, belief: Belief) -> Head:
+    def _fit_linear(self, seen: Observations, belief: Belief) -> Head:
         """Around the mean reward of a random arm: agents that learn see better rewards."""
-        data, noise = self._statistics(belief, belief.linear), self._noise(belief)
+        data, noise = self._statistics(seen, belief, belief.linear), self._noise(belief)
         counts, center = data.counts, np.zeros_like(data.cross)
         center[:, -1] = (data.cross[:, -1] / counts.clip(min=1)).sum() / max((counts > 0).sum(), 1)
         shape, first = _SHAPE + 0.5 * counts, self._precision(belief, belief.linear, data)
@@ -264,19 +296,18 @@ class Hybrid(Learner):
             covariance, mean, scale = normal_equations(data, center, shared)
         return Head(mean, covariance, shape, scale)
 
-    def _fit_hidden(self, belief: Belief) -> None:
+    def _fit_hidden(self, seen: Observations, belief: Belief) -> None:
         """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt."""
-        head, data = belief.hidden, self._statistics(belief, belief.hidden)
+        head, data = belief.hidden, self._statistics(seen, belief, belief.hidden)
         weight, bias = (tensor[0].numpy() for tensor in list(self.stack.params.values())[-2:])
         last = np.column_stack([weight, bias]).astype(np.float64)
         head.covariance, head.mean, _ = normal_equations(data, last, self._precision(belief, head, data))
 
-    def _share(self, belief: Belief) -> float:
+    def _share(self, seen: Observations, belief: Belief) -> float:
         """s = Σ ω e_x (e_x − e_h)/(Σ ω (e_x − e_h)² + m σ²) in [0, 1], e the errors of held-out observations left out.
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        seen = self._seen
         rows = np.flatnonzero(self._held_out(seen))[-_CHUNK:]
         contexts, arms = seen.contexts[rows], seen.arms[rows]
         targets = (seen.rewards[rows].astype(np.float64) - belief.units[0]) / belief.units[1]
@@ -291,26 +322,40 @@ class Hybrid(Learner):
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    def arrays(self) -> Arrays:
-        """Both heads, the network and its optimiser."""
+    def state(self) -> Arrays:
+        """Both heads, the network and its optimiser, and where the random numbers are."""
         belief = self.belief
         parts = {"linear": belief.linear, "hidden": belief.hidden}
         arrays = {f"{name}.{field}": array for name, part in parts.items() for field, array in vars(part).items()}
         numbers = {"share": belief.share, "ends": belief.ends, "shift": belief.units[0], "scale": belief.units[1]}
         numbers |= {"due": self._next, "steps": self.stack.done}
         arrays |= {name: np.array(number) for name, number in numbers.items()}
-        return arrays | {name: tensor.numpy() for name, tensor in self.stack.tensors().items()}
+        arrays |= {name: tensor.numpy() for name, tensor in self.stack.tensors().items()}
+        return arrays | {f"stream.{name}": stream.state().numpy() for name, stream in self.streams.items()}
 
-    def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over all of it."""
-        own, belief = self.arrays(), self.belief
+    def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Resume where `state` was taken, with the same settings; releases up to 0.3 have more dimensions."""
+        own, belief = self.state(), self.belief
         for name, array in own.items():
-            array[...] = arrays[name].reshape(array.shape)
+            array[...] = state[name].reshape(array.shape)
         self._next, self.stack.done, belief.layers = int(own["due"]), int(own["steps"]), self._layers()
         belief.units, belief.ends = (float(own["shift"]), float(own["scale"])), tuple(own["ends"].tolist())
         belief.share = float(own["share"])
+        for name, stream in self.streams.items():
+            stream.restore(torch.from_numpy(own[f"stream.{name}"]))
 
-    def parts(self, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
-        """The layers of flat weights."""
-        flat = array.shape == tuple(self.stack.weights.shape)
-        return [t.numpy() for t in unflatten(self.network, torch.from_numpy(array)).values()] if flat else (array,)
+    def widened(self) -> Hybrid:
+        """The same for one more arm, which is as in a new learner."""
+        wide = Hybrid(self.settings, self.n_features, self.n_arms + 1, self.seed)
+        state = wide.state()
+        for name, array in self.state().items():
+            for part, whole in zip(self._parts(name, array), wide._parts(name, state[name]), strict=True):
+                whole[tuple(slice(0, length) for length in part.shape)] = part
+        wide.restore(state)
+        return wide
+
+    def _parts(self, name: str, array: npt.NDArray[Any]) -> Sequence[npt.NDArray[Any]]:
+        """Views of an array, of each of which the leading part stays: of flat weights, the layers."""
+        if name not in self.stack.tensors() or name == "step":
+            return (array,)
+        return [tensor.numpy() for tensor in unflatten(self.network, torch.from_numpy(array)).values()]

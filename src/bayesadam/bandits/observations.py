@@ -45,9 +45,10 @@ class Observations:
             self.arms, self.rewards = np.pad(self.arms, (0, more)), np.pad(self.rewards, (0, more))
         self.contexts[rows], self.arms[rows], self.rewards[rows] = contexts, arms, paid
         self.count, self.total = rows.stop, self.total + len(paid)
-        weighed = paid.astype(np.float64) * self.weights(rows)
+        wide = paid.astype(np.float64)
+        weighed = wide * self.weights(rows)
         self.sums *= self.faded(len(paid))
-        self.sums += weighed.sum(), weighed @ paid
+        self.sums += weighed.sum(), weighed @ wide
         return rows
 
     def faded(self, count: int) -> float:
@@ -56,7 +57,8 @@ class Observations:
 
     def weights(self, rows: slice | Indices) -> Floats:
         """2^(−age/h) of observations, with the newest one's age 0."""
-        return np.exp2((np.arange(self.count)[rows] - (self.count - 1)) / self.half_life)
+        places = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return np.exp2((places - (self.count - 1)) / self.half_life)
 
     @property
     def effective_count(self) -> float:

@@ -16,7 +16,6 @@ from bayesadam.bandits.agent import Agent
 from bayesadam.bandits.linear import Statistics, with_constant
 from bayesadam.bandits.log import AnyPath, Log, read_log
 from bayesadam.bandits.observations import Contexts, Floats, Indices
-from bayesadam.bandits.settings import LinearSettings
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.conformal import check_level
 
@@ -24,7 +23,7 @@ Policy = Callable[[Contexts], npt.ArrayLike]
 Range = tuple[float, float]
 
 # The model of the rewards is refitted whenever its data have grown by this factor.
-_GROWTH = 1.1
+_GROWTH, _RIDGE = 1.1, 0.25
 _LEVEL = 0.95
 # The bets λ of a confidence sequence: those near √(2 log(1/risk)/(n variance)) win.
 _BETS = 4.0 ** np.arange(-7, 2)
@@ -67,18 +66,6 @@ def mean(terms: Floats) -> Estimate:
     return Estimate(float(terms.mean()), error)
 
 
-def self_normalised(rewards: Floats, weights: Floats) -> Estimate:
-    """SNIPS, v = Σ w r/Σ w, with the standard error of a ratio by the delta method, √(Σ w² (r − v)²)/Σ w.
-
-    Its bias is of the order 1/n; unlike IPS it does not change when a constant is added to all rewards.
-    """
-    total = weights.sum()
-    if not total:
-        return Estimate(math.nan, math.nan)
-    value = (weights * rewards).sum() / total
-    return Estimate(float(value), float(np.sqrt((weights**2 * (rewards - value) ** 2).sum()) / total))
-
-
 def predicted_before(log: Log) -> Floats:
     """q̂(x, ·) of every row, (n, arms), by ridge regression per arm around the mean reward, from earlier rows only.
 
@@ -87,7 +74,7 @@ def predicted_before(log: Log) -> Floats:
     """
     x, paid = with_constant(log.contexts), np.isfinite(log.rewards)
     data = Statistics.zeros(log.n_arms, x.shape[1])
-    ridge = LinearSettings.precision * np.eye(x.shape[1])
+    ridge = _RIDGE * np.eye(x.shape[1])
     predicted, fitted, first = np.zeros((len(log), log.n_arms)), 0, 0
     while first < len(log):
         rows = fitted + np.flatnonzero(paid[fitted:first])
@@ -268,7 +255,6 @@ class Estimates:
         logged: of the policy that wrote the log.
         ips: (1/n) Σ w r, unbiased where the log could choose whatever the policy does. Given all decisions before it,
             each term's mean is the policy's value: so, too, for the log of an agent that learns.
-        snips: Σ w r/Σ w, see `self_normalised`.
         doubly_robust: the one to use: (1/n) Σ [v̂(x) + w (r − q̂(x, a))]. Unbiased as IPS is, whatever the model, which
             is fitted to earlier decisions alone; the better the model, the smaller the variance.
         decisions: how many were used; `left_out` by reason.
@@ -286,7 +272,6 @@ class Estimates:
 
     logged: Estimate
     ips: Estimate
-    snips: Estimate
     doubly_robust: Estimate
     decisions: int
     left_out: Mapping[str, int]
@@ -315,8 +300,7 @@ class Estimates:
         return _sequence(self, None, level, reward_range)
 
     def __str__(self) -> str:
-        rows = {"as logged": self.logged, "IPS": self.ips, "self-normalised IPS": self.snips}
-        lines = _table(rows | {"doubly robust": self.doubly_robust})
+        lines = _table({"as logged": self.logged, "IPS": self.ips, "doubly robust": self.doubly_robust})
         lines.append(f"{self.decisions} decisions; left out: {dict(self.left_out)}")
         lines.append(f"effective sample size {self.effective_size:.4g}; on impossible arms {self.impossible:.2%}")
         return "\n".join(lines + [f"not to be trusted: {doubt}" for doubt in self.doubts])
@@ -498,7 +482,6 @@ def _estimates(
     return Estimates(
         logged=replace(mean(log.rewards), bounds=partial(_logged, log, ends)),
         ips=replace(mean(weights * log.rewards), bounds=bounds),
-        snips=replace(self_normalised(log.rewards, weights), bounds=bounds),
         doubly_robust=replace(mean(doubly_robust_terms(log, predicted, shares)), bounds=bounds),
         decisions=n,
         left_out=left_out,

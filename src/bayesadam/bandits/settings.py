@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from bayesadam._checks import is_count, is_number
 from bayesadam.errors import SettingError
+
+Settings = TypeVar("Settings", bound="AgentSettings")
 
 
 class Check(NamedTuple):
@@ -40,7 +42,6 @@ Share = Annotated[float, Check(lambda v: is_number(v) and 0 <= v < 1, "at least 
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
 Range = Annotated[tuple[float, float] | None, Check(_is_range, "a tuple (low, high) with low below high, or None")]
 Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
-SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
 
 
 @dataclass(frozen=True)
@@ -75,34 +76,18 @@ class AgentSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> AgentSettings:
+    def from_plain(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
         own: dict[str, Any] = {name: values[name] for name in cls.names()}
         return cls(**own | {name: tuple(value) for name, value in own.items() if isinstance(value, list)})
 
 
 @dataclass(frozen=True)
-class LinearSettings(AgentSettings):
-    """Bayesian linear regression per arm.
-
-    Attributes:
-        standardise: whether rewards are learnt in units of their mean and standard deviation so far.
-        shape, scale: a₀ and b₀ of the inverse gamma prior of the noise.
-        precision: λ of the weights' prior precision, in units of the noise.
-    """
-
-    standardise: Flag = True
-    shape: Positive = 6.0
-    scale: Positive = 6.0
-    precision: Positive = 0.25
-
-
-@dataclass(frozen=True)
 class HybridSettings(AgentSettings):
-    """Two exact linear heads, on the contexts and on the last hidden layer of a network.
+    """Two exact linear heads, on the contexts and on the last hidden layer of a network, which `"linear"` has not.
 
     Attributes:
-        hidden: the widths of the network's hidden layers of ReLU units.
+        hidden: the widths of the network's hidden layers of ReLU units; () for no network.
         lr, batch_size, train_steps: Adam's learning rate, the size of a mini-batch, and how many a training has.
         average: β of the moving average of the weights that acts in their place; 0 for none.
         l2: λ of the penalty (λ/2)|θ|², in units of the rewards' noise; it falls with the observations.
@@ -112,7 +97,7 @@ class HybridSettings(AgentSettings):
 
     train_every: Count = 5
     initial_pulls: CountOrZero = 1
-    hidden: SomeWidths = (100, 100)
+    hidden: Widths = (100, 100)
     lr: Positive = 4e-3
     batch_size: Count = 64
     train_steps: Count = 200

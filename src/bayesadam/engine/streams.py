@@ -1,6 +1,5 @@
 """Random numbers and mini-batches for a stack: each seed has its own source per purpose, whose state can be saved."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -38,20 +37,6 @@ class Streams:
         """(seeds, *shape) whole numbers below n."""
         return torch.from_numpy(np.stack([source.integers(n, size=shape) for source in self._sources])).to(self.device)
 
-    def gamma(self, shape: Tensor) -> Tensor:
-        """Draws of Gamma(shape, 1), (seeds, ...), float64; one per entry."""
-        pairs = zip(self._sources, shape.double().numpy(), strict=True)
-        return torch.from_numpy(np.stack([source.standard_gamma(part) for source, part in pairs]))
-
-    def begin(self, *names: str | int) -> None:
-        """Begin the stream of these names, of the only source: at once, where a new source takes longer."""
-        digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=24).digest()
-        self._set(0, np.append(np.frombuffer(digest, np.uint64), np.uint64(1)), 0, 0)
-
-    def _set(self, index: int, words: np.ndarray[tuple[int], np.dtype[np.uint64]], half: int, spare: int) -> None:
-        state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": half, "uinteger": spare}
-        self._sources[index].bit_generator.state = state
-
     def state(self) -> Tensor:
         """The state of every source, one row per seed."""
         states = [source.bit_generator.state for source in self._sources]
@@ -61,8 +46,14 @@ class Streams:
 
     def restore(self, state: Tensor) -> None:
         """Resume where `state` was taken."""
-        for index, row in enumerate(state.numpy()):
-            self._set(index, row[:4].copy().view(np.uint64), int(row[4]), int(row[5]))
+        for source, row in zip(self._sources, state.numpy(), strict=True):
+            words = row[:4].copy().view(np.uint64)
+            source.bit_generator.state = {
+                "bit_generator": "SFC64",
+                "state": {"state": words},
+                "has_uint32": int(row[4]),
+                "uinteger": int(row[5]),
+            }
 
 
 def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
