@@ -57,8 +57,10 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @contextmanager
 def alone_with(model: nn.Module) -> Iterator[None]:
     """Wait until no other thread is with the model, and keep them waiting; the same thread may come in again."""
-    with _adding:
-        lock = _locks.setdefault(unwrap(model), RLock())
+    lock = _locks.get(model := unwrap(model))
+    if lock is None:
+        with _adding:
+            lock = _locks.setdefault(model, RLock())
     with lock:
         yield
 

@@ -274,14 +274,6 @@ def test_what_is_no_held_out_data():
         ba.calibrate(q, (x, y[:, None]))
 
 
-def doubled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([x, x]), torch.cat([y, y])
-
-
-def images(n: int) -> Tensor:
-    return torch.randn(n, 9, generator=seeded(n))
-
-
 WARNINGS = {
     "too few": (lambda: (trained("classification"), blobs(10, 200)), "too few to calibrate on"),
     "another scale": (lambda: (trained("regression"), (waves(100, 1)[0], waves(100, 1)[1] / 30)), "scale the targets"),
@@ -289,7 +281,6 @@ WARNINGS = {
         lambda: (nn.Sequential(nn.Linear(2, 3), Times(100.0)), blobs(100, 1)),
         "worse on the held-out data than a guess",
     ),
-    "twice": (lambda: (nn.Linear(9, 3), doubled(images(50), torch.arange(50) % 3)), "every held-out example once"),
     "probabilities": (lambda: (nn.Sequential(nn.Linear(2, 3), nn.Softmax(dim=1)), blobs(100, 1)), "takes logits"),
 }
 

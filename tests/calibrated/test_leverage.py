@@ -17,7 +17,8 @@ from bayesadam.predict.leverage import (
     factor,
     from_inputs,
     from_structure,
-    log_leverages,
+    norms,
+    ratios,
 )
 from bayesadam.predict.matrices import Matrix, layers_of
 from calibrated.cases_calibrated import blobs, trained
@@ -55,8 +56,6 @@ def test_stacked_layers_keep_their_order():
     for number, layer in enumerate(layers):
         alone = Leverage((layer,), (factors[number],), "inputs").log_h(inputs)
         assert_close(together[:, number], alone[:, 0])
-    stacks = Leverage(layers, factors, "inputs")
-    assert_close(log_leverages(inputs, stacks.stacks, stacks.order), together)
 
 
 def test_each_input_is_left_out_of_its_own():
@@ -84,6 +83,24 @@ def test_wide_layers_are_cut_in_blocks():
     layer = layer_of("m", WIDEST + 3)
     known, *_ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, torch.ones(20, dtype=torch.bool), None)
     assert known.factors[0].shape == (2, WIDEST // 2 + 2, WIDEST // 2 + 2)
+
+
+def test_few_inputs_of_a_wide_layer_have_a_thin_factor():
+    """The quadratic form of the whole matrix, also of inputs twice and of those far away from all."""
+    a = double(90, 300)
+    a[1], a[60] = a[0], 0
+    layers = [layer_of("m", 300)]
+    known, log_h, _ = from_inputs(layers, {"m": a}, torch.arange(90) < 60, None)
+    assert known.factors[0].shape == (1, 300, 60)
+    moment = a[:60].T @ a[:60] / 60
+    whole = Leverage((layers[0],), (factor(moment[None]),), "inputs", known.medians)
+    assert_close(known.log_h({"m": a[60:]}), whole.log_h({"m": a[60:]}), rtol=1e-9)
+    assert_close(log_h[60:], whole.log_h({"m": a[60:]}), rtol=1e-9)
+    stacks, weights, centre = known.relative()
+    q = norms([a], stacks).square()
+    assert_close(ratios(q, weights, centre, 1.0, absent=False).steep, known.ratios(known.log_h({"m": a})).steep)
+    h = whole.log_h({"m": a[:60]}).exp()
+    assert_close(log_h[:60], (59 / 60 * h / (1 - h / 60)).log(), rtol=1e-9)
 
 
 def test_few_inputs_leave_the_state_alone():
@@ -139,7 +156,7 @@ def test_the_last_layers_are_seen_within_their_class():
     layers = [layer_of("x", 3), layer_of("y", 4), layer_of("z", 4)]
     pooled = {"x": double(45, 3), "y": double(45, 4), "z": a}
     known, log_h, _ = from_inputs(layers, pooled, familiar, None, outputs)
-    assert [part.module for part in known.parts] == ["x", "y", "z", "y within its class", "z within its class"]
+    assert ([layer.module for layer in known.layers], len(known.factors)) == (["x", "y", "z"], 5)
     assert_close(known.log_h({name: x[m:] for name, x in pooled.items()}, outputs[m:]), log_h[m:])
 
     def mean(rows: torch.Tensor, c: int) -> torch.Tensor:
@@ -165,20 +182,20 @@ def test_few_inputs_a_class_or_the_same_for_all_have_no_means(classes, a):
     familiar = torch.ones(30, dtype=torch.bool)
     known, log_h, _ = from_inputs([layer_of("z", 4)], {"z": a}, familiar, None, double(30, classes))
     assert len(known.means) == (classes == 3)
-    ratios = known.ratios(log_h)
-    assert torch.equal(ratios.near, ratios.steep) == (classes != 3)
+    r = known.ratios(log_h)
+    assert torch.equal(r.near, r.steep) == (classes != 3)
 
 
 def test_ratios_are_means_over_layers_relative_to_medians():
     log_h, other = double(9, 3), double(4, 3)
-    known = Leverage((), (), "inputs").against(log_h)
+    known = Leverage((), (log_h,) * 3, "inputs").against(log_h)
     h, medians = log_h.exp(), log_h.quantile(0.5, dim=0).exp()
     gentle, steep = (h / medians).log().mean(dim=1).exp(), (h / medians).mean(dim=1)
     expected = (other.exp() / medians).log().mean(dim=1).exp() / gentle.quantile(0.5)
-    ratios = known.ratios(other)
-    assert_close(ratios.gentle, expected)
-    assert_close(ratios.steep, (other.exp() / medians).mean(dim=1) / steep.quantile(0.5))
-    assert_close(ratios.growth(0.5), ((1 + expected) / 2).sqrt())
+    r = known.ratios(other)
+    assert_close(r.gentle, expected)
+    assert_close(r.steep, (other.exp() / medians).mean(dim=1) / steep.quantile(0.5))
+    assert_close(r.growth(0.5), ((1 + expected) / 2).sqrt())
     assert_close(known.ratios(log_h).gentle.quantile(0.5), torch.ones((), dtype=torch.float64))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibrated.ranges import InputRange, departure, inside, ranges_of
+from bayesadam.calibrated.ranges import InputRange, compared, departure, ranges_of
 from bayesadam.errors import SettingError
 from floats import assert_close
 
@@ -55,7 +55,7 @@ def test_a_batch_that_left_the_range_is_told_with_the_remedy(name, size):
     difference = departure(ranges, mistake(images(8, 2)[:size]))
     assert difference is not None
     assert size == 1 or re.search(words, difference), difference
-    assert not inside(ranges, mistake(images(8, 2))).any()
+    assert not compared(ranges, mistake(images(8, 2)))[0].any()
 
 
 @pytest.mark.parametrize(

@@ -396,8 +396,8 @@ STRUCTURES = [
     Network("prelu", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(4, 3), generic=("1.weight",)),
     # torch's vmap of a vmap gets the gradients of PReLU wrong where both are equally long.
     Network("prelu-as-many-examples-as-outputs", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(2, 3), generic=("1.weight",)),
-    Network("lstm", lambda: Then(nn.LSTM(3, 4, batch_first=True), lambda z: few_outputs(z[0])), normal(3, 4, 3), generic=None),
-    Network("gru-sequence-first", lambda: Lambda(lambda self, x: self.head(self.gru(x.transpose(0, 1))[0][-1]), gru=nn.GRU(3, 4, num_layers=2), head=nn.Linear(4, 2)), normal(3, 4, 3), generic=None),
+    Network("lstm", lambda: Then(nn.LSTM(3, 4, batch_first=True), lambda z: few_outputs(z[0])), normal(3, 4, 3)),
+    Network("gru-sequence-first", lambda: Lambda(lambda self, x: self.head(self.gru(x.transpose(0, 1))[0][-1]), gru=nn.GRU(3, 4, num_layers=2), head=nn.Linear(4, 2)), normal(3, 4, 3)),
     Network("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(6, 3), nn.Linear(3, 2)), tokens(4, 5, below=6), generic=("0.weight",)),
     Network("resnet-block", Residual, normal(3, 2, 6, 6)),
     Network("frames-folded-into-the-batch", lambda: Lambda(folded_frames, convolution=nn.Conv2d(2, 3, 2), norm=nn.BatchNorm2d(3), linear=nn.Linear(3, 2)), normal(3, 4, 2, 3, 3)),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.compress import condition, masks
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict import linearised
+from bayesadam.predict import linearised, plan
 from bayesadam.predict.matrices import layers_of
 from bayesadam.predict.tap import observed
 from floats import assert_close
@@ -142,6 +142,17 @@ def test_novelty_of_graphs_does_not_depend_on_the_others(name: str) -> None:
         assert_close(novelty(batch(some[::-1])), whole.flip(0), rtol=1e-6)
         assert_close(torch.cat([novelty(batch([g])) for g in some]), whole, rtol=1e-6)
     assert_close(again(batch(some)).novelty, net(batch(some)).novelty, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_graphs_take_the_plan_of_the_first(name: str) -> None:
+    """In lists of other lengths too, with the variances that each has alone."""
+    q, batch, forward = setting(name)
+    some = graphs_of(5)
+    variance = torch.cat([linearised(q, batch(part), forward=forward).variance for part in (some[:2], some[2:])])
+    assert len(plan._plans[q.model]) == 1
+    alone = [linearised(q, batch([g]), forward=forward).variance for g in some]
+    assert_close(variance, torch.cat(alone))
 
 
 def test_targets_of_a_batch_of_graphs_are_its_own():

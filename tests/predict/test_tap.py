@@ -95,6 +95,16 @@ def test_a_layer_that_runs_twice_has_the_mean():
     assert_close(seen_by(nn.Linear(3, 3), a, b, size=4), (a + b) / 2)
 
 
+def test_layers_of_one_input_share_its_mean_until_it_is_changed_in_place():
+    model, x = nn.ModuleList(nn.Linear(3, 2) for _ in range(3)), torch.randn(2, 4, 3)
+    expected = x.mean(dim=1)
+    with tapped(model, layers_of(model, dict(model.named_parameters())), Seen(2)) as seen, torch.no_grad():
+        model[0](x), model[1](x), model[2](x.mul_(2))
+    (first,), (second,), (third,) = seen.runs.values()
+    assert first is second
+    assert_close(torch.stack([first, third]), torch.stack([expected, 2 * expected]))
+
+
 def test_padding_is_left_out():
     x, mask = torch.randn(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     expected = torch.stack([x[0, :2].mean(dim=0), x[1].mean(dim=0)])

@@ -18,7 +18,7 @@ from bayesadam.calibrated import doubtful
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.fit import Fit, Report, dims_of, few_digits, grown_temperature, spread_and_noise
 from bayesadam.calibrated.module import Calibrated, Tapped
-from bayesadam.calibrated.ranges import InputRange, fingerprints, ranges_of
+from bayesadam.calibrated.ranges import InputRange, ranges_of
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.abstention import abstention, check_abstention, label_abstention, remedy
@@ -121,7 +121,7 @@ def calibrate(
     # What is compared with new inputs rests on those that A has not seen either.
     of_fresh = fresh.to(f.device)[seen.owners]
     # r of the example that each row belongs to.
-    owned = Ratios(*(r.to(f.device)[seen.owners] for r in (ratios.gentle, ratios.steep, ratios.near)))
+    owned = Ratios(*(r.to(f.device)[seen.owners] for r in ratios))
     fit, alone = Fit(kind, leverage, dims=seen.dims, class_dim=tapped.class_dim, ranges=seen.ranges), 1.0
     if isinstance(kind, ClassLikelihood):
         alone, score = best_temperature(kind, f, y)
@@ -149,7 +149,7 @@ def calibrate(
     last = next(reversed(seen.pooled.values()), None)
     if last is not None and f.dim() == 2 and len(last) == len(y):
         doubtful.warn_of_training_data(kind, f, y, last, None if q is None else q.n_data)
-    doubtful.warn_of_number(seen.n, seen.repeated, len(y))
+    doubtful.warn_of_number(len(y))
     if (reason := kind.mismatch(f, y)) is not None:
         warn(reason)
     if len(y) >= FEWEST and kind.coupled:
@@ -202,15 +202,13 @@ class _Observed:
     # Which rows make scores, (m,): all; one of each example with positions; None where examples are left out.
     scored: Tensor | None
     ranges: tuple[InputRange, ...]
-    # How many examples are there before.
-    repeated: int
 
 
 def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) -> _Observed:
     device = numbers_of(tapped).device
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     pooled: list[Mapping[str, Tensor]] = []
-    entropies, inputs_seen, prints, scored = [], [], [], []
+    entropies, inputs_seen, scored = [], [], []
     dims, n, every = (0, 0), 0, True
     with Bar("calibrate") as bar, torch.no_grad():
         for number, (inputs, y) in enumerate(batches_of(held_out, tapped.model)):
@@ -239,7 +237,6 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
             pooled.append(seen)
             if not is_ragged(inputs):
                 inputs_seen.append(inputs)
-                prints += fingerprints(inputs).tolist()
             n += len(y)
             bar.step()
     if not n:
@@ -257,9 +254,8 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
             "inputs contain NaN or infinities?"
         )
     entropy = torch.cat(entropies) if entropies else None
-    repeated = len(prints) - len(set(prints))
     rows_scored = None if not every else torch.cat(scored) if scored else torch.ones_like(owners, dtype=torch.bool)
-    return _Observed(n, outputs, targets, owners, inputs, entropy, dims, rows_scored, ranges_of(inputs_seen), repeated)
+    return _Observed(n, outputs, targets, owners, inputs, entropy, dims, rows_scored, ranges_of(inputs_seen))
 
 
 def _check_targets(kind: Likelihood, inputs: object, y: Tensor, forward: Forward | None) -> None:

@@ -1,4 +1,4 @@
-r"""What held-out data may be that they should not: training data, repeated, too few, on another scale, of other inputs.
+r"""What held-out data may be that they should not: training data, too few, on another scale, of other inputs.
 
 Training data are known by the last layer. Training ends where the gradient of the training loss vanishes. That layer's
 is a sum over examples, of the slope r = ∂loss/∂f times the inputs a of the layer. Of n examples that training never saw
@@ -31,8 +31,6 @@ _DIRECTIONS, _WIDTH = 8, 10
 _UNLIKELY = 1e-4
 # A batch is other data if so large a share of it has p-values so low, by so small a chance.
 _MANY, _RARE, _NOT_BY_CHANCE = 0.2, 0.01, 1e-6
-# The share of held-out examples that may be there before.
-_REPEATED = 0.05
 # A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
 # share of one, or so hot; and where it is worse than a guess at all and hotter than absurd.
 _WORSE, _NO_BETTER, _TOO_HOT, _ABSURD = 2.0, 0.98, 6.0, 30.0
@@ -53,13 +51,8 @@ def warn_of_training_data(kind: Likelihood, f: Tensor, y: Tensor, last: Tensor, 
         )
 
 
-def warn_of_number(examples: int, repeated: int, targets: int) -> None:
-    """Warn of examples that are there before, and of too few."""
-    if repeated > _REPEATED * examples:
-        warn(
-            f"give every held-out example once: {repeated} of {examples} are there before, so that p-values, sets "
-            "and intervals claim more than they hold. A sampler that draws with replacement makes such data"
-        )
+def warn_of_number(targets: int) -> None:
+    """Warn of too few examples."""
     if targets < FEWEST:
         warn(
             f"{targets} held-out targets are too few to calibrate on: a fit to them may be chance. Hold out {FEWEST} "

@@ -9,7 +9,6 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import torch
@@ -96,8 +95,8 @@ def write(path: AnyPath, fit: Fit, model: nn.Module, with_forward: bool, probe: 
     if (leverage := fit.leverage) is not None:
         assert leverage.medians is not None
         header["leverage"] = {"source": leverage.source, "modules": [layer.module for layer in leverage.layers]}
-        factors = zip(leverage.parts, leverage.factors, strict=True)
-        tensors |= {"medians": leverage.medians} | {f"factor.{layer.module}": w for layer, w in factors}
+        names = _factor_names(header["leverage"]["modules"], len(leverage.means))
+        tensors |= {"medians": leverage.medians} | dict(zip(names, leverage.factors, strict=True))
         tensors |= {f"mean{n}": mean for n, mean in enumerate(leverage.means)}
     storage.write(path, tensors, header, _KIND)
 
@@ -119,16 +118,22 @@ def read(path: AnyPath, model: nn.Module, with_forward: bool) -> tuple[nn.Module
         return network, _unpacked_fit(header, tensors, network), tensors.get(_PROBE)
 
 
+def _factor_names(modules: Sequence[str], near: int) -> list[str]:
+    """Of the layers, and of the last ones within their class."""
+    return [f"factor.{name}" for name in modules] + [f"within.{name}" for name in modules[len(modules) - near :]]
+
+
 def _unpacked_fit(header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Fit:
     leverage = None
     if "leverage" in header:
         by_module = {layer.module: layer for layer in layers_of(model, dict(model.named_parameters()))}
         modules = header["leverage"]["modules"]
         means = tuple(tensors[f"mean{n}"] for n in range(len(modules)) if f"mean{n}" in tensors)
-        leverage = Leverage(
-            tuple(by_module[m] for m in modules), (), header["leverage"]["source"], tensors["medians"], means
-        )
-        leverage = replace(leverage, factors=tuple(tensors[f"factor.{part.module}"] for part in leverage.parts))
+        factors = tuple(tensors[name] for name in _factor_names(modules, len(means)))
+        layers, medians = tuple(by_module[m] for m in modules), tensors["medians"]
+        # Files of 0.3 have the medians of two means; the third is the second where no classes are known.
+        medians = torch.cat([medians, medians[-1:]]) if len(medians) == len(factors) + 2 else medians
+        leverage = Leverage(layers, factors, header["leverage"]["source"], medians, means)
     return Fit(
         likelihood_of(header["likelihood"]),
         leverage,

@@ -74,8 +74,9 @@ class Fit:
     def answer(self, f: Tensor, ratios: Ratios, spread: Tensor | None, noise: Tensor | None) -> Answer:
         """Novelty and y, given the network's outputs and relative leverages; v and σ² are on the outputs' device."""
         kind = self.likelihood
-        novelty = few_digits(kind.novelty(f, ratios.near))
-        answer = Answer(novelty, f_mean=f, leverage=few_digits(ratios.steep), likelihood=kind.name)
+        novelty = kind.novelty(f, ratios.near)
+        novelty, leverage = few_digits(torch.stack([novelty, ratios.steep.to(novelty)]))
+        answer = Answer(novelty, f_mean=f, leverage=leverage, likelihood=kind.name)
         if isinstance(kind, ClassLikelihood):
             temperature = self.temperature * of_examples(ratios.growth(self.exponent), f)
             return answer._replace(probs=kind.link(f / temperature))
@@ -89,8 +90,10 @@ class Fit:
 
 def few_digits(x: Tensor) -> Tensor:
     """Numbers rounded to 16 bits, so that equal inputs tie whatever the batch that they came in."""
-    more = x * (2 ** (8 if x.dtype == torch.float32 else 37) + 1)
-    return torch.where(more.isfinite(), more - (more - x), x)
+    factor = 2 ** (8 if x.dtype == torch.float32 else 37) + 1
+    x = x.clamp(max=torch.finfo(x.dtype).max / factor / 2)
+    more = x * factor
+    return more - (more - x)
 
 
 def dims_of(f: Tensor) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -21,12 +21,12 @@ from bayesadam.calibrated import files
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
-from bayesadam.calibrated.ranges import MASK, departure, example_of, inside, lost
+from bayesadam.calibrated.ranges import MASK, compared, departure, example_of
 from bayesadam.compress.packing import is_packed, load_network
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import either, p_values, threshold
 from bayesadam.predict.batches import is_ragged, numbers_of
-from bayesadam.predict.leverage import Ratios, log_leverages, relative, within_class
+from bayesadam.predict.leverage import Ratios, inputs_of_parts, norms, ratios
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Call, Forward, output_tensor, widened
 from bayesadam.predict.tap import Layouts, Observed, Seen, by_example, require_layers
@@ -52,6 +52,8 @@ class Tapped(nn.Module):
             if isinstance(module, nn.TransformerEncoder):
                 # Nested tensors of texts without their padding have no shape, and are not exported.
                 module.use_nested_tensor = False
+        # The first real numbers, in a tuple, as a module's own parameters have names.
+        self._numbers = next(((p,) for p in model.parameters() if p.is_floating_point()), (torch.empty(0),))
         self._seen: Seen | None = None
         self._layouts: Layouts = {}
         self._handles: list[RemovableHandle] = []
@@ -68,12 +70,16 @@ class Tapped(nn.Module):
             for layer in layers
         ]
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._numbers[0].dtype
+
     def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
         """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
         if torch.compiler.is_compiling() and not is_ragged(inputs):
             return self._once(inputs)[:2]
         with alone_with(self.model):
-            return by_example(self._once, inputs, self._layouts, numbers_of(self.model).dtype)
+            return by_example(self._once, inputs, self._layouts, self._dtype)
 
     def _once(self, inputs: object) -> Observed:
         self._seen = seen = Seen.of(inputs, self._layers)
@@ -92,10 +98,11 @@ class Tapped(nn.Module):
 
     def _typed(self, leaf: object) -> object:
         """Real numbers in the model's type, unless they are of another that it has too."""
-        types = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and types and leaf.dtype not in types:
-            return leaf.to(types[0])
-        return leaf
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        first = self._dtype
+        alike = leaf.dtype == first or leaf.dtype in {p.dtype for p in self.model.parameters()}
+        return leaf if alike else leaf.to(first)
 
 
 class Calibrated(nn.Module):
@@ -119,8 +126,8 @@ class Calibrated(nn.Module):
     novelties: Tensor | None
     leverages: Tensor | None
     scores: Tensor | None
-    medians: Tensor
-    order: Tensor
+    weights: Tensor
+    centre: Tensor
 
     def __init__(self, tapped: Tapped, fit: Fit, posterior: Posterior | None = None) -> None:
         super().__init__()
@@ -129,11 +136,15 @@ class Calibrated(nn.Module):
         tapped.class_dim = fit.class_dim
         tapped.watch(() if leverage is None else leverage.layers)
         tables = {name: getattr(fit, name) for name in ("spread", "noise_variance", "novelties", "leverages", "scores")}
-        tables["medians"] = None if leverage is None else leverage.medians
-        tables["order"] = None if leverage is None else leverage.order
-        self._stacks = [] if leverage is None else [layers for layers, _ in leverage.stacks]
-        tables |= {f"factors{n}": w for n, (_, w) in enumerate([] if leverage is None else leverage.stacks)}
-        tables |= {f"means{n}": mean for n, mean in enumerate(() if leverage is None else leverage.means)}
+        self._stacks: list[tuple[Sequence[int], tuple[str, ...]]] = []
+        if leverage is not None and leverage.medians is not None:
+            stacks, weights, centre = leverage.relative()
+            tables |= {"weights": weights, "centre": centre}
+            for n, (numbers, tensors) in enumerate(stacks):
+                named = {f"factors{n}_{i}": tensor for i, tensor in enumerate(tensors)}
+                self._stacks.append((numbers, tuple(named)))
+                tables |= named
+            tables |= {f"means{n}": mean for n, mean in enumerate(leverage.means)}
         for name, tensor in tables.items():
             if tensor is None:
                 setattr(self, name, None)
@@ -182,27 +193,33 @@ class Calibrated(nn.Module):
                 f"the outputs {tuple(f.shape)} have another shape than those that were calibrated, {fit.dims[0]} "
                 f"dimensions with {fit.dims[1]} in the last"
             )
-        in_range = inside(fit.ranges, inputs)
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
-        answer = self.answer(f, seen)._replace(in_range=in_range)
-        if (rows := lost(fit.ranges, inputs)) is not None:
-            answer = answer._replace(novelty=answer.novelty.masked_fill(rows, math.inf))
+        in_range, lost = compared(fit.ranges, inputs)
+        answer = self.answer(f, seen, ragged=is_ragged(inputs))._replace(in_range=in_range)
+        if lost is not None:
+            answer = answer._replace(novelty=answer.novelty.masked_fill(lost.isnan(), math.inf))
         answer = self.judged(answer)
-        if not torch.compiler.is_compiling():
-            self._tell(inputs, in_range, answer)
+        # Last, as a device has to be waited for.
+        if not compiling and not self._warned:
+            inside = in_range is None or bool(in_range.all())
+            self._tell(None if inside else departure(fit.ranges, inputs), answer)
         return answer
 
-    def answer(self, f: Tensor, seen: Mapping[str, Tensor]) -> Answer:
+    def answer(self, f: Tensor, seen: Mapping[str, Tensor], *, ragged: bool = False) -> Answer:
         """The numbers of an answer, given the network's outputs and the pooled inputs of its layers."""
-        fit, ratios, leverage = self.fit, Ratios.usual(f), self.fit.leverage
-        if leverage is not None:
-            stacks = [(layers, getattr(self, f"factors{n}")) for n, layers in enumerate(self._stacks)]
-            means = [getattr(self, f"means{n}") for n in range(len(leverage.means))]
-            inputs = within_class(seen, leverage.layers, means, f) if means else seen
-            log_h = log_leverages(inputs, stacks, self.order)
-            ratios = relative(log_h, self.medians, leverage.source, len(means))
-        return fit.answer(f, ratios, self.spread, self.noise_variance)
+        fit, leverage = self.fit, self.fit.leverage
+        if leverage is None:
+            r = Ratios.usual(f)
+        else:
+            # Not by name, which a module is slow at.
+            known = cast(dict[str, Tensor], self._buffers)
+            stacks = [(numbers, tuple(map(known.__getitem__, names))) for numbers, names in self._stacks]
+            means = [known[f"means{n}"] for n in range(len(leverage.means))]
+            q = norms(inputs_of_parts(seen, leverage.layers, means, f), stacks).square()
+            r = ratios(q, self.weights.to(q), self.centre.to(q), leverage.power, absent=ragged)
+        return fit.answer(f, r, self.spread, self.noise_variance)
 
     def judged(self, answer: Answer) -> Answer:
         """An answer with what follows from its numbers: p-values, and whether to give it."""
@@ -216,13 +233,8 @@ class Calibrated(nn.Module):
             answered = answered & answer.in_range.view(-1, *[1] * (answered.dim() - 1))
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
-    def _tell(self, inputs: object, in_range: Tensor | None, answer: Answer) -> None:
+    def _tell(self, words: str | None, answer: Answer) -> None:
         """Warn, once, of a batch that has left the range of the held-out inputs, or of numbers, much of it novel."""
-        if self._warned:
-            return
-        words = None
-        if in_range is not None and not bool(in_range.all()):
-            words = departure(self.fit.ranges, inputs)
         # Of classes, probabilities grow humble and the p-values say so; of numbers, error bars may stay as they were.
         if words is None and answer.stddev is not None and answer.p_value is not None and self.novelties is not None:
             words = many_novel(answer.p_value, len(self.novelties))

@@ -30,8 +30,6 @@ _FEWEST = 20
 _RARE = 0.01
 # Of texts: what it leaves out is no part of the leverage.
 MASK = "attention_mask"
-# So many real numbers tell one example from another.
-_TELLING = 8
 # Real numbers that are whole and so close together are masks, counts or classes: any of them may be missing.
 _CLOSE = 16
 
@@ -73,9 +71,9 @@ class InputRange:
         # Lists, not generators, which the compiler of torch does not take.
         few = sizes is not None and math.prod([n or _FEW + 1 for n in sizes]) <= _FEW
         outwards, inwards = [margin * width for margin in (_OF_FEW if few else _MARGINS)]
-        outer = (low >= self.low - outwards) & (high <= self.high + outwards)
-        inner = (low <= self.highest_low + inwards) & (high >= self.lowest_high - inwards)
-        return outer & inner & (high - low >= _WIDTH * self.least_width)
+        lowest = low.clamp(self.low - outwards, self.highest_low + inwards)
+        highest = high.clamp(self.lowest_high - inwards, self.high + outwards)
+        return (lowest == low) & (highest == high) & (high - low >= _WIDTH * self.least_width)
 
     def difference(self, leaf: Tensor) -> str | None:
         """How the examples of a batch differ from the held-out ones, in words with the remedy; None if they do not."""
@@ -100,15 +98,9 @@ class InputRange:
             f"{self.high:.3g}{within}: scale and normalise them as in training ({examples} have left the range)"
         )
 
-    def inside(self, leaf: Tensor) -> Tensor | None:
-        """Whether each example of a batch is in range, (batch,), in operations that can be traced; None if unknown."""
-        if _kind(leaf.dtype) != self.kind or self._reordered(leaf):
-            return torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device)
-        return self.holds(*_ends(leaf.float())) & ~_lost(leaf) if self.bounded else None
-
     def _reordered(self, leaf: Tensor) -> bool:
         """Whether it has the same sizes in another order; those of 1 do not count, which move no number."""
-        if self.shape is None or None in self.shape:
+        if self.shape is None or None in self.shape or leaf.shape[1:] == self.shape:
             return False
         sizes, known = ([n for n in shape if n is not None and n != 1] for shape in (leaf.shape[1:], self.shape))
         return sizes != known and sorted(sizes) == sorted(known)
@@ -128,34 +120,24 @@ def departure(ranges: Sequence[InputRange], inputs: object) -> str | None:
     return next((words for one, leaf in _pairs(ranges, inputs) if (words := one.difference(leaf)) is not None), None)
 
 
-def inside(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
-    """Whether each example is in range, (batch,), in operations that can be traced; None where nothing is compared."""
-    whole: Tensor | None = None
-    for one, leaf in _pairs(ranges, inputs):
-        part = one.inside(leaf)
-        whole = part if whole is None else whole if part is None else whole & part
-    return whole
+def compared(ranges: Sequence[InputRange], inputs: object) -> tuple[Tensor | None, Tensor | None]:
+    """Whether each example is in range, and one that is NaN where it has NaN and no held-out one had, (batch,) each.
 
-
-def lost(ranges: Sequence[InputRange], inputs: object) -> Tensor | None:
-    """Whether each example has NaN where no held-out one had, (batch,); None where nothing is compared."""
-    rows = [_lost(leaf) for one, leaf in _pairs(ranges, inputs) if one.bounded and leaf.is_floating_point()]
-    return reduce(torch.logical_or, rows) if rows else None
-
-
-def fingerprints(inputs: object) -> Tensor:
-    """A number for each example, (batch,), int64: the same for the same bits and, but by chance, for no others.
-
-    Of the first tensor of real numbers, eight or more an example, which do not agree by chance; else of none.
+    In operations that can be traced; None where nothing is compared.
     """
-    for _, leaf in _leaves(inputs):
-        if leaf.is_floating_point() and leaf[0].numel() >= _TELLING:
-            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.element_size()]
-            bits = leaf.detach().reshape(len(leaf), -1).cpu().contiguous().view(whole).long()
-            # An odd multiplier of each place; sums of whole numbers that overflow do not depend on their order.
-            places = torch.arange(bits.shape[1]).mul(0x9E3779B97F4A7C15 - 2**64).bitwise_or(1)
-            return ((bits + 1) * places).sum(dim=1)
-    return torch.zeros(0, dtype=torch.int64)
+    inside, lost = [], []
+    for one, leaf in _pairs(ranges, inputs):
+        other = _kind(leaf.dtype) != one.kind or one._reordered(leaf)
+        if other:
+            inside.append(torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device))
+        if one.bounded and leaf.is_floating_point():
+            low, high = _ends(leaf)
+            # The minimum of onnxruntime skips NaN.
+            if torch.compiler.is_compiling():
+                low = low.masked_fill(_flat(leaf).isnan().any(dim=1), math.nan)
+            lost.append(low)
+            inside += [] if other else [one.holds(low, high)]
+    return reduce(torch.logical_and, inside) if inside else None, reduce(torch.add, lost) if lost else None
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
@@ -195,16 +177,11 @@ def _flat(leaf: Tensor) -> Tensor:
     return leaf.detach().flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
 
 
-def _lost(leaf: Tensor) -> Tensor:
-    """Whether each example holds NaN, (batch,), in an operation of its own: the minimum of onnxruntime skips them."""
-    return _flat(leaf).isnan().any(dim=1)
-
-
 def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value of each example, (batch,); NaN where there is one."""
+    """The least and the greatest value of each example, (batch,), in float32; NaN where there is one."""
     flat = _flat(leaf)
     # Together, `aminmax` takes four times as long on a CPU.
-    return flat.amin(dim=1), flat.amax(dim=1)
+    return flat.amin(dim=1).float(), flat.amax(dim=1).float()
 
 
 def _range_of(name: str, leaves: Sequence[Tensor]) -> InputRange:

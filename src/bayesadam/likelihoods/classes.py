@@ -55,7 +55,8 @@ class ClassLikelihood(Likelihood):
         if self.coupled and f.dim() > 2:
             return rows(self.token_novelty(f, r)).mean(dim=1)
         at = f / of_examples((1 + _SHARE * r**_STEEP).sqrt(), f)
-        return rows(entropy(self.of_classes(self.link(at)))).mean(dim=1)
+        doubt = entropy(self.of_classes(self.link(at)))
+        return doubt if doubt.dim() == 1 else rows(doubt).mean(dim=1)
 
     def token_novelty(self, f: Tensor, r: Tensor) -> Tensor:
         """The entropy at each position, and 0.3 log r of the example, (batch, positions)."""
@@ -204,8 +205,11 @@ class Binary(ClassLikelihood):
 
 def entropy(probs: Tensor) -> Tensor:
     """−Σ p log p over the last dimension."""
-    # Not torch.special.entr, which ONNX does not have.
-    return -(probs * _log(probs)).sum(dim=-1)
+    # ONNX does not have `entr`, whose gradient at 0 is infinite.
+    if torch.compiler.is_compiling() or probs.requires_grad:
+        return -(probs * _log(probs)).sum(dim=-1)
+    terms: Tensor = torch.special.entr(probs)
+    return terms.sum(dim=-1)
 
 
 def of_examples(values: Tensor, like: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def is_ragged(inputs: Any) -> bool:
     (True, True, False)
     """
     if not isinstance(inputs, list):
-        return hasattr(inputs, "to_data_list")
+        return not isinstance(inputs, Tensor) and hasattr(inputs, "to_data_list")
     return bool(inputs) and not any(isinstance(one, list | float | int | np.generic) or _is_data(one) for one in inputs)
 
 
@@ -137,7 +137,8 @@ def batch_size(inputs: Any) -> int:
     """The number of examples: the length of the first tensor, or of a ragged batch."""
     if is_ragged(inputs):
         return len(inputs) if isinstance(inputs, list) else int(inputs.num_graphs)
-    first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    leaves = [inputs] if isinstance(inputs, Tensor) else pytree.tree_leaves(inputs)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
         raise MatchError(
             f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array, or "
@@ -191,9 +192,9 @@ def owners(inputs: Any) -> dict[int, Tensor]:
 
     Empty of what is no `Batch` of PyTorch Geometric, and where two of these numbers are the same.
     """
-    node, edges = getattr(inputs, "batch", None), getattr(inputs, "edge_index", None)
-    if isinstance(inputs, list) or not is_ragged(inputs) or node is None:
+    if isinstance(inputs, list) or not is_ragged(inputs) or (node := getattr(inputs, "batch", None)) is None:
         return {}
+    edges = getattr(inputs, "edge_index", None)
     rows = [torch.arange(batch_size(inputs), device=node.device), node, *([] if edges is None else [node[edges[0]]])]
     by_number = {len(owner): owner for owner in rows}
     return by_number if len(by_number) == len(rows) else {}

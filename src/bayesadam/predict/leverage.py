@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,17 +35,18 @@ RIDGE = 0.01
 FEWEST, MOST = 20, 1000
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
+# Of fewer familiar inputs than a third of such a width, A has a factor of few columns.
+_WIDE = 256
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
 # leverage count for more.
 _MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
 # The last layers are those whose inputs the classes part.
-NEAR, _WITHIN = 2, " within its class"
+NEAR = 2
 # Fewer familiar inputs a class leave its mean uncertain.
 A_CLASS = 10
 
 
-@dataclass(frozen=True, eq=False)
-class Ratios:
+class Ratios(NamedTuple):
     """r of each example, (batch,): its leverage relative to that of familiar inputs, 1 for the usual one.
 
     Attributes:
@@ -71,15 +71,22 @@ class Ratios:
         return ((1 + self.gentle) / 2) ** exponent
 
 
+# The numbers of parts that are alike, and together what `_applied` makes of their factors.
+Stacks = Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]
+
+
 @dataclass(frozen=True, eq=False)
 class Leverage:
     """How far the layers of a network have to extrapolate for its inputs.
 
+    Its parts are the layers and, again, the last of them, with their inputs within the predicted class.
+
     Attributes:
         layers: the layers.
-        factors: for each of `parts` W with h = |Wᵀ a|²; see `factor`.
+        factors: of each part, W with h = |Wᵀ a|²; see `factor` and `thin_factor`.
         source: where A is from.
-        medians: of log h of familiar inputs, part by part, then of the logarithms of the means over them.
+        medians: of log h of familiar inputs, part by part, then of the logarithms of the means over them. NaN is of a
+            part whose inputs are mostly all 0, where nothing says what is usual: it is left out.
         means: of the inputs of the last layers, class by class, (classes, width).
     """
 
@@ -89,31 +96,52 @@ class Leverage:
     medians: Tensor | None = None
     means: tuple[Tensor, ...] = ()
 
-    @property
-    def parts(self) -> tuple[Matrix, ...]:
-        """The layers, and again those whose inputs are taken within their class."""
-        return *self.layers, *_within(self.layers, len(self.means))
-
-    @cached_property
-    def stacks(self) -> tuple[tuple[tuple[Matrix, ...], Tensor], ...]:
-        """Layers whose factors have the same shape, with those stacked."""
+    def stacks(self, scales: Tensor) -> Stacks:
+        """The parts whose factors have the same shape, those by `scales` together."""
         shapes: dict[torch.Size, list[int]] = {}
         for number, w in enumerate(self.factors):
             shapes.setdefault(w.shape, []).append(number)
-        groups = shapes.values()
-        return tuple((tuple(self.parts[i] for i in g), torch.stack([self.factors[i] for i in g])) for g in groups)
+        every = ((some, [_applied(self.factors[i], scales[i]) for i in some]) for some in shapes.values())
+        return [(some, tuple(map(torch.stack, zip(*tensors, strict=True)))) for some, tensors in every]
 
-    @cached_property
-    def order(self) -> Tensor:
-        """The place of every layer among the stacked ones."""
-        stacked = [layer.module for layers, _ in self.stacks for layer in layers]
-        return torch.tensor([stacked.index(layer.module) for layer in self.parts])
+    def relative(self) -> tuple[Stacks, Tensor, Tensor]:
+        """Factors W e^(−m/2), m the medians, by which h is relative to the usual; and the arguments of `ratios`.
 
-    def log_h(self, inputs: Mapping[str, Tensor], outputs: Tensor | None = None) -> Tensor:
+        The medians of the steep mean and of novelty's are in the weights.
+        """
+        assert self.medians is not None
+        stacks = self.stacks((-self.usual / 2).exp().nan_to_num(0))
+        gentle, steep, near = self.medians[len(self.factors) :].double()
+        scales = torch.stack([torch.zeros_like(steep), -steep, steep - 2 * near]) * self.power
+        weights = (self.weights * scales[:, None].exp())[:, [number for numbers, _ in stacks for number in numbers]]
+        return stacks, weights[:, :, None], gentle
+
+    @property
+    def usual(self) -> Tensor:
+        """The median of log h of each part."""
+        assert self.medians is not None
+        return self.medians[: len(self.factors)]
+
+    @property
+    def power(self) -> float:
+        """The exponent of the steep mean."""
+        return _MEANS[self.source]
+
+    @property
+    def weights(self) -> Tensor:
+        """Of the parts in the means over layers, twice, and over the last ones within their class, (3, parts)."""
+        heard = ~self.usual.isnan()
+        within = torch.arange(len(heard), device=heard.device) >= len(heard) - len(self.means)
+        layers = (heard & ~within).double()
+        last = (heard & within).double() if bool((heard & within).any()) else layers
+        return torch.stack([w / w.sum() for w in (layers, layers, last)])
+
+    def log_h(self, pooled: Mapping[str, Tensor], outputs: Tensor | None = None) -> Tensor:
         """log h of pooled inputs by module, (batch, parts), given the logits where there are `means`."""
-        if outputs is not None and self.means:
-            inputs = within_class(inputs, self.layers, self.means, outputs)
-        return log_leverages(inputs, self.stacks, self.order)
+        stacks = self.stacks(torch.ones(len(self.factors)))
+        order = [number for numbers, _ in stacks for number in numbers]
+        h = norms(inputs_of_parts(pooled, self.layers, self.means, outputs), stacks).square()
+        return _log(h[[order.index(number) for number in range(len(order))]].T)
 
     def among(self, modules: Collection[str]) -> Leverage:
         """Of the layers that a forward pass runs."""
@@ -123,67 +151,61 @@ class Leverage:
     def against(self, log_h: Tensor) -> Leverage:
         """Relative to familiar inputs, whose leverages these are."""
         medians = log_h.nanquantile(0.5, dim=0)
-        # Where a layer's inputs are mostly all 0 nothing says what is usual: it is left out.
         silent = medians <= _log(torch.zeros((), dtype=log_h.dtype)).item()
-        medians = medians.masked_fill(silent & ~silent.all(), math.nan)
-        means = torch.stack(_means(log_h - medians, self.source, len(self.means)), dim=1).nanquantile(0.5, dim=0)
-        return replace(self, medians=torch.cat([medians, means]))
+        known = replace(self, medians=medians.masked_fill(silent & ~silent.all(), math.nan))
+        means = torch.stack(known._means(log_h)).log().nanquantile(0.5, dim=1)
+        return replace(self, medians=torch.cat([known.usual, means]))
 
     def ratios(self, log_h: Tensor) -> Ratios:
         """Relative to familiar inputs."""
         assert self.medians is not None
-        return relative(log_h, self.medians, self.source, len(self.means))
+        ends = self.medians[len(self.factors) :].to(log_h).exp()
+        return Ratios(*(mean / end for mean, end in zip(self._means(log_h), ends, strict=True)))
+
+    def _means(self, log_h: Tensor) -> Ratios:
+        q, weights = (log_h - self.usual.to(log_h)).exp().T, self.weights[:, :, None].to(log_h)
+        return ratios(q, weights, log_h.new_zeros(()), self.power, absent=True)
 
 
-def log_leverages(
-    inputs: Mapping[str, Tensor], stacks: Sequence[tuple[Sequence[Matrix], Tensor]], order: Tensor
-) -> Tensor:
-    """log h of pooled inputs by module, (batch, layers), by `Leverage.stacks` and `Leverage.order`."""
-    parts = [_h(torch.stack([inputs[layer.module] for layer in layers]), w, layers[0]) for layers, w in stacks]
-    return _log(torch.cat([part.sum(dim=2) for part in parts])[order.to(parts[0].device)].T)
-
-
-def within_class(
-    inputs: Mapping[str, Tensor], layers: Sequence[Matrix], means: Sequence[Tensor], outputs: Tensor
-) -> dict[str, Tensor]:
-    """Pooled inputs, and of the last layers what is left of them within the predicted class of each example."""
+def inputs_of_parts(
+    pooled: Mapping[str, Tensor], layers: Sequence[Matrix], means: Sequence[Tensor], outputs: Tensor | None
+) -> list[Tensor]:
+    """Those of the layers, (batch, width) each, and what is left of the last ones within the predicted classes."""
+    inputs = [pooled[layer.module] for layer in layers]
+    if not means or outputs is None:
+        return inputs
     classes = outputs.argmax(dim=1)
-    pairs = zip(layers[len(layers) - len(means) :], _within(layers, len(means)), means, strict=True)
-    left = {
-        within.module: inputs[layer.module] - mean.to(inputs[layer.module])[classes] for layer, within, mean in pairs
-    }
-    return {**inputs, **left}
+    return inputs + [a - mean.to(a)[classes] for a, mean in zip(inputs[-len(means) :], means, strict=True)]
 
 
-def _within(layers: Sequence[Matrix], n: int) -> tuple[Matrix, ...]:
-    """The last n layers, by the names of their inputs within the class."""
-    return tuple(replace(layer, module=layer.module + _WITHIN) for layer in layers[len(layers) - n :])
+def norms(inputs: Sequence[Tensor], stacks: Stacks) -> Tensor:
+    """√h of the inputs of each part, (parts, batch), in the order of the stacks."""
+    some = []
+    for numbers, w in stacks:
+        a = inputs[numbers[0]][None] if len(numbers) == 1 else torch.stack([inputs[i] for i in numbers])
+        some.append(torch.linalg.vector_norm(_turned(a, *w), dim=(1, 3) if w[0].dim() == 4 else 2))
+    return torch.cat(some)
 
 
-def relative(log_h: Tensor, medians: Tensor, source: Source, near: int) -> Ratios:
-    """r of examples, relative to the medians of familiar inputs, `near` parts of them within the class."""
-    medians, n = medians.to(log_h), log_h.shape[1]
-    r = (torch.stack(_means(log_h - medians[:n], source, near), dim=1) - medians[n:]).exp()
-    return Ratios(r[:, 0], r[:, 1], r[:, -1])
+def ratios(q: Tensor, weights: Tensor, centre: Tensor, power: float, *, absent: bool) -> Ratios:
+    """Means of relative leverages q, (parts, batch), by weights, (3, parts, 1); `centre` is the gentle mean's median.
 
-
-def _means(log_h: Tensor, source: Source, near: int) -> list[Tensor]:
-    """The logarithms of the geometric mean over layers, of the steep one and, with `near`, novelty's, (batch,) each.
-
-    NaN is of a layer that an example does not run.
+    With `absent` NaN is of a layer that an example does not run.
     """
-    p, ran = _MEANS[source], ~log_h.isnan()
-    layers, within = slice(log_h.shape[1] - near), slice(log_h.shape[1] - near, None)
-
-    def mean(some: slice) -> Tensor:
-        kept = (p * log_h).where(ran, -math.inf)[:, some].logsumexp(dim=1)
-        return (kept - ran[:, some].sum(dim=1).log()) / p
-
-    gentle, steep = log_h.where(ran, 0)[:, layers].sum(dim=1) / ran[:, layers].sum(dim=1), mean(layers)
-    if not near:
-        return [gentle, steep]
-    own = mean(within)
-    return [gentle, steep, (steep + torch.where(own.isnan(), steep, own)) / 2]
+    ran = ~q.isnan() if absent else None
+    q = q.clamp(torch.finfo(q.dtype).tiny, torch.finfo(q.dtype).max ** (1 / power) / 1e4)
+    steep = q if power == 1 else q**power
+    weighted = weights * torch.stack([q.log(), steep, steep])
+    means = (weighted if ran is None else weighted.nan_to_num(0)).sum(dim=1)
+    if ran is not None:
+        whole = weights.sum(dim=1)
+        share = (weights * ran).sum(dim=1) / whole
+        # Where an example runs none of the last ones, those of all layers stand.
+        means = means / share
+        means = torch.stack([*means[:2], torch.where(share[2] > 0, means[2], means[1] * whole[2] / whole[1])])
+    gentle, mean, last = means.unbind()
+    mean, near = (mean, mean * last) if power == 1 else (mean ** (1 / power), (mean * last) ** (1 / power))
+    return Ratios((gentle - centre).exp(), mean, near.sqrt())
 
 
 def _log(h: Tensor) -> Tensor:
@@ -204,22 +226,45 @@ def factor(a: Tensor) -> Tensor:
     return inverse.mT.to(a.dtype).contiguous()
 
 
-def _blocks(a: Tensor, layer: Matrix) -> Tensor:
-    """Inputs (..., width) as (..., g, s): groups of a convolution, or parts of at most 2,048, the last padded."""
-    g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
-    s = -(-layer.width // g)
-    return F.pad(a, (0, g * s - layer.width)).reshape(*a.shape[:-1], g, s)
+def _blocks(a: Tensor, g: int, s: int) -> Tensor:
+    """Inputs (k, b, width) as (k, g, b, s): groups of a convolution, or parts, the last padded."""
+    a = F.pad(a, (0, g * s - a.shape[2])) if g * s > a.shape[2] else a
+    return a.reshape(*a.shape[:2], g, s).transpose(1, 2)
 
 
-def _h(a: Tensor, w: Tensor, layer: Matrix) -> Tensor:
-    """h of the inputs (k, b, width) of layers like this one, the share of each block, (k, b, g)."""
-    dtype = torch.promote_types(a.dtype, w.dtype)
-    a, w = a.to(dtype), w.to(dtype)
+def thin_factor(x: Tensor) -> Tensor:
+    """The columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, u and λ its eigenvectors and eigenvalues, (1, width, m).
+
+    The rest of W is (ε ā)^(−½) in all other directions.
+    """
+    _, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    spectrum = sigma.square() / len(x)
+    columns: Tensor = vh.mT * (spectrum + RIDGE * spectrum.sum() / x.shape[1]).rsqrt()
+    return columns.to(x.dtype)[None].contiguous()
+
+
+def _applied(w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    """The arguments of `_turned` for a factor, or for the columns of a thin one, and Wᵀ a times a number."""
+    if w.dim() == 3 and w.shape[2] < w.shape[1]:
+        # d⁻² = λ + ε ā, the trace of A is Σ λ.
+        width, m, square = w.shape[1], w.shape[2], w[0].double().square().sum(dim=0)
+        rest = (RIDGE * (1 / square).sum() / (width + RIDGE * m)).rsqrt()
+        return (w[0] * scale.to(w)), (rest * w[0] / square).mT.to(w), (rest * scale).to(w).expand(1, 1)
+    w = w * scale.to(w)
+    return (w[0] if w.dim() == 3 and len(w) == 1 else w,)
+
+
+def _turned(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
+    """Wᵀ a of the inputs (k, b, width) of parts whose factors are alike, (k, b, s), or block by block, (k, g, b, s)."""
+    if a.dtype != w.dtype:
+        dtype = torch.promote_types(a.dtype, w.dtype)
+        a, w = a.to(dtype), w.to(dtype)
+    if back is not None and rest is not None:
+        along = torch.bmm(a, w)
+        return torch.cat([along, torch.baddbmm(a * rest.to(a), along, back.to(a), alpha=-1)], dim=2)
     if w.dim() == 2:
-        return (a * w[:, None]).square().sum(dim=2, keepdim=True)
-    if w.shape[1] == 1:
-        return torch.bmm(a, w[:, 0]).square().sum(dim=2, keepdim=True)
-    return torch.einsum("kbgs,kgst->kbgt", _blocks(a, layer), w).square().sum(dim=3)
+        return a * w[:, None]
+    return torch.bmm(a, w) if w.dim() == 3 else _blocks(a, *w.shape[1:3]) @ w
 
 
 def from_structure(layers: Sequence[Matrix], structure: Diagonal) -> Leverage:
@@ -307,11 +352,15 @@ def from_inputs(
     factors, columns = [], []
     for layer, a in (*known.items(), *zip(list(known)[len(known) - len(last) :], (a for _, a in last), strict=True)):
         inside = _inside(a, familiar)
-        x, m = _blocks(a[inside], layer), int(inside.sum())
-        factors.append(w := factor(torch.einsum("bgs,bgt->gst", x, x) / m))
-        h = _h(a[None], w[None], layer)[0]
+        # At most 2,048 inputs in a block.
+        g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
+        x, m = _blocks(a[None, inside], g, -(-layer.width // g))[0], int(inside.sum())
+        thin = g == 1 and layer.width >= max(_WIDE, 3 * m)
+        factors.append(w := thin_factor(x[0]) if thin else factor(x.mT @ x / m))
+        turned = _turned(a[None], *(one[None] for one in _applied(w, torch.ones(()))))
+        h = turned.square().sum(dim=-1).view(g, len(a))
         left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
-        columns.append(torch.where(inside[:, None], left_out, h).sum(dim=1))
+        columns.append(torch.where(inside, left_out, h).sum(dim=0))
     log_h = _log(torch.stack(columns, dim=1))
     leverage = Leverage(tuple(known), tuple(factors), "inputs", means=tuple(mean for mean, _ in last))
     return leverage.against(log_h[familiar.to(log_h.device)]), log_h, ~familiar

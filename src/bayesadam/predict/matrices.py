@@ -114,10 +114,10 @@ class Matrix:
         if not a.numel():
             return False
         if self.tokens or a.dim() < 2:
-            return a.dim() > 1 and len(a) == size
-        if len(a) % size == 0 or (a.dim() > 2 and a.shape[1] == size):
+            return a.dim() > 1 and a.shape[0] == size
+        if a.shape[0] % size == 0 or (a.dim() > 2 and a.shape[1] == size):
             return True
-        if len(a) > size:
+        if a.shape[0] > size:
             raise MatchError(
                 f"layer {self.module!r} has {len(a)} rows of inputs for {size} examples, and nothing says which rows "
                 "are whose: novelty would be averaged over neighbours. Give a list of examples, such as graphs, with "
@@ -127,8 +127,9 @@ class Matrix:
 
     def layout(self, a: Tensor, size: int) -> tuple[Hashable, ...]:
         """All by which `pooled` tells how the examples lie in an input."""
-        second = a.dim() > 2 and a.shape[1] == size
-        return self.module, a.dim(), len(a) == size, second, 0 if second else len(a) // size
+        dims, n = a.dim(), a.shape[0]
+        second = dims > 2 and a.shape[1] == size
+        return self.module, dims, n == size, second, 0 if second else n // size
 
     def pooled(self, module: nn.Module, a: Tensor, size: int, mask: Tensor | None) -> Tensor:
         """The mean of a over positions, (size, width).

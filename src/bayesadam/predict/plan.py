@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict.batches import batch_size, chosen_examples, examples
+from bayesadam.predict.batches import batch_size, chosen_examples, examples, is_ragged
 from bayesadam.predict.network import Call, mixes_examples, require_rows, widened
 from bayesadam.predict.recording import recorded
 from bayesadam.predict.uses import Addend, Use, joined
@@ -81,13 +81,14 @@ def _examined(call: Call, inputs: Any, shared: tuple[str, ...], at_once: int) ->
         if not bool(flat.isfinite().all()):
             return Pass(output, flat, uses)
         r = torch.randn(flat.shape[1], generator=generator).to(flat)
+        r = r if len(r) > 1 else torch.ones_like(r)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
         grads = vector_jacobian(flat, list(call.leaves.values()), s[:, None] * r)
     edges, ds = [use.edge for use in uses], None
     if flat.shape[1] <= at_once:
         ds = pulled_back(flat, edges, 0, flat.shape[1])
-        along = [d if d is None else torch.tensordot(r.to(d), d, dims=1) for d in ds]
+        along = [d if d is None else d[0] if len(d) == 1 else torch.tensordot(r.to(d), d, dims=1) for d in ds]
     else:
         along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
     reached = {i: d for i, d in enumerate(along) if d is not None}
@@ -122,7 +123,11 @@ def batched_grad(flat: Tensor, tensors: Sequence[Any], rows: Tensor) -> Sequence
         # Some operation cannot be batched: one row after the other.
         pass
     each = zip(*(vector_jacobian(flat, tensors, row) for row in rows), strict=True)
-    return [None if grads[0] is None else torch.stack([dense(grad) for grad in grads]) for grads in each]
+    return [None if grads[0] is None else _stacked([dense(grad) for grad in grads]) for grads in each]
+
+
+def _stacked(grads: list[Tensor]) -> Tensor:
+    return grads[0][None] if len(grads) == 1 else torch.stack(grads)
 
 
 def vector_jacobian(flat: Tensor, tensors: Sequence[Any], row: Tensor, **options: bool) -> Sequence[Tensor | None]:
@@ -145,8 +150,6 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
     tolerance = min(4e-3, (10 if truth.is_cuda else 3) * eps**0.5)
     # Rounding alone may come to this much in half precision; a wrong layout is still farther off.
     error, best = 0.2 if eps > torch.finfo(torch.float32).eps else tolerance, None
-    # What cancels in theory, as gradients of the biases of attention's keys do, is nothing but rounding.
-    rounding = sum(8 * eps * float(d.abs().sum()) for use, d in uses if isinstance(use, Addend))
     for attempt in range(max((len(use.layouts) for use, _ in uses), default=1)):
         tried = [replace(u, layouts=u.layouts[attempt:] or u.layouts[-1:]) if attempt else u for u, _ in uses]
         ours = torch.zeros_like(truth)
@@ -156,10 +159,12 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
                 part += use.total(d.to(ours.dtype), s.to(ours.dtype), part.shape)
         except (RuntimeError, IndexError):
             continue
-        if float((ours - truth).norm()) <= rounding:
-            return tried
         if (found := disagreement(ours, truth)) <= error:
             error, best = found, tried
+        elif best is None:
+            # What cancels in theory, as gradients of the biases of attention's keys do, is nothing but rounding.
+            rounding = sum(8 * eps * float(d.abs().sum()) for use, d in uses if isinstance(use, Addend))
+            best = tried if float((ours - truth).norm()) <= rounding else None
         if error <= tolerance and best is not None:
             break
     return best
@@ -211,13 +216,22 @@ def plan_for(call: Call, inputs: Any) -> Plan:
     plans = _plans.setdefault(call.model, {})
     # The code alone of a forward, which may hold the model: it would never be freed.
     code = getattr(getattr(call.forward, "__func__", call.forward), "__code__", type(call.forward))
-    parts, spec = pytree.tree_flatten(inputs)
-    kind = (code, str(spec), *((x.shape[1:], x.dtype) if isinstance(x, Tensor) else repr(x) for x in parts))
+    # Of graphs, the first: others differ in size alone, and layers that it does not run are examined in their own pass.
+    ragged = is_ragged(inputs)
+    parts, spec = pytree.tree_flatten(inputs[0] if isinstance(inputs, list) and ragged else inputs)
+    kind = (code, ragged, str(spec), *(_kind(part, whole=not ragged) for part in parts))
     if kind not in plans:
         if len(plans) >= _PLANS_KEPT:
             plans.pop(next(iter(plans)))
         plans[kind] = _planned(call, inputs)
     return plans[kind]
+
+
+def _kind(part: Any, *, whole: bool) -> Any:
+    """All of a part of the inputs that a plan may depend on: no object's name in memory, nor what it holds."""
+    if isinstance(part, Tensor):
+        return part.shape[1:] if whole else part.dim(), part.dtype
+    return part if whole and isinstance(part, bool | int | float | str) else type(part)
 
 
 def _planned(call: Call, inputs: Any) -> Plan:

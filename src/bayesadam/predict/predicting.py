@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from bayesadam._checks import count
 from bayesadam._progress import progress
@@ -96,14 +94,6 @@ class Function:
         return drawn[0]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same tensors, or two loaders are one."""
-    if one is other or is_loader(one) or is_loader(other):
-        return one is other
-    pairs = list(zip_longest(tree_leaves(one), tree_leaves(other)))
-    return all(isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b) for a, b in pairs)
-
-
 def novelty(
     posterior: Gaussian, inputs: Any, *, reference: Any, likelihood: str | None = None, forward: Forward | None = None
 ) -> Tensor:
@@ -116,7 +106,7 @@ def novelty(
         inputs: a batch or a loader.
         reference: other inputs, which are familiar, ten will do: a batch or a loader.
     """
-    if _same(inputs, reference):
+    if inputs is reference:
         raise SettingError("the reference is the inputs themselves, which makes them familiar: pass others, that are")
     posterior.require_whole("novelty")
     kind = agreed(likelihood, posterior.likelihood)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KNOWN = (
     *_LINEAR, *_CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention,
+    nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention, nn.RNN, nn.GRU, nn.LSTM,
 )  # fmt: skip
+_RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 _FREE: tuple[Layout, ...] = (batch_first, batch_second)
 _FIRST: tuple[Layout, ...] = (batch_first,)
 # The kind of a use, its parameter, the layer's output and the use's other fields.
@@ -48,11 +50,14 @@ def recorded(call: Call, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[lis
             row = leaf if leaf.dim() > 1 and leaf.shape[0] == 1 else leaf.unsqueeze(0)
             copies[name] = row.expand(size, *row.shape[1:]).clone()
     uses: list[Use] = []
+    steps: dict[nn.Module, list[_Note]] = {}
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         replaced = None
         if isinstance(module, nn.MultiheadAttention):
             notes, replaced = _attention(module, args, kwargs, output)
+        elif isinstance(module, _RECURRENT):
+            notes, replaced = steps.pop(module, []), output
         else:
             a = first_input(args, kwargs)
             if isinstance(module, nn.Embedding) and names.get(id(module.weight)) in tables:
@@ -68,7 +73,11 @@ def recorded(call: Call, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[lis
         return output.clone() if isinstance(output, Tensor) else None
 
     known = (module for module in call.model.modules() if type(module) in _KNOWN or is_transposed_linear(module))
-    with watched(known, see):
+    with watched(known, see), ExitStack() as undo:
+        for module in call.model.modules():
+            if type(module) in _RECURRENT and "forward" not in vars(module):
+                module.forward = partial(_recurrent, module, steps)
+                undo.callback(delattr, module, "forward")
         output = call({**leaves, **copies}, inputs)
     for name, copy in copies.items():
         uses.append(Addend(name=name, edge=get_gradient_edge(copy), shape=copy.shape, layouts=_FIRST))
@@ -160,3 +169,51 @@ def linear(weight: Tensor, rows: slice | None, a: Tensor, bias: Tensor | None, b
     """A projection of attention."""
     bias = bias if bias is None or bias_rows is None else bias[bias_rows]
     return F.linear(a, weight if rows is None else weight[rows], bias)
+
+
+def _recurrent(m: Any, noted: dict[nn.Module, list[_Note]], x: Any, hx: Any = None) -> Any:
+    """The result of a recurrent layer, step by step, with the uses of its parameters in `noted`."""
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        return type(m).forward(m, x, hx)
+    notes = noted[m] = []
+
+    def project(a: Tensor, weight: str, bias: str) -> Tensor:
+        z = F.linear(a, getattr(m, weight), getattr(m, bias, None))
+        notes.append((Product, getattr(m, weight), z, {"layouts": _FIRST, "input": a}))
+        notes.append((Addend, getattr(m, bias, None), z, {"layouts": _FIRST}))
+        return z
+
+    a = x if m.batch_first else x.transpose(0, 1)
+    starts = hx if isinstance(hx, tuple) else (hx, None)
+    ends: list[tuple[Tensor, Tensor]] = []
+    for layer in range(m.num_layers):
+        ways = []
+        for way in ("", "_reverse") if m.bidirectional else ("",):
+            name = f"l{layer}{way}"
+            widths = m.proj_size or m.hidden_size, m.hidden_size
+            given = (None if s is None else s[len(ends)] for s in starts)
+            h, c = (a.new_zeros(len(a), w) if s is None else s for w, s in zip(widths, given, strict=True))
+            steps = project(a, f"weight_ih_{name}", f"bias_ih_{name}").unbind(dim=1)
+            hs = []
+            for step in reversed(steps) if way else steps:
+                h, c = _stepped(m, step, project(h, f"weight_hh_{name}", f"bias_hh_{name}"), h, c)
+                h = project(h, f"weight_hr_{name}", "") if m.proj_size else h
+                hs.append(h)
+            ways.append(torch.stack(hs[::-1] if way else hs, dim=1))
+            ends.append((h, c))
+        a = torch.cat(ways, dim=2)
+    h, c = (torch.stack(last) for last in zip(*ends, strict=True))
+    return a if m.batch_first else a.transpose(0, 1), (h, c) if isinstance(m, nn.LSTM) else h
+
+
+def _stepped(m: Any, x: Tensor, z: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The next h and c of a recurrent layer, of the projections of its input and of h."""
+    if isinstance(m, nn.LSTM):
+        i, f, g, o = (x + z).chunk(4, dim=1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+    if isinstance(m, nn.GRU):
+        (xr, xu, xn), (zr, zu, zn) = x.chunk(3, dim=1), z.chunk(3, dim=1)
+        new = (xn + (xr + zr).sigmoid() * zn).tanh()
+        return new + (xu + zu).sigmoid() * (h - new), c
+    return (x + z).relu() if m.nonlinearity == "relu" else (x + z).tanh(), c

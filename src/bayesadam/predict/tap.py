@@ -52,6 +52,7 @@ class Seen:
         owners: of a batch of graphs, see `batches.owners`.
         runs: of each layer, by its module, the pooled inputs of its runs, (size, width).
         layout: how the examples may lie in each.
+        last: the last input, the type of its layer with the version of the input, and its mean over positions.
     """
 
     size: int
@@ -61,6 +62,7 @@ class Seen:
     layers: Sequence[Matrix] = ()
     runs: dict[str, list[Tensor]] = field(default_factory=dict)
     layout: list[tuple[Hashable, ...]] = field(default_factory=list)
+    last: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, inputs: Any, layers: Sequence[Matrix], *, words: bool = True) -> Seen:
@@ -76,7 +78,11 @@ class Seen:
         elif compiling or (isinstance(a, Tensor) and layer.has_rows(a, self.size) and not self._is_position(layer, a)):
             if not compiling:
                 self.layout.append(layer.layout(a, self.size))
-            self.runs.setdefault(layer.module, []).append(layer.pooled(module, a, self.size, self.mask))
+            # Queries, keys and values are of one input, unless it was changed in place.
+            kind = None if compiling or a.is_inference() else (type(module), a._version)
+            if kind is None or not self.last or self.last[0] is not a or self.last[1] != kind:
+                self.last[:] = a, kind, layer.pooled(module, a, self.size, self.mask)
+            self.runs.setdefault(layer.module, []).append(self.last[2])
 
     def _add_rows_of_graphs(self, layer: Matrix, module: nn.Module, a: Tensor) -> None:
         if layer.tokens or a.dim() < 2:
@@ -99,7 +105,8 @@ class Seen:
     def pooled(self, f: Tensor) -> dict[str, Tensor]:
         """The mean over runs, (size, width), by module; f is the output of the pass."""
         absent = {layer.module: f.new_full((self.size, layer.width), math.nan) for layer in self.layers}
-        return absent | {name: sum(runs[1:], runs[0]) / len(runs) for name, runs in self.runs.items()}
+        runs = {name: a[0] if len(a) == 1 else torch.stack(a).mean(dim=0) for name, a in self.runs.items()}
+        return absent | runs if absent else runs
 
 
 @contextmanager
@@ -136,9 +143,9 @@ def by_example(
             return _alone(run, inputs)
         raise
     size = batch_size(inputs)
-    rough = dtype.itemsize < 4 or torch.is_autocast_enabled(f.device.type)
     require_rows(f, size)
     if size > 1 and layouts.get(layout, 0) < _PROOF:
+        rough = dtype.itemsize < 4 or torch.is_autocast_enabled(f.device.type)
         ends, rows = (examples(inputs, 0, 1), examples(inputs, size - 1, size)), f.reshape(size, -1)
         singles = [one for end in ends if (one := _attempt(run, end)) is not None and one[0].dim() == f.dim()]
         pairs = [(one[0], rows[i][None]) for one, i in zip(singles, (0, -1), strict=False)]
