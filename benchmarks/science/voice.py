@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from benchmarks.common.harness import arguments, setting, write_results
-from benchmarks.science.chgnet import FRACTIONS, RANKINGS, permuted
+from benchmarks.science.potentials import FRACTIONS, RANKINGS, permuted
 
 RATE, BANDS = 16_000, 40
 

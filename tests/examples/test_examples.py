@@ -56,11 +56,18 @@ def bandit_service(output: str) -> None:
     assert number("of the first fifty,", output) > number("bought:", output)
 
 
+def crystals(output: str) -> None:
+    alone, given = (number(f"{how}: energies of other salts move by", output) for how in ("without data", "24 salts"))
+    assert given < alone < 30
+    assert min(number(name, output) for name in ("NaCl, squeezed:", "RaS:")) > 2 * number("NaCl:", output)
+
+
 # What each example needs beside the library, and what its output must say.
 CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
     "cnn.py": (("sklearn", "onnxscript", "onnxruntime"), cnn),
     "table.py": (("sklearn",), table),
     "smaller.py": (("sklearn",), smaller),
+    "crystals.py": (("chgnet",), crystals),
     "bandit_service.py": ((), bandit_service),
 }
 
