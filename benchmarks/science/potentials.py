@@ -119,6 +119,11 @@ def sevennet_of(version: str = "SevenNet_0__11Jul2024") -> Potential:
     )
 
 
+def only(crystals: Sequence[Crystal]) -> list[Any]:
+    """Their graphs."""
+    return [graph for _, graph in crystals]
+
+
 # --- questions ------------------------------------------------------------------------------------------------------
 
 
@@ -143,11 +148,12 @@ def from_rows_and_columns(potential: Potential) -> dict[str, Tensor]:
 
 
 def pruned(
-    potential: Potential, sets: dict[str, list[Any]], inputs: list[Any], rounds: int, quick: bool
+    potential: Potential, sets: dict[str, list[Crystal]], inputs: list[Any], rounds: int, quick: bool
 ) -> dict[str, Any]:
-    """meV an atom moved, by method, set and fraction."""
+    """meV an atom moved, by method, set and fraction, and the crystals that move most."""
     q, rest = potential.posterior, potential.rest
-    before = {name: potential.energies(q.model, graphs) for name, graphs in sets.items()}
+    graphs = {which: only(crystals) for which, crystals in sets.items()}
+    before = {which: potential.energies(q.model, some) for which, some in graphs.items()}
     methods: dict[str, tuple[ba.Posterior, dict[str, Any]]] = {
         ranking: (q, {"ranking": ranking, "exclude": rest}) for ranking in RANKINGS
     }
@@ -164,11 +170,16 @@ def pruned(
             began = time.process_time()
             small = ba.prune(posterior, fraction, **how).model
             seconds = time.process_time() - began
-            moved = {which: 1000 * (potential.energies(small, sets[which]) - e).abs() for which, e in before.items()}
+            moved = {which: 1000 * (potential.energies(small, graphs[which]) - e).abs() for which, e in before.items()}
             cells = {which: (float(m.mean()), float(m.median())) for which, m in moved.items()}
             rows.setdefault(name, {})[fraction] = {**cells, "seconds": seconds}
+            worst = {
+                sets[which][i][0].get_chemical_formula(): round(float(m[i]))
+                for which, m in moved.items()
+                for i in m.topk(3).indices.tolist()
+            }
             told = "  ".join(f"{which} {mean:7.1f} (median {half:6.1f})" for which, (mean, half) in cells.items())
-            print(f"{name:22}{fraction:5}  {told}  {seconds:5.1f} s", flush=True)
+            print(f"{name:22}{fraction:5}  {told}  {seconds:5.1f} s  worst {worst}", flush=True)
     return rows
 
 
@@ -211,7 +222,7 @@ def odd_scores(potential: Potential, inputs: list[Any]) -> dict[str, Score]:
     net = ba.calibrate(q, (inputs, energies(other, inputs)[:, None]), forward=energy)
 
     def of_graphs(score: Callable[[list[Any]], Tensor]) -> Score:
-        return lambda crystals: score([graph for _, graph in crystals]).detach().flatten()
+        return lambda crystals: score(only(crystals)).detach().flatten()
 
     def spread(name: str) -> Score:
         return lambda crystals: torch.tensor([spreads(graph)[name] for _, graph in crystals])
@@ -247,9 +258,6 @@ def main() -> None:
         some = crystals[:: quick_step if options.quick else 1]
         return [(atoms, potential.graph(atoms)) for atoms in some]
 
-    def only(crystals: list[Crystal]) -> list[Any]:
-        return [graph for _, graph in crystals]
-
     inputs, usual = only(graphed(conditioning(trained), 3)), graphed(ordinary())
     metals = graphed(elements(trained))
     print(f"{len(inputs)} inputs, {len(metals)} elements, {len(usual)} compounds; never trained on: {untrained}")
@@ -265,7 +273,7 @@ def main() -> None:
         apart = sizes(potential, inputs[:20], only(graphed(five, 1)))
         results["sizes"] = [*map(vars, at_most("novelty of five sizes, the largest difference", 1e-6, apart))]
     if "pruned" in questions:
-        sets = {"elements": only(metals), "compounds": only(usual)}
+        sets = {"elements": metals, "compounds": usual}
         results["pruned"] = rows = pruned(potential, sets, inputs, options.rounds, options.quick)
         if "conditioned" in rows:
             moved = rows["conditioned"][0.5]["elements"][0]

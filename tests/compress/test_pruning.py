@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import MatchError
@@ -126,3 +126,37 @@ def test_an_importance_is_of_the_posteriors_network(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_pruning", SimpleNamespace())
     with pytest.raises(MatchError, match=r"'0\.weight' has shape \(9, 3\), in the posterior \(8, 3\)"):
         ba.compress.importance(posterior(), mlp(3, 9, 1))
+
+
+class Flat(nn.Module):
+    """A weight that no layer of torch's multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.view(4, 3)
+
+
+class Padding(nn.Conv2d):
+    """A convolution whose own forward pads, as TensorFlow's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (0, 1, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "said"),
+    [
+        (Flat(), torch.randn(20, 4), "Prune without inputs="),
+        (Padding(1, 2, 2), torch.randn(20, 1, 4, 4), "its own forward pads"),
+    ],
+)
+def test_what_inputs_cannot_condition_is_told(model: nn.Module, x: Tensor, said: str) -> None:
+    adam = torch.optim.Adam(model.parameters())
+    model(x).square().mean().backward()
+    adam.step()
+    posterior = ba.Posterior.from_optimizer(model, adam, 20, likelihood="regression")
+    with pytest.raises(MatchError, match=said):
+        ba.prune(posterior, 0.5, inputs=x)

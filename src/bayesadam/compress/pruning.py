@@ -20,6 +20,7 @@ from bayesadam.compress.ranking import (
     Scope,
     check_amount,
     eligible,
+    excluded,
     masks,
     parsed,
     removals,
@@ -29,6 +30,7 @@ from bayesadam.compress.report import PruningReport
 from bayesadam.compress.sensitivity import sensitivities
 from bayesadam.compress.solving import Moments
 from bayesadam.compress.walking import Walk
+from bayesadam.errors import MatchError
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Forward
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
@@ -90,6 +92,11 @@ def prune(
     check_amount(fraction, scope, pattern)
     steps, layers = _steps(fraction, pattern, rounds), layers_for(posterior, inputs, posterior.mode, forward)
     only = None if layers is None else {matrix.weight for matrix in layers.matrices.values()}
+    if only is not None and only <= excluded(posterior, exclude):
+        raise MatchError(
+            "inputs can make up for nothing that is pruned: there is no linear layer, convolution or attention of "
+            "torch's own among what may be pruned. Prune without inputs="
+        )
     # Only rankings by moments see what the inputs say of them.
     moments = posterior.curvature.independent and how["ranking"] in ("snr", "saliency", "between")
     walk = layers if isinstance(layers, Walk) and moments else None

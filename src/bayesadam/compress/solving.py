@@ -57,7 +57,7 @@ class Moments:
 
     def alone(self) -> Tensor:
         """1 / [(A' + λ)⁻¹]_jj, (groups, 1, inputs): of the moment A'_jj of an input what no other can stand in for."""
-        lower = torch.stack([factor(a) for a in self.ridged(torch.zeros_like(self.c)).a])
+        lower = factor(self.ridged(torch.zeros_like(self.c)).a)
         return torch.cholesky_inverse(lower).diagonal(dim1=1, dim2=2).reciprocal().to(self.a).unsqueeze(1)
 
     def moved(self, w: Tensor) -> Tensor:
@@ -67,12 +67,15 @@ class Moments:
 
 
 def factor(a: Tensor) -> Tensor:
-    """L, A = L Lᵀ, float64, with as much more on the diagonal as an A that is not positive definite takes."""
+    """L, A = L Lᵀ, float64, of each A, with as much more on its diagonal as one that is not positive definite takes."""
     a = a.double()
-    lower, more = a, a.diagonal().mean().clamp(min=1e-300) * torch.eye(len(a)).to(a)
+    mean, eye = a.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=1e-300), torch.eye(a.shape[-1]).to(a)
+    lower, more, failed = a, torch.zeros_like(mean), torch.ones_like(mean, dtype=torch.bool)
     for share in (0, 1e-12, 1e-9, 1e-6, 1e-3, 1):
-        lower, failed = torch.linalg.cholesky_ex(a + share * more)
-        if not failed:
+        more = torch.where(failed, share * mean, more)
+        lower, info = torch.linalg.cholesky_ex(a + more[..., None, None] * eye)
+        failed = info != 0
+        if not bool(failed.any()):
             break
     return lower
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from bayesadam.errors import MatchError
 from bayesadam.readers import Rotation
 from bayesadam.weights.inputs import InputSide
 
@@ -163,6 +164,12 @@ def patches(module: _ConvNd, a: Tensor, out: torch.Size) -> Tensor:
     elif module.padding != "valid":
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+    shapes = zip(out, stride, module.dilation, module.kernel_size, a.shape[2:], strict=True)
+    if any((size - 1) * step + gap * (kernel - 1) >= there for size, step, gap, kernel, there in shapes):
+        raise MatchError(
+            f"a {type(module).__name__} with kernel {tuple(module.kernel_size)} gives more outputs, {tuple(out)}, than "
+            "its inputs have patches: its own forward pads them. Pad in a layer before a plain convolution"
+        )
     along = [step * dilation for step, dilation in zip(a.stride()[2:], module.dilation, strict=True)]
     across = [step * hop for step, hop in zip(a.stride()[2:], stride, strict=True)]
     return a.as_strided((*a.shape[:2], *module.kernel_size, *out), (*a.stride()[:2], *along, *across))
