@@ -104,7 +104,7 @@ def test_rows_and_columns_without_gradients_are_named_and_the_groups(trained_pai
     assert rows["4.weight"] == (((), ()), ((), ()))
     assert rows["0.bias"] == ((), ())
     lines = str(found).splitlines()
-    assert "never trained: rows 3 to 5, 9, 11 of the 20 of 2.weight" in lines
+    assert "no gradient ever reached (counted from 0): rows 3 to 5, 9, 11 of the 20 of 2.weight" in lines
     assert "group 0: 6 parameters, lr 0.001, betas (0.9, 0.999), weight_decay 0.1" in lines
     assert json.loads(json.dumps(found.to_dict()))["parameters"]["2.weight"]["stopped"] == [[0, 19], []]
 

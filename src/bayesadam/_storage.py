@@ -52,7 +52,7 @@ class Kind:
 POSTERIOR = Kind(
     "bayesadam",
     "a saved posterior",
-    ": a run's own checkpoint is read by Posterior.from_checkpoint",
+    ": a run's own checkpoint is read by Posterior.from_checkpoint, a network of `quantise` or `calibrate` by ba.load",
     COMPACT_VERSION,
     PosteriorHeader,
 )

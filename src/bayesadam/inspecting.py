@@ -122,7 +122,10 @@ class Inspection:
         table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
         idle = [
             f"{why}: {side} {_ranges(at)} of the {length} of {row.name}"
-            for why, sides in (("never trained", "untrained"), ("dead (v below 10⁻⁹ of the median's)", "stopped"))
+            for why, sides in (
+                ("no gradient ever reached (counted from 0)", "untrained"),
+                ("dead (v below 10⁻⁹ of the median's)", "stopped"),
+            )
             for row in self.parameters
             for side, at, length in zip(("rows", "columns"), getattr(row, sides), row.shape, strict=False)
             if at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator
@@ -536,12 +537,27 @@ def test_answers_have_gradients_with_respect_to_inputs():
     assert torch.autograd.gradcheck(lambda inputs: net(inputs)[3:5], (x,), atol=1e-3, rtol=1e-2)
 
 
-def test_inputs_out_of_range_are_told_once():
+def test_inputs_out_of_range_are_told_once_a_kind():
     net, x = calibrated("regression", risk=0.1, tolerance=0.7), torch.full((3, 1), 500.0)
     with pytest.warns(BayesAdamWarning, match="scale and normalise"):
         p = net(x)
     assert not (p.in_range | p.answered).any()
-    net(x)
+    net(2 * x)
+    with pytest.warns(BayesAdamWarning, match="NaN"):
+        net(x * math.nan)
+    net(x * math.nan)
+
+
+def test_classes_that_are_answered_warn_of_other_data():
+    def data(shift: float) -> torch.Tensor:
+        return blobs(200, 7)[0] + shift
+
+    quiet, net = calibrated("classification"), calibrated("classification", risk=0.3)
+    quiet(data(0))
+    quiet(data(4))
+    net(data(0))
+    with pytest.warns(BayesAdamWarning):
+        net(data(4))
 
 
 def test_what_does_not_apply():

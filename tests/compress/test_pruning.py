@@ -160,3 +160,15 @@ def test_what_inputs_cannot_condition_is_told(model: nn.Module, x: Tensor, said:
     posterior = ba.Posterior.from_optimizer(model, adam, 20, likelihood="regression")
     with pytest.raises(MatchError, match=said):
         ba.prune(posterior, 0.5, inputs=x)
+
+
+def test_a_posterior_of_a_small_part_of_the_model_is_told() -> None:
+    model = mlp(20, 30, 2)
+    model[0].requires_grad_(False)
+    adam = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    model(torch.randn(8, 20)).square().mean().backward()
+    adam.step()
+    head = ba.Posterior.from_optimizer(model, adam, 8, likelihood="classification")
+    assert "62 weights of the model's 692 in 2 parameters" in str(head)
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"holds 62 of the model's 692 weights"):
+        ba.prune(head, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -152,7 +153,9 @@ class Calibrated(nn.Module):
                 wide = torch.float32 if tensor.is_floating_point() else None
                 moved = tensor.detach().to(device, wide).clone(memory_format=torch.contiguous_format)
                 self.register_buffer(name, moved)
-        self._warned = False
+        # What was warned of: kinds of words, without their numbers.
+        self._warned = set[str]()
+        self._silent = False
         self.eval()
 
     @property
@@ -202,7 +205,7 @@ class Calibrated(nn.Module):
             answer = answer._replace(novelty=answer.novelty.masked_fill(lost.isnan(), math.inf))
         answer = self.judged(answer)
         # Last, as a device has to be waited for.
-        if not compiling and not self._warned:
+        if not compiling and not self._silent:
             inside = in_range is None or bool(in_range.all())
             self._tell(None if inside else departure(fit.ranges, inputs), answer)
         return answer
@@ -234,12 +237,13 @@ class Calibrated(nn.Module):
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
 
     def _tell(self, words: str | None, answer: Answer) -> None:
-        """Warn, once, of a batch that has left the range of the held-out inputs, or of numbers, much of it novel."""
-        # Of classes, probabilities grow humble and the p-values say so; of numbers, error bars may stay as they were.
-        if words is None and answer.stddev is not None and answer.p_value is not None and self.novelties is not None:
-            words = many_novel(answer.p_value, len(self.novelties))
-        if words is not None:
-            self._warned = True
+        """Warn, once of each kind, of a batch out of the range of the held-out inputs, or much of it novel."""
+        # Where error bars, or what is answered, promise something that other data do not keep.
+        promises, p_value = answer.stddev is not None or answer.answered is not None, answer.p_value
+        if words is None and promises and p_value is not None and p_value.dim() == 1 and self.novelties is not None:
+            words = many_novel(p_value, len(self.novelties))
+        if words is not None and (kind := re.sub(r"[\d.,e+-]+", "", words)) not in self._warned:
+            self._warned.add(kind)
             warn(words)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
@@ -287,11 +291,11 @@ class Calibrated(nn.Module):
         about = {"likelihood": self.fit.likelihood.name, "layers": self.layers, "level": level}
         about |= {"bayesadam": __version__, "model": type(self.model).__name__, "report": str(self.report)}
         # An example need not be like the held-out inputs.
-        warned, self._warned = self._warned, True
+        silent, self._silent = self._silent, True
         try:
             files.export(Exported(self, level), self.fit, self.model, path, example, about)
         finally:
-            self._warned = warned
+            self._silent = silent
 
 
 class Exported(nn.Module):

@@ -87,6 +87,11 @@ def prune(
     (2, 0)
     """
     require_posterior(posterior, "pruning")
+    if 2 * posterior.n_weights < (of := sum(p.numel() for p in posterior.model.parameters())):
+        warn(
+            f"the posterior holds {posterior.n_weights:,} of the model's {of:,} weights, as frozen ones have no state: "
+            "the fraction is of these alone"
+        )
     by_default = "snr" if inputs is None or not posterior.curvature.independent else "between"
     how: Any = {"ranking": by_default if ranking is None else ranking, "scope": scope, "exclude": exclude}
     check_amount(fraction, scope, pattern)

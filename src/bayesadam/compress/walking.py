@@ -217,7 +217,8 @@ class Walk:
         if n < _FEWEST:
             warn(f"{n} inputs say little of any layer: give a few hundred")
         if unmet := [name for name in matrices if name not in seen]:
-            warn(f"no input reaches {', '.join(unmet[:4])}: what is removed there is not made up for")
+            named = ", ".join(unmet[:4])
+            warn(f"no input reaches {named}: pruned it is not, and zeros of your own there are not made up for")
         enough = {name: math.ceil(_FEW * matrices[name].size[2]) for name in seen}
         if few := sorted((seen[name] / n, name) for name, n in enough.items() if seen[name] < n):
             worst = ", ".join(f"{name} ({seen[name]} positions, {enough[name]} would do)" for _, name in few[:4])

@@ -141,8 +141,8 @@ def batch_size(inputs: Any) -> int:
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
         raise MatchError(
-            f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array, or "
-            "a list of examples of several rows each, such as graphs"
+            f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor (torch.as_tensor "
+            "of an array), or a list of examples of several rows each, such as graphs (list(...) of a generator)"
         )
     if not first.shape[0]:
         raise MatchError("the batch is empty: it has no examples")

@@ -476,8 +476,10 @@ class Posterior(Gaussian):
     def __str__(self) -> str:
         settings, noise = self.settings, self.noise_variance
         default = " (1 where there is no weight decay)" if settings.default_prior else ""
+        whole = sum(p.numel() for p in self.model.parameters())
+        share = f" of the model's {whole:,}" if self.n_weights < whole else ""
         lines = {
-            "structure": f"{self.structure}, {self.n_weights:,} weights in {len(self.mode)} parameters",
+            "structure": f"{self.structure}, {self.n_weights:,} weights{share} in {len(self.mode)} parameters",
             "data": f"N = {self.n_data:,.10g}" + (f", B = {settings.batch_size}" if settings.batch_size else ""),
             "curvature": f"v̂^{settings.power:g}, {settings.form} form",
             "likelihood": self.likelihood,
