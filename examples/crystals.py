@@ -36,7 +36,7 @@ def salts(cations: str, anions: str) -> list[Atoms]:
 
 
 given, others = salts("Li Na Mg Ca Mn Fe Ni Zn", "O S Cl"), salts("K Sr Ti Co", "O S Cl")
-rest = ["embeddings", *(name for name, w in posterior.mode.items() if w.dim() < 2)]
+rest = ["embeddings", "site_wise*", *(name for name, w in posterior.mode.items() if w.dim() < 2)]
 smaller = {
     "without data": ba.prune(posterior, 0.25, exclude=rest),
     f"given {len(given)} salts": ba.prune(posterior, 0.25, inputs=given, forward=energy, rounds=2),
