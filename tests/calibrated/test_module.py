@@ -556,7 +556,7 @@ def test_classes_that_are_answered_warn_of_other_data():
     quiet(data(0))
     quiet(data(4))
     net(data(0))
-    with pytest.warns(BayesAdamWarning):
+    with pytest.warns(BayesAdamWarning, match="other data than the held-out"):
         net(data(4))
 
 
