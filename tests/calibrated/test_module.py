@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam import _storage
-from bayesadam.calibrated import files, ranges
-from bayesadam.calibrated.module import Exported
+from bayesadam.calibrated import files, programs, ranges
+from bayesadam.calibrated.programs import Exported
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
@@ -328,9 +328,9 @@ def spoilt(program: Exported, name: str, rows: Callable[[Tensor], Tensor]) -> Ca
 def test_a_program_is_compared_in_and_out_of_range(name, rows, words):
     net, x = calibrated("classification", risk=0.05), blobs(2, 300)[0]
     program = Exported(net, 0.95)
-    files._check(program, "torch", program, x, len(x))
+    programs._check(program, "torch", program, x, len(x))
     with pytest.raises(FileError, match=f"torch's .*{words}.*not kept"), torch.no_grad():
-        files._check(spoilt(program, name, rows), "torch", program, x, len(x))
+        programs._check(spoilt(program, name, rows), "torch", program, x, len(x))
 
 
 def test_ranks_may_turn_on_the_last_digits():
@@ -345,7 +345,7 @@ def test_ranks_may_turn_on_the_last_digits():
         return program.implied({**outputs, "novelty": outputs["novelty"] * (1 + 1e-6)})
 
     assert not torch.equal(run(x)["p_value"], program(x)["p_value"])
-    files._check(run, "onnxruntime", program, x, len(x))
+    programs._check(run, "onnxruntime", program, x, len(x))
 
 
 @pytest.mark.slow

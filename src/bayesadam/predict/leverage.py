@@ -33,10 +33,12 @@ Source = Literal["inputs", "gradients", "second moments"]
 RIDGE = 0.01
 # Fewer inputs do not make a second moment, and more than the latter make it hardly better.
 FEWEST, MOST = 20, 1000
+# From this width on A has a factor of few columns where few directions count, and of few inputs from a smaller one on.
+_WIDE, _WIDE_OF_FEW = 1024, 256
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
-# Of fewer familiar inputs than a third of such a width, A has a factor of few columns.
-_WIDE = 256
+# Directions of A that count, in units of ε ā; random vectors beyond those, and iterations, by which they are found.
+_STRONG, _MORE, _ITERATIONS = 2.0, 16, 3
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
 # leverage count for more.
 _MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
@@ -232,14 +234,30 @@ def _blocks(a: Tensor, g: int, s: int) -> Tensor:
     return a.reshape(*a.shape[:2], g, s).transpose(1, 2)
 
 
-def thin_factor(x: Tensor) -> Tensor:
-    """The columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, u and λ its eigenvectors and eigenvalues, (1, width, m).
+def thin_factor(x: Tensor) -> Tensor | None:
+    """Columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, (1, width, ·), u and λ the eigenvectors and values above 2 ε ā.
 
-    The rest of W is (ε ā)^(−½) in all other directions.
+    The rest of W is (ε ā)^(−½) in all other directions; ā is of the λ alone. None where there are more than a quarter
+    of the width, and W is better whole: beyond, subspace iteration from random vectors would not find them.
     """
-    _, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    spectrum = sigma.square() / len(x)
-    columns: Tensor = vh.mT * (spectrum + RIDGE * spectrum.sum() / x.shape[1]).rsqrt()
+    (m, width), most = x.shape, x.shape[1] // 4
+    basis, wide = None, x.double()
+    if m > most:
+        generator = torch.Generator().manual_seed(0)
+        basis = torch.randn(width, most + _MORE, generator=generator).to(x)
+        for _ in range(_ITERATIONS):
+            basis = torch.linalg.qr(x.mT @ (x @ basis)).Q
+        wide = wide @ (basis := basis.double())
+    fewer_rows = wide.shape[0] < wide.shape[1]
+    values, vectors = torch.linalg.eigh((wide @ wide.mT if fewer_rows else wide.mT @ wide) / m)
+    keep = values > _STRONG * RIDGE * x.double().square().sum() / m / width
+    if int(keep.sum()) > most:
+        return None
+    values, vectors = values[keep], vectors[:, keep]
+    if fewer_rows:
+        vectors = wide.mT @ vectors * (m * values).rsqrt()
+    vectors = vectors if basis is None else basis @ vectors
+    columns: Tensor = vectors * (values + RIDGE * values.sum() / width).rsqrt()
     return columns.to(x.dtype)[None].contiguous()
 
 
@@ -313,37 +331,30 @@ def from_inputs(
     layers: Sequence[Matrix],
     pooled: Mapping[str, Tensor],
     familiar: Tensor,
-    state: Leverage | None,
     outputs: Tensor | None = None,
-) -> tuple[Leverage | None, Tensor, Tensor]:
-    """Of m familiar inputs, A = Σ a aᵀ/m; the log h of all n, (n, parts); and which of them are not in A, (n,).
+) -> tuple[Leverage, Tensor] | None:
+    """Of m familiar inputs, A = Σ a aᵀ/m; and the log h of all n, (n, parts).
 
     The others have the same A as new inputs have: among them and one more, all ranks of h are equally likely, and equal
     inputs tie. The familiar ones are left out of their own, h ← (m − 1)/m · h/(1 − h/m), which makes them as large, but
     not tie.
 
-    Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. The state's leverage
-    stands where familiar inputs are fewer than 20, or where there is no other layer; None where there is none either.
+    Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. None where there is
+    no other layer, or where familiar inputs are fewer than 20.
 
     Args:
         pooled: the inputs by module, (n, width); NaN where an example does not run a layer.
         familiar: which of them are in A, (n,) booleans.
-        state: the leverage that the optimiser's state gives, where there is one.
         outputs: the logits of classes, (n, classes), by which the last inputs are taken within their class, where the
             familiar ones are enough for it.
     """
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
-    everyone = torch.ones_like(familiar)
     if not wide or int(familiar.sum()) < FEWEST:
-        state = None if state is None else state.among(pooled)
-        if state is None or not state.layers:
-            return None, torch.zeros(0, 0), everyone
-        log_h = state.log_h(pooled)
-        return state.against(log_h), log_h, everyone
+        return None
     layers_inputs = ((layer, pooled[layer.module]) for layer in wide)
     known = {layer: a for layer, a in layers_inputs if len(seen := a[_inside(a, familiar)]) >= FEWEST and seen.any()}
     if not known:
-        return None, torch.zeros(0, 0), everyone
+        return None
     last: list[tuple[Tensor, Tensor]] = []
     if outputs is not None and int(familiar.sum()) >= A_CLASS * outputs.shape[1]:
         last = [_around_class(a, familiar.to(a.device), outputs.to(a.device)) for a in list(known.values())[-NEAR:]]
@@ -355,15 +366,16 @@ def from_inputs(
         # At most 2,048 inputs in a block.
         g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
         x, m = _blocks(a[None, inside], g, -(-layer.width // g))[0], int(inside.sum())
-        thin = g == 1 and layer.width >= max(_WIDE, 3 * m)
-        factors.append(w := thin_factor(x[0]) if thin else factor(x.mT @ x / m))
+        is_wide = layer.width >= (_WIDE_OF_FEW if 4 * m <= layer.width else _WIDE) and layer.groups == 1
+        thin = thin_factor(a[inside]) if is_wide else None
+        factors.append(w := factor(x.mT @ x / m) if thin is None else thin)
         turned = _turned(a[None], *(one[None] for one in _applied(w, torch.ones(()))))
         h = turned.square().sum(dim=-1).view(g, len(a))
         left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
         columns.append(torch.where(inside, left_out, h).sum(dim=0))
     log_h = _log(torch.stack(columns, dim=1))
     leverage = Leverage(tuple(known), tuple(factors), "inputs", means=tuple(mean for mean, _ in last))
-    return leverage.against(log_h[familiar.to(log_h.device)]), log_h, ~familiar
+    return leverage.against(log_h[familiar.to(log_h.device)]), log_h
 
 
 def _inside(a: Tensor, familiar: Tensor) -> Tensor:
