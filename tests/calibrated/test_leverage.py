@@ -113,8 +113,8 @@ def test_a_wide_layer_has_a_factor_of_the_directions_that_count():
     moment = (vectors * (values + RIDGE * values.mean()).reciprocal()) @ vectors.T
     outside = torch.cat([a[300:], double(5, width)])
     exact = ((outside @ moment) * outside).sum(dim=1).log()
-    assert_close(known.log_h({"m": outside})[:, 0], exact, rtol=1e-6, atol=1e-6)
-    assert_close(log_h[300:, 0], exact[:100], rtol=1e-6, atol=1e-6)
+    assert_close(known.log_h({"m": outside})[:, 0], exact, rtol=1e-9)
+    assert_close(log_h[300:, 0], exact[:100], rtol=1e-9)
 
 
 def test_few_inputs_leave_the_state_alone():

@@ -6,10 +6,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
@@ -28,6 +29,15 @@ from bayesadam.predict.tap import require_layers
 
 if TYPE_CHECKING:
     from bayesadam.weights.posterior import Posterior
+
+
+# Sizes of batches that are remembered.
+_MOST_SIZES = 256
+
+
+def _of_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which guards of a compiled call are kept: those of its inputs, and of the state of torch."""
+    return [not guard.is_global and not guard.name.startswith("L['self']") for guard in guards]
 
 
 class Calibrated(nn.Module):
@@ -84,6 +94,10 @@ class Calibrated(nn.Module):
         self._warned = set[str]()
         self._silent = False
         self._replayed = Replayed()
+        # The arguments of `compile`, what it made, and how often inputs came, by their sizes.
+        self._compiling: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._fast: Callable[[object], Answer] | None = None
+        self._sizes: dict[tuple[torch.Size, ...], int] = {}
         self.eval()
 
     @property
@@ -110,8 +124,40 @@ class Calibrated(nn.Module):
         def __call__(self, inputs: object) -> Answer:
             """The same, as type checkers see it."""
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Runs by `torch.compile` from the third batch of a size on, in place, with the checks and warnings of a call.
+
+        Arguments are those of `torch.compile`, as mode="reduce-overhead" for CUDA graphs, whose answers last until the
+        next call. Of what it has compiled it looks at the inputs alone, at every call: the model must not be changed
+        but in the values of its tensors.
+        """
+        if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
+            of_mode = torch._inductor.list_mode_options(options.pop("mode", None) or "default")
+            options["options"] = {"guard_filter_fn": _of_inputs, **of_mode, **options.get("options", {})}
+        self._compiling, self._sizes = (args, options), {}
+        self._fast = torch.compile(self._answered, *args, **options)
+
     def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
+        if torch.compiler.is_compiling():
+            return self._answered(inputs)
+        answer = self._answered(inputs) if self._fast is None or self._is_new(inputs) else self._fast(inputs)
+        # Last, as a device has to be waited for.
+        if not self._silent:
+            inside = answer.in_range is None or bool(answer.in_range.all())
+            self._tell(None if inside else departure(self.fit.ranges, inputs), answer)
+        return answer
+
+    def _is_new(self, inputs: object) -> bool:
+        """Whether a batch has sizes of which two were not yet checked, or none."""
+        leaves = pytree.tree_leaves(inputs)
+        key = () if is_ragged(inputs) else tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+        if len(self._sizes) >= _MOST_SIZES:
+            self._sizes.clear()
+        self._sizes[key] = self._sizes.get(key, 0) + 1
+        return not key or self._sizes[key] <= 2
+
+    def _answered(self, inputs: object) -> Answer:
         fit = self.fit
         masked = isinstance(inputs, Mapping) and MASK in inputs
         if fit.ranges and masked != any(one.name == MASK for one in fit.ranges):
@@ -135,19 +181,14 @@ class Calibrated(nn.Module):
             batch = dict(zip(places, tensors[len(modules) + 1 :], strict=True))
             return self._numbers(tensors[0], pooled, batch, ragged=ragged)
 
-        tensors = [f, *seen.values(), *leaves.values()]
-        fixed = list(self._known.values())
-        kind = modules, places, ragged
-        answer = self._whole(Answer(*self._replayed(numbers, tensors, fixed, kind)), f)
-        # Last, as a device has to be waited for.
-        if not self._silent:
-            inside = answer.in_range is None or bool(answer.in_range.all())
-            self._tell(None if inside else departure(fit.ranges, inputs), answer)
-        return answer
+        tensors, kind = [f, *seen.values(), *leaves.values()], (modules, places, ragged)
+        return self._whole(Answer(*self._replayed(numbers, tensors, list(self._known.values()), kind)), f)
 
     def _whole(self, answer: Answer, f: Tensor) -> Answer:
         """An answer with what is the same for all batches, and f."""
-        return answer._replace(f_mean=f, scores=self.scores, noise_variance=self.noise_variance)
+        same = {"f_mean": f, "scores": self.scores, "noise_variance": self.noise_variance}
+        # The compiler of torch before 2.13 returns no tuple that was made by `_replace`.
+        return Answer(**{**answer._asdict(), **same})
 
     def _numbers(self, f: Tensor, seen: Mapping[str, Tensor], leaves: Mapping[int, Tensor], *, ragged: bool) -> Answer:
         """The numbers of an answer, but f: of the outputs, the pooled inputs of the layers, and the batch itself."""
@@ -205,6 +246,9 @@ class Calibrated(nn.Module):
             moved = self._buffers[name]
             if tensor is not None and moved is not None:
                 self._buffers[name] = tensor.to(moved.device)
+        if self._compiling is not None:
+            args, options = self._compiling
+            self.compile(*args, **options)
         return self
 
     def __repr__(self) -> str:

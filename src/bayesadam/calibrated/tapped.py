@@ -63,7 +63,9 @@ class Tapped(nn.Module):
             return by_example(self._once, inputs, self._layouts, self._dtype)
 
     def _once(self, inputs: object) -> Observed:
-        self._seen = seen = Seen.of(inputs, self._layers, ways=self._ways)
+        # A compiler would look at every known way at every call.
+        ways = None if torch.compiler.is_compiling() else self._ways
+        self._seen = seen = Seen.of(inputs, self._layers, ways=ways)
         try:
             typed = self._typed(inputs) if isinstance(inputs, Tensor) else pytree.tree_map(self._typed, inputs)
             raw = Call(self.model, self.call).run(typed)

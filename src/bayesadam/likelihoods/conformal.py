@@ -36,11 +36,11 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """(1 + the number of reference scores at least as large)/(n + 1), (batch,); the reference ascends."""
     n, reference = len(reference), reference.to(scores)
     if _exporting():
-        # ONNX does not search.
-        smaller = n - (reference >= scores[:, None]).sum(dim=1)
+        # ONNX does not search, and onnxruntime adds up whole numbers slowly.
+        larger = (reference >= scores[:, None]).to(scores.dtype).sum(dim=1)
     else:
-        smaller = torch.searchsorted(reference, scores.contiguous())
-    return (n + 1 - smaller).to(scores.dtype) / (n + 1)
+        larger = n - torch.searchsorted(reference, scores.contiguous())
+    return (1 + larger).to(scores.dtype) / (n + 1)
 
 
 def either(first: Tensor, second: Tensor) -> Tensor:

@@ -33,12 +33,10 @@ Source = Literal["inputs", "gradients", "second moments"]
 RIDGE = 0.01
 # Fewer inputs do not make a second moment, and more than the latter make it hardly better.
 FEWEST, MOST = 20, 1000
-# From this width on A has a factor of few columns where few directions count, and of few inputs from a smaller one on.
-_WIDE, _WIDE_OF_FEW = 1024, 256
+# From this width on A has a factor of few columns where few directions count.
+_WIDE = 256
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
-# Directions of A that count, in units of ε ā; random vectors beyond those, and iterations, by which they are found.
-_STRONG, _MORE, _ITERATIONS = 2.0, 16, 3
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
 # leverage count for more.
 _MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
@@ -235,28 +233,19 @@ def _blocks(a: Tensor, g: int, s: int) -> Tensor:
 
 
 def thin_factor(x: Tensor) -> Tensor | None:
-    """Columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, (1, width, ·), u and λ the eigenvectors and values above 2 ε ā.
+    """Columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, (1, width, ·), u and λ the eigenvectors and values above ε ā.
 
-    The rest of W is (ε ā)^(−½) in all other directions; ā is of the λ alone. None where there are more than a quarter
-    of the width, and W is better whole: beyond, subspace iteration from random vectors would not find them.
+    The rest of W is (ε ā)^(−½) in all other directions; ā is of the λ alone. None where those are more than a quarter
+    of the width: W is better whole.
     """
-    (m, width), most = x.shape, x.shape[1] // 4
-    basis, wide = None, x.double()
-    if m > most:
-        generator = torch.Generator().manual_seed(0)
-        basis = torch.randn(width, most + _MORE, generator=generator).to(x)
-        for _ in range(_ITERATIONS):
-            basis = torch.linalg.qr(x.mT @ (x @ basis)).Q
-        wide = wide @ (basis := basis.double())
-    fewer_rows = wide.shape[0] < wide.shape[1]
-    values, vectors = torch.linalg.eigh((wide @ wide.mT if fewer_rows else wide.mT @ wide) / m)
-    keep = values > _STRONG * RIDGE * x.double().square().sum() / m / width
-    if int(keep.sum()) > most:
+    (m, width), wide = x.shape, x.double()
+    values, vectors = torch.linalg.eigh((wide @ wide.mT if m < width else wide.mT @ wide) / m)
+    keep = values > RIDGE * values.sum() / width
+    if 4 * int(keep.sum()) > width:
         return None
     values, vectors = values[keep], vectors[:, keep]
-    if fewer_rows:
+    if m < width:
         vectors = wide.mT @ vectors * (m * values).rsqrt()
-    vectors = vectors if basis is None else basis @ vectors
     columns: Tensor = vectors * (values + RIDGE * values.sum() / width).rsqrt()
     return columns.to(x.dtype)[None].contiguous()
 
@@ -351,8 +340,8 @@ def from_inputs(
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
     if not wide or int(familiar.sum()) < FEWEST:
         return None
-    layers_inputs = ((layer, pooled[layer.module]) for layer in wide)
-    known = {layer: a for layer, a in layers_inputs if len(seen := a[_inside(a, familiar)]) >= FEWEST and seen.any()}
+    inputs = ((layer, pooled[layer.module]) for layer in wide)
+    known = {layer: a for layer, a in inputs if len(seen := a[_inside(a, familiar)]) >= FEWEST and seen.any()}
     if not known:
         return None
     last: list[tuple[Tensor, Tensor]] = []
@@ -366,8 +355,7 @@ def from_inputs(
         # At most 2,048 inputs in a block.
         g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
         x, m = _blocks(a[None, inside], g, -(-layer.width // g))[0], int(inside.sum())
-        is_wide = layer.width >= (_WIDE_OF_FEW if 4 * m <= layer.width else _WIDE) and layer.groups == 1
-        thin = thin_factor(a[inside]) if is_wide else None
+        thin = thin_factor(a[inside]) if layer.width >= _WIDE and layer.groups == 1 else None
         factors.append(w := factor(x.mT @ x / m) if thin is None else thin)
         turned = _turned(a[None], *(one[None] for one in _applied(w, torch.ones(()))))
         h = turned.square().sum(dim=-1).view(g, len(a))
@@ -380,7 +368,8 @@ def from_inputs(
 
 def _inside(a: Tensor, familiar: Tensor) -> Tensor:
     """Which inputs of a layer make its A: the familiar ones that run it."""
-    return familiar.to(a.device) & ~a.isnan().any(dim=1)
+    familiar = familiar.to(a.device)
+    return familiar & ~a.isnan().any(dim=1) if bool(a.sum().isnan()) else familiar
 
 
 def _around_class(a: Tensor, familiar: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
