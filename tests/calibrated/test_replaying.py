@@ -23,7 +23,7 @@ def recordings(net: ba.Calibrated) -> int:
 
 
 def network(name: str) -> ba.Calibrated:
-    return ba.calibrate(trained(name), data(name, 400, 1), **RISKS[name]).cuda()
+    return ba.calibrate(trained(name), data(name, 1200, 1), **RISKS[name]).cuda()
 
 
 def plain(net: ba.Calibrated, x: Tensor) -> ba.Answer:

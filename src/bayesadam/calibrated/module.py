@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,9 +36,14 @@ if TYPE_CHECKING:
 _MOST_SIZES = 256
 
 
-def _of_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Which guards of a compiled call are kept: those of its inputs, and of the state of torch."""
-    return [not guard.is_global and not guard.name.startswith("L['self']") for guard in guards]
+def compile_options(mode: str | None) -> dict[str, Any]:
+    """The `options` of torch.compile in a mode, with guards of the inputs, and of the state of torch, alone."""
+    options: dict[str, Any] = {} if mode is None else torch._inductor.list_mode_options(mode)
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
+        options["guard_filter_fn"] = lambda guards: [
+            not (guard.is_global or guard.name.startswith("L['self']")) for guard in guards
+        ]
+    return options
 
 
 class Calibrated(nn.Module):
@@ -128,20 +134,34 @@ class Calibrated(nn.Module):
         """Runs by `torch.compile` from the third batch of a size on, in place, with the checks and warnings of a call.
 
         Arguments are those of `torch.compile`, as mode="reduce-overhead" for CUDA graphs, whose answers last until the
-        next call. Of what it has compiled it looks at the inputs alone, at every call: the model must not be changed
-        but in the values of its tensors.
+        next call. The network is compiled whole, and of what was compiled a call looks at the inputs alone: afterwards
+        the model must not be changed but in the values of its tensors.
         """
-        if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
-            of_mode = torch._inductor.list_mode_options(options.pop("mode", None) or "default")
-            options["options"] = {"guard_filter_fn": _of_inputs, **of_mode, **options.get("options", {})}
-        self._compiling, self._sizes = (args, options), {}
-        self._fast = torch.compile(self._answered, *args, **options)
+        self._compiling, self._sizes, self._fast = (args, options), {}, None
+
+    def _compiled(self) -> Callable[[object], Answer]:
+        if self._fast is None:
+            assert self._compiling is not None
+            args, given = self._compiling
+            options = compile_options(given.get("mode")) | given.get("options", {})
+            others = {name: value for name, value in given.items() if name != "mode"}
+            others |= {"fullgraph": True, "options": options}
+            # What torch compiles it keeps with the code, which other networks must not share.
+            code = type(self)._answered.__code__.replace()
+            function = FunctionType(code, globals(), "_answered")
+            self._fast = torch.compile(MethodType(function, self), *args, **others)
+        return self._fast
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is compiled anew."""
+        return {**self.__dict__, "_fast": None}
 
     def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
         if torch.compiler.is_compiling():
             return self._answered(inputs)
-        answer = self._answered(inputs) if self._fast is None or self._is_new(inputs) else self._fast(inputs)
+        eager = self._compiling is None or self._is_new(inputs)
+        answer = self._answered(inputs) if eager else self._compiled()(inputs)
         # Last, as a device has to be waited for.
         if not self._silent:
             inside = answer.in_range is None or bool(answer.in_range.all())
@@ -246,9 +266,7 @@ class Calibrated(nn.Module):
             moved = self._buffers[name]
             if tensor is not None and moved is not None:
                 self._buffers[name] = tensor.to(moved.device)
-        if self._compiling is not None:
-            args, options = self._compiling
-            self.compile(*args, **options)
+        self._fast = None
         return self
 
     def __repr__(self) -> str:
