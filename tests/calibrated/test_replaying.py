@@ -94,11 +94,10 @@ def test_gradients_large_batches_and_inference_mode():
     assert recordings(net) == 0
     with torch.inference_mode():
         for _ in range(4):
-            inside = net(x.detach())
+            net(x.detach())
     assert recordings(net) == 1
     assert same_answers(net(x.detach()), plain(net, x.detach()))
-    assert inside.probs.is_inference()
-    many = torch.zeros(5_000_000, 2, device="cuda")
+    many = x.detach().repeat(1_000_000, 1)
     for _ in range(4):
         net(many)
     assert recordings(net) == 1

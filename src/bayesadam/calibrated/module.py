@@ -102,7 +102,7 @@ class Calibrated(nn.Module):
         self._replayed = Replayed()
         # The arguments of `compile`, what it made, and how often inputs came, by their sizes.
         self._compiling: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._fast: Callable[[object], Answer] | None = None
+        self._fast: Callable[[object], tuple[Answer, Tensor | None]] | None = None
         self._sizes: dict[tuple[torch.Size, ...], int] = {}
         self.eval()
 
@@ -139,7 +139,7 @@ class Calibrated(nn.Module):
         """
         self._compiling, self._sizes, self._fast = (args, options), {}, None
 
-    def _compiled(self) -> Callable[[object], Answer]:
+    def _compiled(self) -> Callable[[object], tuple[Answer, Tensor | None]]:
         if self._fast is None:
             assert self._compiling is not None
             args, given = self._compiling
@@ -158,14 +158,12 @@ class Calibrated(nn.Module):
 
     def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
-        if torch.compiler.is_compiling():
-            return self._answered(inputs)
-        eager = self._compiling is None or self._is_new(inputs)
-        answer = self._answered(inputs) if eager else self._compiled()(inputs)
+        eager = torch.compiler.is_compiling() or self._compiling is None or self._is_new(inputs)
+        answer, inside = self._answered(inputs) if eager else self._compiled()(inputs)
         # Last, as a device has to be waited for.
-        if not self._silent:
-            inside = answer.in_range is None or bool(answer.in_range.all())
-            self._tell(None if inside else departure(self.fit.ranges, inputs), answer)
+        if not (torch.compiler.is_compiling() or self._silent):
+            left = inside is not None and not bool(inside)
+            self._tell(departure(self.fit.ranges, inputs) if left else None, answer)
         return answer
 
     def _is_new(self, inputs: object) -> bool:
@@ -177,7 +175,8 @@ class Calibrated(nn.Module):
         self._sizes[key] = self._sizes.get(key, 0) + 1
         return not key or self._sizes[key] <= 2
 
-    def _answered(self, inputs: object) -> Answer:
+    def _answered(self, inputs: object) -> tuple[Answer, Tensor | None]:
+        """The answer, and whether all examples are in range."""
         fit = self.fit
         masked = isinstance(inputs, Mapping) and MASK in inputs
         if fit.ranges and masked != any(one.name == MASK for one in fit.ranges):
@@ -192,32 +191,37 @@ class Calibrated(nn.Module):
             )
         ragged, leaves = is_ragged(inputs), ranged(fit.ranges, inputs)
         if torch.compiler.is_compiling():
-            return self._whole(self._numbers(f, seen, leaves, ragged=ragged), f)
+            *numbers, inside = self._numbers(f, seen, leaves, ragged=ragged)
+            return self._whole(numbers, f), inside
         require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
         modules, places = tuple(seen), tuple(leaves)
 
-        def numbers(tensors: list[Tensor]) -> Answer:
+        def numbers_of_tensors(tensors: list[Tensor]) -> tuple[Any, ...]:
             pooled = dict(zip(modules, tensors[1:], strict=False))
             batch = dict(zip(places, tensors[len(modules) + 1 :], strict=True))
             return self._numbers(tensors[0], pooled, batch, ragged=ragged)
 
         tensors, kind = [f, *seen.values(), *leaves.values()], (modules, places, ragged)
-        return self._whole(Answer(*self._replayed(numbers, tensors, list(self._known.values()), kind)), f)
+        *numbers, inside = self._replayed(numbers_of_tensors, tensors, list(self._known.values()), kind)
+        return self._whole(numbers, f), inside
 
-    def _whole(self, answer: Answer, f: Tensor) -> Answer:
+    def _whole(self, numbers: Sequence[Any], f: Tensor) -> Answer:
         """An answer with what is the same for all batches, and f."""
         same = {"f_mean": f, "scores": self.scores, "noise_variance": self.noise_variance}
         # The compiler of torch before 2.13 returns no tuple that was made by `_replace`.
-        return Answer(**{**answer._asdict(), **same})
+        return Answer(**{**dict(zip(Answer._fields, numbers, strict=True)), **same})
 
-    def _numbers(self, f: Tensor, seen: Mapping[str, Tensor], leaves: Mapping[int, Tensor], *, ragged: bool) -> Answer:
-        """The numbers of an answer, but f: of the outputs, the pooled inputs of the layers, and the batch itself."""
+    def _numbers(
+        self, f: Tensor, seen: Mapping[str, Tensor], leaves: Mapping[int, Tensor], *, ragged: bool
+    ) -> tuple[Any, ...]:
+        """The fields of an answer but f, and whether all examples are in range: of f, the layers' inputs, the batch."""
         bounds = [self._known[f"bounds{n}"] for n in range(len(self.fit.ranges))]
         in_range, lost = compared(self.fit.ranges, leaves, bounds)
         answer = self.answer(f, seen, ragged=ragged)._replace(in_range=in_range)
         if lost is not None:
             answer = answer._replace(novelty=answer.novelty.masked_fill(lost.isnan(), math.inf))
-        return self.judged(answer)._replace(f_mean=None, scores=None, noise_variance=None)
+        fields = self.judged(answer)._replace(f_mean=None, scores=None, noise_variance=None)
+        return *fields, None if in_range is None else in_range.all()
 
     @property
     def _known(self) -> dict[str, Tensor]:

@@ -35,6 +35,8 @@ RIDGE = 0.01
 FEWEST, MOST = 20, 1000
 # From this width on A has a factor of few columns where few directions count.
 _WIDE = 256
+# Narrower layers are taken together.
+_NARROW = 128
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
@@ -97,12 +99,12 @@ class Leverage:
     means: tuple[Tensor, ...] = ()
 
     def stacks(self, scales: Tensor) -> Stacks:
-        """The parts whose factors have the same shape, those by `scales` together."""
-        shapes: dict[torch.Size, list[int]] = {}
+        """The parts whose factors are alike but for their sizes, those by `scales` together, padded by zeros."""
+        kinds: dict[tuple[int, ...], list[int]] = {}
         for number, w in enumerate(self.factors):
-            shapes.setdefault(w.shape, []).append(number)
-        every = ((some, [_applied(self.factors[i], scales[i]) for i in some]) for some in shapes.values())
-        return [(some, tuple(map(torch.stack, zip(*tensors, strict=True)))) for some, tensors in every]
+            kinds.setdefault(_kind(w), []).append(number)
+        every = ((some, [_applied(self.factors[i], scales[i]) for i in some]) for some in kinds.values())
+        return [(some, tuple(map(_stacked, zip(*tensors, strict=True)))) for some, tensors in every]
 
     def relative(self) -> tuple[Stacks, Tensor, Tensor]:
         """Factors W e^(−m/2), m the medians, by which h is relative to the usual; and the arguments of `ratios`.
@@ -182,9 +184,15 @@ def norms(inputs: Sequence[Tensor], stacks: Stacks) -> Tensor:
     """√h of the inputs of each part, (parts, batch), in the order of the stacks."""
     some = []
     for numbers, w in stacks:
-        a = inputs[numbers[0]][None] if len(numbers) == 1 else torch.stack([inputs[i] for i in numbers])
-        some.append(torch.linalg.vector_norm(_turned(a, *w), dim=(1, 3) if w[0].dim() == 4 else 2))
+        width = w[0].shape[1] if w[0].dim() < 4 else 0
+        alike = [_widened(inputs[i], width) for i in numbers]
+        some.append(_lengths(alike[0][None] if len(alike) == 1 else torch.stack(alike), *w))
     return torch.cat(some)
+
+
+def _widened(a: Tensor, width: int) -> Tensor:
+    """(batch, width), with zeros where it has less."""
+    return a if a.shape[1] >= width else F.pad(a, (0, width - a.shape[1]))
 
 
 def ratios(q: Tensor, weights: Tensor, centre: Tensor, power: float, *, absent: bool) -> Ratios:
@@ -250,9 +258,30 @@ def thin_factor(x: Tensor) -> Tensor | None:
     return columns.to(x.dtype)[None].contiguous()
 
 
+def _is_thin(w: Tensor) -> bool:
+    return w.dim() == 3 and w.shape[2] < w.shape[1]
+
+
+def _kind(w: Tensor) -> tuple[int, ...]:
+    """What factors that are applied together have alike: the form, and the width to a power of two."""
+    if w.dim() == 3 and len(w) > 1:
+        return tuple(w.shape)
+    return w.dim(), _is_thin(w), max(_NARROW, 1 << (w.shape[-2] - 1).bit_length()) if w.dim() == 3 else len(w)
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one, padded by zeros to the largest sizes."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    whole = tensors[0].new_zeros(len(tensors), *map(max, zip(*(tensor.shape for tensor in tensors), strict=True)))
+    for one, tensor in zip(whole, tensors, strict=True):
+        one[tuple(map(slice, tensor.shape))] = tensor
+    return whole
+
+
 def _applied(w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    """The arguments of `_turned` for a factor, or for the columns of a thin one, and Wᵀ a times a number."""
-    if w.dim() == 3 and w.shape[2] < w.shape[1]:
+    """The arguments of `_lengths` for a factor, or for the columns of a thin one, and Wᵀ a times a number."""
+    if _is_thin(w):
         # d⁻² = λ + ε ā, the trace of A is Σ λ.
         width, m, square = w.shape[1], w.shape[2], w[0].double().square().sum(dim=0)
         rest = (RIDGE * (1 / square).sum() / (width + RIDGE * m)).rsqrt()
@@ -261,17 +290,24 @@ def _applied(w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return (w[0] if w.dim() == 3 and len(w) == 1 else w,)
 
 
-def _turned(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
-    """Wᵀ a of the inputs (k, b, width) of parts whose factors are alike, (k, b, s), or block by block, (k, g, b, s)."""
+def _lengths(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
+    """|Wᵀ a| of the inputs (k, b, width) of parts whose factors are alike, (k, b)."""
     if a.dtype != w.dtype:
         dtype = torch.promote_types(a.dtype, w.dtype)
         a, w = a.to(dtype), w.to(dtype)
     if back is not None and rest is not None:
         along = torch.bmm(a, w)
-        return torch.cat([along, torch.baddbmm(a * rest.to(a), along, back.to(a), alpha=-1)], dim=2)
-    if w.dim() == 2:
-        return a * w[:, None]
-    return torch.bmm(a, w) if w.dim() == 3 else _blocks(a, *w.shape[1:3]) @ w
+        left = torch.baddbmm(a * rest.to(a), along, back.to(a), alpha=-1)
+        return torch.hypot(_length(along), _length(left))
+    if w.dim() == 4:
+        return _length(_length(_blocks(a, *w.shape[1:3]) @ w).movedim(1, -1))
+    return _length(a * w[:, None] if w.dim() == 2 else torch.bmm(a, w))
+
+
+def _length(x: Tensor) -> Tensor:
+    """Over the last dimension."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return length
 
 
 def from_structure(layers: Sequence[Matrix], structure: Diagonal) -> Leverage:
@@ -352,13 +388,17 @@ def from_inputs(
     factors, columns = [], []
     for layer, a in (*known.items(), *zip(list(known)[len(known) - len(last) :], (a for _, a in last), strict=True)):
         inside = _inside(a, familiar)
-        # At most 2,048 inputs in a block.
-        g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
-        x, m = _blocks(a[None, inside], g, -(-layer.width // g))[0], int(inside.sum())
-        thin = thin_factor(a[inside]) if layer.width >= _WIDE and layer.groups == 1 else None
-        factors.append(w := factor(x.mT @ x / m) if thin is None else thin)
-        turned = _turned(a[None], *(one[None] for one in _applied(w, torch.ones(()))))
-        h = turned.square().sum(dim=-1).view(g, len(a))
+        m = int(inside.sum())
+        w = thin_factor(a[inside]) if layer.width >= _WIDE and layer.groups == 1 else None
+        if w is None:
+            # At most 2,048 inputs in a block.
+            g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
+            blocks = _blocks(a[None], g, -(-layer.width // g))[0]
+            x = blocks[:, inside]
+            h = (blocks @ (w := factor(x.mT @ x / m))).square().sum(dim=-1)
+        else:
+            h = _lengths(a[None], *(one[None] for one in _applied(w, torch.ones(())))).square()
+        factors.append(w)
         left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
         columns.append(torch.where(inside, left_out, h).sum(dim=0))
     log_h = _log(torch.stack(columns, dim=1))
