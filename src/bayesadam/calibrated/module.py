@@ -103,7 +103,7 @@ class Calibrated(nn.Module):
         # The arguments of `compile`, what it made, and how often inputs came, by their sizes.
         self._compiling: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._fast: Callable[[object], tuple[Answer, Tensor | None]] | None = None
-        self._sizes: dict[tuple[torch.Size, ...], int] = {}
+        self._sizes: dict[Any, int] = {}
         self.eval()
 
     @property
@@ -168,12 +168,15 @@ class Calibrated(nn.Module):
 
     def _is_new(self, inputs: object) -> bool:
         """Whether a batch has sizes of which two were not yet checked, or none."""
-        leaves = pytree.tree_leaves(inputs)
-        key = () if is_ragged(inputs) else tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
-        if len(self._sizes) >= _MOST_SIZES:
-            self._sizes.clear()
-        self._sizes[key] = self._sizes.get(key, 0) + 1
-        return not key or self._sizes[key] <= 2
+        key: Any = inputs.shape if isinstance(inputs, Tensor) else None
+        if key is None and not is_ragged(inputs):
+            key = tuple(leaf.shape for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        checked = self._sizes.get(key, 0)
+        if checked < 2:
+            if len(self._sizes) >= _MOST_SIZES:
+                self._sizes.clear()
+            self._sizes[key] = checked + 1
+        return checked < 2 or key is None
 
     def _answered(self, inputs: object) -> tuple[Answer, Tensor | None]:
         """The answer, and whether all examples are in range."""

@@ -33,8 +33,8 @@ Source = Literal["inputs", "gradients", "second moments"]
 RIDGE = 0.01
 # Fewer inputs do not make a second moment, and more than the latter make it hardly better.
 FEWEST, MOST = 20, 1000
-# From this width on A has a factor of few columns where few directions count.
-_WIDE = 256
+# From this width on A has a factor of few columns where few directions count, and of few inputs from a smaller one on.
+_WIDE, _WIDE_OF_FEW = 1024, 256
 # Narrower layers are taken together.
 _NARROW = 128
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
@@ -305,8 +305,8 @@ def _lengths(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | No
 
 
 def _length(x: Tensor) -> Tensor:
-    """Over the last dimension."""
-    length: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    """Over the last dimension, counted from the first: torch before 2.13 traces −1 wrongly where its size is 1."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=x.dim() - 1)
     return length
 
 
@@ -389,7 +389,8 @@ def from_inputs(
     for layer, a in (*known.items(), *zip(list(known)[len(known) - len(last) :], (a for _, a in last), strict=True)):
         inside = _inside(a, familiar)
         m = int(inside.sum())
-        w = thin_factor(a[inside]) if layer.width >= _WIDE and layer.groups == 1 else None
+        is_wide = layer.groups == 1 and layer.width >= (_WIDE_OF_FEW if 4 * m <= layer.width else _WIDE)
+        w = thin_factor(a[inside]) if is_wide else None
         if w is None:
             # At most 2,048 inputs in a block.
             g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
