@@ -16,7 +16,7 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,14 +129,16 @@ def find(name: str) -> dict[str, Path]:
     return paths
 
 
-def locate(name: str) -> dict[str, Path]:
-    """Where the files of a data set are, by published name; missing ones are downloaded to the cache.
+def locate(name: str, files: Sequence[str] = ()) -> dict[str, Path]:
+    """Where the files of a data set are, all or these, by published name; missing ones are downloaded to the cache.
 
     Raises:
         FileError: a file has the wrong size, or is absent and cannot be downloaded.
     """
     present, paths = find(name), {}
     for file, about in data_set(name).items():
+        if files and file not in files:
+            continue
         path = paths[file] = present.get(file) or _download(name, file, about)
         # A truncated file is caught without reading it.
         if path.name == file and (size := path.stat().st_size) != about.n_bytes:
@@ -201,25 +203,26 @@ def load_images(name: str) -> Images:
     """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs scikit-learn alone."""
     if name not in IMAGE_SETS:
         raise SettingError(f"images are those of {', '.join(IMAGE_SETS)}, got {name!r}")
-    if name == "digits":
-        x, y = require("sklearn.datasets").load_digits(return_X_y=True)
-        # The same images are held out for ever: numpy never changes this old generator.
-        order = np.random.RandomState(0).permutation(len(x))
-        splits = [(16, x[rows], y[rows]) for rows in (order[_DIGITS_TEST:], order[:_DIGITS_TEST])]
-    else:
-        paths = locate(name)
-        splits = [(255, *_read_split(paths, split)) for split in ("train", "t10k")]
-    parts = [(torch.tensor(x).flatten(1).float().div_(largest), torch.tensor(y).long()) for largest, x, y in splits]
-    return Images(*parts[0], *parts[1])
+    if name != "digits":
+        splits = [(x.flatten(1), y) for x, y in (load_split(name, split) for split in ("train", "t10k"))]
+        return Images(*splits[0], *splits[1])
+    x, y = require("sklearn.datasets").load_digits(return_X_y=True)
+    # The same images are held out for ever: numpy never changes this old generator.
+    order = np.random.RandomState(0).permutation(len(x))
+    x, y = torch.tensor(x[order]).float().div_(16), torch.tensor(y[order]).long()
+    return Images(x[_DIGITS_TEST:], y[_DIGITS_TEST:], x[:_DIGITS_TEST], y[:_DIGITS_TEST])
 
 
-def _read_split(paths: Mapping[str, Path], split: str) -> tuple[Numbers, Numbers]:
-    files = [paths[f"{split}-{kind}-ubyte.gz"] for kind in ("images-idx3", "labels-idx1")]
+def load_split(name: str, split: str) -> tuple[Tensor, Tensor]:
+    """Images (n, height, width) in [0, 1] and classes of `"train"` or `"t10k"`."""
+    names = [f"{split}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
+    paths = locate(name, names)
+    files = [paths[file] for file in names]
     images, labels = map(read_idx, files)
     if images.ndim < 2 or labels.shape != images.shape[:1]:
         shapes = f"images of shape {images.shape}, labels of shape {labels.shape}"
         raise FileError(f"{' and '.join(map(str, files))} do not belong together: {shapes}")
-    return images, labels
+    return torch.tensor(images).float().div_(255), torch.tensor(labels).long()
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""What every benchmark has: its options, its peer, fair timing, and one JSON file of results.
+"""What every benchmark has: its options, its peer, fair timing, tables, and JSON files of results.
 
 All take `--quick`, the smallest size that runs all of their code, and `--out`. One that compares with another package
 fails where that is not installed, unless `--alone` is given.
@@ -14,9 +14,11 @@ import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -111,6 +113,28 @@ def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
     return cell
 
 
+def cells(
+    folder: Path, makes: Mapping[str, Callable[[], Cell | None]], about: Mapping[str, Any], *, jobs: int = 0
+) -> dict[str, Cell]:
+    """Every cell by its name: read from `folder/name.json`, else made, in this process as it is or by `jobs` others.
+
+    What makes a cell may return None, which leaves it out for this time.
+    """
+    paths = {name: folder / f"{name}.json" for name in makes}
+    missing = [name for name, path in paths.items() if read_cell(path, about) is None]
+    calls = [partial(_finish, paths[name], makes[name], about) for name in missing]
+    for done, seconds in enumerate(parallel(calls, jobs=jobs) if jobs else (call() for call in calls)):
+        print(f"{done + 1} of {len(missing)}: {missing[done]}, {seconds:.0f} s", flush=True)
+    return {name: cell for name, path in paths.items() if (cell := read_cell(path, about)) is not None}
+
+
+def _finish(path: Path, make: Callable[[], Cell | None], about: Mapping[str, Any]) -> float:
+    began = time.perf_counter()
+    if (cell := make()) is not None:
+        write_cell(path, {"settings": dict(about), **cell})
+    return time.perf_counter() - began
+
+
 # --- targets --------------------------------------------------------------------------------------------------------
 
 
@@ -127,18 +151,14 @@ class Target:
         return f"{'met' if self.met else 'MISSED':7s} {self.measured:8.4g}  {self.asked:7s} {self.name}"
 
 
-def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
-    """The target, printed; none where nothing was measured."""
-    if measured is None:
-        return []
+def at_least(name: str, asked: float, measured: float) -> list[Target]:
+    """The target, printed."""
     print(f"{name} = {measured:.4g} (target: at least {asked:g})")
     return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
 
 
-def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
-    """The target, printed; none where nothing was measured."""
-    if measured is None:
-        return []
+def at_most(name: str, asked: float, measured: float) -> list[Target]:
+    """The target, printed."""
     print(f"{name} = {measured:.4g} (target: at most {asked:g})")
     return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
 
@@ -190,6 +210,12 @@ def number(values: Sequence[float], digits: int = 3) -> str:
         return "–"
     mean, error = mean_and_error(values)
     return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if error == error else "")
+
+
+def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def against(ours: Iterable[float], theirs: Iterable[float], *, larger_is_better: bool) -> tuple[str, float, float]:
@@ -269,3 +295,33 @@ def resident(field: str) -> float:
     """MiB of this process: its own (`RssAnon`), or at most (`VmHWM`); `ru_maxrss` would begin at the parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
+    """Seconds, and the most memory beyond what there was before, in MiB; what `work` returns is kept until then."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, began = torch.cuda.memory_allocated() / 2**20, time.perf_counter()
+        kept = work()
+        torch.cuda.synchronize()
+        seconds, peak = time.perf_counter() - began, torch.cuda.max_memory_allocated() / 2**20
+    else:
+        before, peaks, done = resident("RssAnon"), [0.0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.002):
+                peaks.append(resident("RssAnon"))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        began = time.perf_counter()
+        try:
+            kept = work()
+            seconds = time.perf_counter() - began
+        finally:
+            done.set()
+            watcher.join()
+        peak = max(*peaks, resident("RssAnon"))
+    del kept
+    return {"seconds": seconds, "mib": peak - before}

@@ -19,16 +19,13 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
@@ -38,25 +35,12 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam import scores
 from benchmarks.common.harness import Target, arguments, at_most, mean_and_error, parallel, setting, write_results
-from benchmarks.common.inputs import NoData, Pixels, digits, load
+from benchmarks.common.inputs import NoData, Pixels, digits, load, uci
 from benchmarks.common.networks import lenet, mlp
+from benchmarks.common.training import posterior_of
 
-BATCH, STEPS = 32, 1500
 Found = dict[str, Any]
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def posterior_of(
-    model: nn.Module, x: Tensor, y: Tensor, likelihood: Any, loss: Loss, *, steps: int = STEPS, rate: float = 1e-3
-) -> ba.Posterior:
-    """After steps of Adam on random batches."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    for _ in range(steps):
-        rows = torch.randint(len(x), (BATCH,))
-        optimizer.zero_grad()
-        loss(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return ba.Posterior.from_optimizer(model.eval(), optimizer, len(x), batch_size=BATCH, likelihood=likelihood)
+read = partial(posterior_of, steps=1500, rate=1e-3, batch=32)
 
 
 def images(name: str) -> Pixels:
@@ -64,6 +48,10 @@ def images(name: str) -> Pixels:
     x, y = digits() if name == "digits" else load(name, "test")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     return x[order], y[order]
+
+
+def perceptron(x: Tensor) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), *mlp((x[0].numel(), 100, 100, 10)))
 
 
 # --- networks -------------------------------------------------------------------------------------------------------
@@ -75,21 +63,20 @@ TRAININGS = ((60, 1e-3), (300, 1e-3), (1000, 1e-3), (1500, 3e-3), (500, 1e-2))
 
 def one_network(data: str, kind: str, steps: int, rate: float) -> dict[str, float]:
     """NLL of the test images, ours, temperature scaling's and the network's own."""
-    x, y = images(data)
+    (x, y), (n, held) = images(data), IMAGES[data]
     if kind == "lenet":
         x = F.interpolate(x, size=(28, 28), mode="bilinear")
-    n, held = IMAGES[data]
     torch.manual_seed(steps)
-    model = lenet() if kind == "lenet" else nn.Sequential(nn.Flatten(), *mlp((x[0].numel(), 100, 100, 10)))
-    posterior = posterior_of(model, x[:n], y[:n], "classification", F.cross_entropy, steps=steps, rate=rate)
+    model = lenet() if kind == "lenet" else perceptron(x)
+    posterior = read(model, x[:n], y[:n], "classification", steps=steps, rate=rate)
     net = ba.calibrate(posterior, (x[n : n + held], y[n : n + held]))
     with torch.no_grad():
         probs, logits = net(x[n + held :]).probs.double(), model(x[n:]).double()
     held_y, test_y = y[n : n + held], y[n + held :]
-    fit = minimize_scalar(lambda t: float(F.cross_entropy(logits[:held] / math.exp(t), held_y)), bounds=(-4, 4))
+    best = minimize_scalar(lambda t: float(F.cross_entropy(logits[:held] / math.exp(t), held_y)), bounds=(-4, 4))
     return {
         "ours": -float(probs.gather(1, test_y[:, None]).log().mean()),
-        "temperature": float(F.cross_entropy(logits[held:] / math.exp(fit.x), test_y)),
+        "temperature": float(F.cross_entropy(logits[held:] / math.exp(best.x), test_y)),
         "alone": float(F.cross_entropy(logits[held:], test_y)),
     }
 
@@ -98,19 +85,15 @@ def networks(*, quick: bool, jobs: int) -> tuple[Found, list[Target]]:
     """NLL after calibration beside temperature scaling and the network alone, network by network."""
     names, trainings = (["digits"], TRAININGS[1:2]) if quick else (list(IMAGES), TRAININGS)
     tasks = [(name, kind, *training) for name in names for kind in ("mlp", "lenet") for training in trainings]
-    print(f"{'':40s}{'ours':>8s}{'temp.':>8s}{'alone':>8s}{'ours/temp.':>12s}")
     found: Found = {}
+    print(f"{'':40s}{'ours':>8s}{'temp.':>8s}{'alone':>8s}{'ours/temp.':>12s}")
     for task, nll in zip(tasks, parallel([partial(one_network, *task) for task in tasks], jobs=jobs), strict=True):
         title = "{}, {}, {} steps at {:g}".format(*task)
-        found[title] = nll | {"ratio": nll["ours"] / nll["temperature"]}
-        print(
-            f"{title:40s}" + "".join(f"{v:8.4f}" for v in nll.values()) + f"{found[title]['ratio']:12.4f}", flush=True
-        )
+        found[title] = row = nll | {"ratio": nll["ours"] / nll["temperature"]}
+        print(f"{title:40s}" + "".join(f"{v:8.4f}" for v in nll.values()) + f"{row['ratio']:12.4f}", flush=True)
     ratios = [row["ratio"] for row in found.values()]
-    return found, [
-        *at_most(f"NLL, ours / temperature scaling, the largest of {len(found)}", 1.01, max(ratios)),
-        *at_most("the same, the mean", 1, statistics.fmean(ratios)),
-    ]
+    worst = at_most(f"NLL, ours / temperature scaling, the largest of {len(found)}", 1.01, max(ratios))
+    return found, worst + at_most("the same, the mean", 1, statistics.fmean(ratios))
 
 
 # --- coverage -------------------------------------------------------------------------------------------------------
@@ -134,20 +117,17 @@ def some_splits(name: str, splits: Sequence[int]) -> tuple[list[dict[str, float]
     if numbers:
         y = ((y - y[rows].mean()) / y[rows].std()).float()[:, None]
     torch.manual_seed(0)
-    model = mlp((x.shape[1], 64, 64, 1 if numbers else int(y.max()) + 1))
-    posterior = posterior_of(model, x[rows], y[rows], likelihood, F.mse_loss if numbers else F.cross_entropy)
+    posterior = read(mlp((x.shape[1], 64, 64, 1 if numbers else int(y.max()) + 1)), x[rows], y[rows], likelihood)
     shares = []
     for split in splits:
         cut = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(1000 + split))]
         held, test = cut.tensor_split([len(cut) // 2])
-        p = ba.calibrate(posterior, (x[held], y[held]))(x[test])
-        inside = {}
-        for level in LEVELS:
-            if numbers:
-                low, high = p.interval(level)
-                inside[f"interval {level}"] = (low <= y[test]) & (y[test] <= high)
-            else:
-                inside[f"set {level}"] = p.set(level).gather(1, y[test][:, None])
+        p, truth = ba.calibrate(posterior, (x[held], y[held]))(x[test]), y[test]
+        if numbers:
+            ends = {level: p.interval(level) for level in LEVELS}
+            inside = {f"interval {level}": (low <= truth) & (truth <= high) for level, (low, high) in ends.items()}
+        else:
+            inside = {f"set {level}": p.set(level).gather(1, truth[:, None]) for level in LEVELS}
         inside |= {f"novelty {a}": p.p_value <= a for a in ALARMS}
         shares.append({key: float(hits.double().mean()) for key, hits in inside.items()})
     return shares, len(pool) // 2
@@ -155,24 +135,18 @@ def some_splits(name: str, splits: Sequence[int]) -> tuple[list[dict[str, float]
 
 def coverage(*, splits: int, jobs: int) -> tuple[Found, list[Target]]:
     """Sets, intervals and false alarms over random splits of one pool a table."""
-    found: Found = {}
-    outside = 0
+    found, outside = dict[str, Any](), 0
     for name in TABLES:
-        calls = [partial(some_splits, name, range(first, splits, jobs)) for first in range(jobs)]
-        parts = list(parallel(calls, jobs=jobs))
-        shares, n = [share for part, _ in parts for share in part], parts[0][1]
-        found[name] = {}
+        parts = list(parallel([partial(some_splits, name, range(i, splits, jobs)) for i in range(jobs)], jobs=jobs))
+        shares, step = [share for part, _ in parts for share in part], 1 / (parts[0][1] + 1)
         for key in shares[0]:
-            kind, level = key.split()
-            low, high = (
-                (float(level) - 1 / (n + 1), float(level))
-                if kind == "novelty"
-                else (float(level), float(level) + 1 / (n + 1))
-            )
+            kind, level = key.split()[0], float(key.split()[1])
+            low, high = (level - step, level) if kind == "novelty" else (level, level + step)
             mean, error = mean_and_error(share[key] for share in shares)
             within = low - 2 * error <= mean <= high + 2 * error
             outside += not within
-            found[name][key] = {"mean": mean, "error": error, "nominal": (low, high), "within": within}
+            row = {"mean": mean, "error": error, "nominal": (low, high), "within": within}
+            found.setdefault(name, {})[key] = row
             print(f"{name:14s} {key:14s}{mean:8.4f} ± {error:.4f}, expected {low:.4f} to {high:.4f}", flush=True)
     return found, at_most("means outside by more than two standard errors", 1, outside)
 
@@ -194,30 +168,18 @@ class Case:
 
 def clothes(quick: bool) -> Case:
     """Fashion-MNIST, 4,000 of the test images train; the digits where quick."""
-    x, y = images("digits" if quick else "fashion-mnist")
-    n = 800 if quick else 4000
-    model = nn.Sequential(nn.Flatten(), *mlp((x[0].numel(), 100, 100, 10)))
-    posterior = posterior_of(model, x[:n], y[:n], "classification", F.cross_entropy)
+    (x, y), n = images("digits" if quick else "fashion-mnist"), 800 if quick else 4000
+    posterior = read(perceptron(x), x[:n], y[:n], "classification")
     return Case(posterior, x[n:], y[n:], 1000, (0.01, 0.02, 0.05))
-
-
-def gaussian(outputs: Tensor, y: Tensor) -> Tensor:
-    """The loss of means and log-variances."""
-    mean, log_variance = outputs.chunk(2, dim=1)
-    return F.gaussian_nll_loss(mean, y, log_variance.exp())
 
 
 def loads(quick: bool) -> Case:
     """UCI's energy, heating loads with a variance of their own, 300 rows train; made-up rows where quick."""
-    if quick:
-        table = make_friedman1(768, noise=1.0, random_state=0)
-    else:
-        stored = np.load(Path(os.environ["BAYESADAM_DATA"]) / "uci" / "energy.npz")
-        table = stored["X"], stored["y"]
+    table = make_friedman1(768, noise=1.0, random_state=0) if quick else (uci("energy")["X"], uci("energy")["y"])
     order = torch.randperm(len(table[1]), generator=torch.Generator().manual_seed(0))
     x, y = (torch.as_tensor(part).float()[order] for part in table)
     x, y, scale = (x - x[:300].mean(0)) / x[:300].std(0), (y - y[:300].mean()) / y[:300].std(), float(y[:300].std())
-    posterior = posterior_of(mlp((x.shape[1], 50, 2)), x[:300], y[:300, None], "heteroscedastic", gaussian)
+    posterior = read(mlp((x.shape[1], 50, 2)), x[:300], y[:300, None], "heteroscedastic")
     return Case(posterior, x[300:], y[300:, None], 300, (0.05, 0.1, 0.2), tolerance=2 / scale)
 
 
@@ -242,11 +204,8 @@ def one_draw(case: Case, seed: int, risk: float) -> dict[str, tuple[float, float
         doubt, wrong = p.stddev[:, 0].double(), ((p.mean - case.y).abs() > case.tolerance)[:, 0]
     share = scores.coverage_at(doubt[rows], wrong[rows], risk=risk)
     limit = float(doubt[rows].sort().values[round(share * case.n) - 1]) if share else -math.inf
-    return {
-        "ours": at(p.answered.flatten(), wrong),
-        "naive": at(doubt <= limit, wrong),
-        "oracle": (scores.coverage_at(doubt, wrong, risk=risk), risk),
-    }
+    oracle = scores.coverage_at(doubt, wrong, risk=risk)
+    return {"ours": at(p.answered.flatten(), wrong), "naive": at(doubt <= limit, wrong), "oracle": (oracle, risk)}
 
 
 def risk(*, draws: int, quick: bool) -> tuple[Found, list[Target]]:
@@ -256,9 +215,9 @@ def risk(*, draws: int, quick: bool) -> tuple[Found, list[Target]]:
         torch.manual_seed(0)
         case, found[name] = make(quick), {}
         for asked in case.risks:
-            each = [one_draw(case, seed, asked) for seed in range(draws)]
-            for rule in each[0]:
-                shares, risks = zip(*(draw[rule] for draw in each), strict=True)
+            results = [one_draw(case, seed, asked) for seed in range(draws)]
+            for rule in results[0]:
+                shares, risks = zip(*(draw[rule] for draw in results), strict=True)
                 # Rounding of a mean of zeros and ones is no excess.
                 exceeded = statistics.fmean(value > asked + 1e-12 for value in risks)
                 row = {"answered": statistics.fmean(shares), "risk": statistics.fmean(risks), "exceeded": exceeded}
@@ -290,8 +249,7 @@ def main() -> None:
             raise SystemExit(str(error)) from error
         results["targets"] += [asdict(target) for target in targets]
     write_results(options.out, "guarantees", results)
-    for target in results["targets"]:
-        print(Target(**target))
+    print(*(Target(**target) for target in results["targets"]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,17 @@ from bayesadam import scores
 from benchmarks.common.harness import (
     Cell,
     arguments,
+    cells,
     class_scores,
     import_peer,
+    markdown,
     number,
-    read_cell,
     replaced,
     setting,
-    write_cell,
     write_results,
 )
 from benchmarks.common.inputs import LEFT_OUT, NEAR, NoData, Sizes, Suite, folder, suite
-from benchmarks.common.training import RECIPES, Trained, load_network, save_network, train
+from benchmarks.common.training import CLASSIFIERS, Trained, classifier, train
 from benchmarks.doubt.rows import ROWS, Answer, Case, Row, Scorer, import_detectors
 
 DATA = {
@@ -72,12 +73,11 @@ def answers(scorer: Scorer, x: Tensor) -> Answer:
 
 def seconds(call: Callable[[Tensor], object], x: Tensor) -> float:
     """Of one call."""
-    if x.is_cuda:
-        torch.cuda.synchronize()
+    wait: Callable[[], object] = torch.cuda.synchronize if x.is_cuda else lambda: None
+    wait()
     began = time.perf_counter()
     call(x)
-    if x.is_cuda:
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - began
 
 
@@ -85,8 +85,7 @@ def cost(scorer: Scorer, case: Case, size: int, budget: float) -> float:
     """The median over turns, for a budget of seconds, of a row's time over that of a forward pass."""
     forward, x = torch.no_grad()(case.model), case.suite.test[0][:size]
     seconds(scorer, x), seconds(forward, x)
-    ratios: list[float] = []
-    ends = time.perf_counter() + budget
+    ratios, ends = list[float](), time.perf_counter() + budget
     while not ratios or (len(ratios) < TURNS and time.perf_counter() < ends):
         bare = seconds(forward, x)
         ratios.append(seconds(scorer, x) / bare)
@@ -98,20 +97,15 @@ def measured(row: Row, case: Case, budget: float) -> Found:
     scorer, (x, y) = row.fit(case), case.suite.test
     inside, y = answers(scorer, x), y.cpu()
     outside = {name: answers(scorer, inputs) for name, inputs in case.suite.outside.items()}
-    found: Found = {
-        "keeps": row.keeps,
-        "sets": {name: scores.auroc(inside.doubt, a.doubt) for name, a in outside.items()},
-    }
-    far = [value for name, value in found["sets"].items() if name != NEAR]
-    found |= {"AUROC near": found["sets"].get(NEAR), "AUROC far": statistics.fmean(far)}
+    sets = {name: scores.auroc(inside.doubt, a.doubt) for name, a in outside.items()}
+    found: Found = {"keeps": row.keeps, "sets": sets, "AUROC near": sets.get(NEAR)}
+    found["AUROC far"] = statistics.fmean(value for name, value in sets.items() if name != NEAR)
     found["FPR95"] = statistics.fmean(scores.fpr95(inside.doubt, a.doubt) for a in outside.values())
     if inside.probs is not None:
-        clean = class_scores(inside.probs, y)
-        kinds = {kind: [answers(scorer, copy).probs for copy in copies] for kind, copies in case.suite.shifted.items()}
-        shifts = {
-            kind: [class_scores(probs, y[: len(probs)]) for probs in copies if probs is not None]
-            for kind, copies in kinds.items()
-        }
+        clean, shifts = class_scores(inside.probs, y), dict[str, list[dict[str, float]]]()
+        for kind, copies in case.suite.shifted.items():
+            probs = [answers(scorer, copy).probs for copy in copies]
+            shifts[kind] = [class_scores(one, y[: len(one)]) for one in probs if one is not None]
         found |= {"accuracy": clean["accuracy"], "NLL": clean["nll"], "ECE": clean["ece"]}
         for title, key in (("shifted NLL", "nll"), ("shifted ECE", "ece")):
             found[title] = statistics.fmean(copy[key] for copies in shifts.values() for copy in copies)
@@ -149,39 +143,39 @@ def every_row(rows: Mapping[str, Row], case: Case, budget: float) -> dict[str, F
 # --- cells ----------------------------------------------------------------------------------------------------------
 
 
-def trained(path: Path, network: str, held: Suite, seed: int, how: Mapping[str, int], *, new: bool) -> Trained:
-    """The network of a seed, out of its file where there is one and it need not be new; a new one has its recorder."""
-    if path.is_file() and not new:
-        return load_network(path, network, held)
-    one = train(network, held, seed=seed, epochs=how["epochs"], batch=how["batch"])
-    save_network(path, one)
-    return one
-
-
 def run_cells(held: Suite, network: str, options: Namespace) -> None:
     """Those that are not there yet: one a seed, then the one of rows that take the networks of all seeds."""
-    where, recipe = options.out / "doubt", RECIPES[network]
-    label = f"{held.name}-{network}-{held.choice}"
-    how = {
-        "epochs": options.epochs or (1 if options.quick else recipe.epochs),
-        "batch": 32 if options.quick else recipe.batch,
-    }
-    settings = {"images": len(held.train[0]), "draws": 3 if options.quick else 30, **how}
-    budget = 0.02 if options.quick else 0.5
-    paths = {seed: where / f"{label}-{seed}.pt" for seed in options.seeds}
-    for seed in (*options.seeds, JOINT) if len(paths) > 1 else options.seeds:
-        joint, path = seed == JOINT, where / f"{label}-{seed}.json"
-        about = {**settings, "seeds": options.seeds} if joint else settings
-        if read_cell(path, about) is not None:
-            continue
+    where, label, recipe = options.out / "doubt", f"{held.name}-{network}-{held.choice}", CLASSIFIERS[network][1]
+    recipe = replace(recipe, epochs=options.epochs or recipe.epochs)
+    if options.quick:
+        recipe = replace(recipe, epochs=options.epochs or 1, batch=32)
+    draws, budget = (3, 0.02) if options.quick else (30, 0.5)
+    about = {"images": len(held.train[0]), "draws": draws, "epochs": recipe.epochs, "batch": recipe.batch}
+
+    def network_of(seed: int, *, new: bool) -> Trained:
+        """Out of its file where there is one and it need not be new; a new one has its recorder."""
+        path = where / f"{label}-{seed}.pt"
+        if path.is_file() and not new:
+            return Trained.load(path, classifier(network, held), recipe)
+        one = train(network, held, recipe, seed=seed)
+        one.save(path)
+        return one
+
+    def made(seed: int | str, seeds: Sequence[int]) -> Cell:
         print(f"{label}, seed {seed}", flush=True)
-        networks = [trained(paths[s], network, held, s, how, new=not joint) for s in (paths if joint else [seed])]
-        case = Case(networks, held, network, 0 if joint else seed, draws=settings["draws"], **how)
+        joint = seed == JOINT
+        networks = [network_of(one, new=not joint) for one in seeds]
+        case = Case(networks, held, network, recipe, 0 if joint else seeds[0], draws)
         # Temperature scaling of all networks, which is the ensemble, is no baseline of one; its own comes first.
         rows = {name: row for name, row in ROWS.items() if row.joint == joint and (seed == 0 or not row.once)}
         rows = {name: row for name, row in rows.items() if not (options.alone and row.peer)}
-        cell: Cell = {**setting(), "data": held.name, "network": network, "choice": held.choice, "seed": seed}
-        write_cell(path, cell | {"settings": about, "rows": every_row(rows, case, budget)})
+        cell = {**setting(), "data": held.name, "network": network, "choice": held.choice, "seed": seed}
+        return cell | {"rows": every_row(rows, case, budget)}
+
+    cells(where, {f"{label}-{seed}": partial(made, seed, [seed]) for seed in options.seeds}, about)
+    if len(options.seeds) > 1:
+        joint = {f"{label}-{JOINT}": partial(made, JOINT, options.seeds)}
+        cells(where, joint, {**about, "seeds": options.seeds})
 
 
 def suites(options: Namespace) -> Iterator[tuple[Suite, str]]:
@@ -216,64 +210,50 @@ def numbers(rows: Sequence[Found], key: str, part: str | None = None) -> list[fl
     return [value for value in values if value is not None]
 
 
-def table(title: str, rows: Mapping[str, Sequence[Found]], columns: Sequence[str], part: str | None = None) -> str:
-    """A line a row, means and standard errors over cells; costs are medians."""
-    costs = () if part else COSTS
-    heads = [*columns, *costs, *([] if part else ["keeps"])]
-    lines = [f"| {title} | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name, cells in rows.items():
-        line = [number(numbers(cells, key, part)) for key in columns]
-        line += [f"{statistics.median(values):.1f}" if (values := numbers(cells, key)) else "–" for key in costs]
-        if part and set(line) == {"–"}:
-            continue
-        lines.append(
-            f"| {name} | {' | '.join(line)} |" + ("" if part else f" {cells[0].get('skipped', cells[0]['keeps'])} |")
-        )
-    return "\n".join(lines)
+def tables(title: str, rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
+    """A line a row, means and standard errors over cells; costs are medians. Then shifts by kind, AUROC by set."""
+    lines = []
+    for name, some in rows.items():
+        costs = (f"{statistics.median(values):.1f}" if (values := numbers(some, key)) else "–" for key in COSTS)
+        keeps = some[0].get("skipped", some[0]["keeps"])
+        lines.append((name, *(number(numbers(some, key)) for key in COLUMNS), *costs, keeps))
+    yield markdown((title, *COLUMNS, *COSTS, "keeps"), lines)
+    for part in ("kinds", "sets"):
+        heads = list(dict.fromkeys(key for some in rows.values() for row in some for key in row.get(part, {})))
+        having = {name: some for name, some in rows.items() if any(part in row for row in some)}
+        each = ((name, *(number(numbers(some, key, part)) for key in heads)) for name, some in having.items())
+        yield markdown((f"{title}: {part}", *heads), each)
 
 
 def report(out: Path, *, quick: bool) -> None:
     """Tables and means of all cells, in doubt.md and doubt.json; ends with an error where a row of ours failed."""
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((out / "doubt").glob("*.json"))]
-    if not cells:
+    every = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((out / "doubt").glob("*.json"))]
+    if not every:
         sys.exit(f"no cell is finished in {out / 'doubt'}")
     groups: dict[str, dict[str, list[Found]]] = {}
-    for cell in cells:
+    for cell in every:
         group = groups.setdefault(f"{cell['data']}, {cell['network']}", {})
         for name in [name for name in ROWS if name in cell["rows"]]:
             group.setdefault(name, []).append(cell["rows"][name])
-    texts = []
-    for title, rows in groups.items():
-        parts = {
-            part: list(dict.fromkeys(key for cells in rows.values() for row in cells for key in row.get(part, {})))
-            for part in ("kinds", "sets")
-        }
-        texts.append(table(title, rows, COLUMNS))
-        texts += [table(f"{title}: {part}", rows, columns, part) for part, columns in parts.items()]
-    text = "\n\n".join(texts)
+    text = "\n\n".join(table for title, rows in groups.items() for table in tables(title, rows))
     replaced(out / "doubt.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
     means = {
         title: {
-            name: {key: statistics.fmean(values) for key in (*COLUMNS, *COSTS) if (values := numbers(cells, key))}
-            for name, cells in rows.items()
+            name: {key: statistics.fmean(values) for key in (*COLUMNS, *COSTS) if (values := numbers(some, key))}
+            for name, some in rows.items()
         }
         for title, rows in groups.items()
     }
     print(text)
-    write_results(out, "doubt", {"quick": quick, "cells": len(cells), "results": means})
-    failed = [
-        f"{title}: {name}"
-        for title, rows in groups.items()
-        for name in rows
-        if name.startswith("ours") and "skipped" in rows[name][0]
-    ]
-    if failed:
+    write_results(out, "doubt", {"quick": quick, "cells": len(every), "results": means})
+    of_ours = ((title, name, row) for title, rows in groups.items() for name, row in rows.items() if "ours" in name)
+    if failed := [f"{title}: {name}" for title, name, row in of_ours if "skipped" in row[0]]:
         sys.exit(f"rows of our own failed: {'; '.join(failed)}")
-    print(f"{len(cells)} cells: {out / 'doubt.json'} and doubt.md")
+    print(f"{len(every)} cells: {out / 'doubt.json'} and doubt.md")
 
 
 def main() -> None:
-    every = sorted({network for networks in DATA.values() for network in networks})
+    every = sorted(CLASSIFIERS)
     peers, quick = "laplace-torch and pytorch-ood", "two seeds, one network, hundreds of images, one epoch"
     parser = arguments(__doc__, quick=quick, peer=peers, device=True)
     parser.add_argument("--data", nargs="+", choices=DATA, metavar="SET", help=", ".join(DATA))

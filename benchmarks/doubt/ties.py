@@ -28,6 +28,7 @@ from torch import Tensor
 import bayesadam as ba
 from benchmarks.common.harness import arguments, at_most, mean_and_error, parallel, setting, write_results
 from benchmarks.common.networks import mlp
+from benchmarks.common.training import posterior_of
 
 LEVEL, FLAGS, RISK, ALARM = 0.9, (0.01, 0.05), 0.1, 0.01
 TRAIN, TEST = 400, 1000
@@ -43,16 +44,8 @@ def _one_hot(n: int, source: torch.Generator) -> Tensor:
     return F.one_hot(shares.multinomial(n, replacement=True, generator=source), 6).float()
 
 
-def _likert(n: int, source: torch.Generator) -> Tensor:
-    return torch.randint(1, 6, (n, 3), generator=source).float() - 3
-
-
 def _normal(n: int, source: torch.Generator) -> Tensor:
     return torch.randn(n, 4, generator=source)
-
-
-def _rounded(n: int, source: torch.Generator) -> Tensor:
-    return _normal(n, source).round()
 
 
 def _repeated(n: int, source: torch.Generator) -> Tensor:
@@ -61,83 +54,59 @@ def _repeated(n: int, source: torch.Generator) -> Tensor:
     return rows[torch.randint(60, (n,), generator=source)]
 
 
-def _jittered(n: int, source: torch.Generator) -> Tensor:
-    return _binary(n, source) + 1e-5 * torch.randn(n, 2, generator=source)
-
-
-KINDS: Mapping[str, tuple[Inputs, int]] = {
-    "binary": (_binary, 400),
-    "one-hot": (_one_hot, 400),
-    "likert": (_likert, 400),
-    "rounded": (_rounded, 400),
-    "repeated": (_repeated, 400),
-    "jittered": (_jittered, 400),
-    "normal": (_normal, 400),
-    "tiny": (_normal, 40),
-    "99 to 1": (_normal, 400),
+# Inputs by kind; "tiny" has 40 held-out examples, the others 400.
+KINDS: Mapping[str, Inputs] = {
+    "binary": _binary,
+    "one-hot": _one_hot,
+    "likert": lambda n, source: torch.randint(1, 6, (n, 3), generator=source).float() - 3,
+    "rounded": lambda n, source: _normal(n, source).round(),
+    "repeated": _repeated,
+    "jittered": lambda n, source: _binary(n, source) + 1e-5 * torch.randn(n, 2, generator=source),
+    "normal": _normal,
+    "tiny": _normal,
+    "99 to 1": _normal,
 }
 
 
-def labels(kind: str, x: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Classes, one in a hundred of them 1 for "99 to 1", and whole numbers."""
-    signal = x.sum(dim=1)
-    noise = torch.rand(len(x), generator=source)
-    if kind == "99 to 1":
-        classes = (signal + 2 * (noise - 0.5) > 4.9).long()
-    else:
-        classes = (noise < (2 * signal).sigmoid()).long()
-    numbers = (2 * signal + torch.randn(len(x), generator=source)).round()[:, None]
-    return classes, numbers
-
-
 def drawn(kind: str, n: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    x = KINDS[kind][0](n, source)
-    return x, *labels(kind, x, source)
+    """Inputs, classes, one in a hundred of them 1 for "99 to 1", and whole numbers."""
+    x = KINDS[kind](n, source)
+    signal, noise = x.sum(dim=1), torch.rand(n, generator=source)
+    rare, even = signal + 2 * (noise - 0.5) > 4.9, noise < (2 * signal).sigmoid()
+    numbers = (2 * signal + torch.randn(n, generator=source)).round()[:, None]
+    return x, (rare if kind == "99 to 1" else even).long(), numbers
 
 
 def fitted(x: Tensor, y: Tensor, likelihood: str) -> ba.Posterior:
     torch.manual_seed(0)
-    numbers = likelihood == "regression"
-    model = mlp((x.shape[1], 32, 32, 1 if numbers else 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    loss: Any = F.mse_loss if numbers else F.cross_entropy
-    for _ in range(600):
-        rows = torch.randint(len(x), (64,))
-        optimizer.zero_grad()
-        loss(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return ba.Posterior.from_optimizer(model.eval(), optimizer, len(x), likelihood=likelihood)
+    model = mlp((x.shape[1], 32, 32, 1 if likelihood == "regression" else 2))
+    return posterior_of(model, x, y, likelihood, steps=600, rate=3e-3, batch=64)
 
 
 def one(kind: str, posteriors: tuple[ba.Posterior, ba.Posterior], seed: int) -> dict[str, float]:
     """What one calibration of each network does on fresh inputs."""
-    source = torch.Generator().manual_seed(1000 + seed)
-    x, classes, numbers = drawn(kind, KINDS[kind][1], source)
+    source, row = torch.Generator().manual_seed(1000 + seed), dict[str, float]()
+    x, classes, numbers = drawn(kind, 40 if kind == "tiny" else 400, source)
     new, new_classes, new_numbers = drawn(kind, TEST, source)
-    row = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
         net = ba.calibrate(posteriors[0], (x, classes), risk=RISK)
-        p = net(new)
-        wrong = p.probs.argmax(dim=1) != new_classes
-        answered = p.answered
+        p, numeric = net(new), ba.calibrate(posteriors[1], (x, numbers))(new)
+        wrong, answered = p.probs.argmax(dim=1) != new_classes, p.answered
         row["set"] = float(p.set(LEVEL).gather(1, new_classes[:, None]).double().mean())
         row["answered"] = float(answered.double().mean())
         row["risk exceeded"] = float(bool(answered.any()) and float(wrong[answered].double().mean()) > RISK)
-        numeric = ba.calibrate(posteriors[1], (x, numbers))(new)
         low, high = numeric.interval(LEVEL)
         row["interval"] = float(((low <= new_numbers) & (new_numbers <= high)).double().mean())
         for name, answer in (("classes", p), ("numbers", numeric)):
-            for a in FLAGS:
-                row[f"flags {a}, {name}"] = float((answer.p_value <= a).double().mean())
+            row |= {f"flags {a}, {name}": float((answer.p_value <= a).double().mean()) for a in FLAGS}
         row["alarms"] = float(ba.Monitor(reference=net.novelties, alarm=ALARM).update(p.novelty))
     return row
 
 
 def some(kind: str, seeds: range) -> list[dict[str, float]]:
     torch.set_num_threads(1)
-    source = torch.Generator().manual_seed(0)
-    x, classes, numbers = drawn(kind, TRAIN, source)
+    x, classes, numbers = drawn(kind, TRAIN, torch.Generator().manual_seed(0))
     posteriors = fitted(x, classes, "classification"), fitted(x, numbers, "regression")
     return [one(kind, posteriors, seed) for seed in seeds]
 
@@ -158,17 +127,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
     kinds, n = (options.only[:2], 2) if options.quick else (options.only, options.calibrations)
-    results: dict[str, Any] = {}
-    unsafe = 0
+    results, unsafe = dict[str, Any](), 0
     for kind in kinds:
         calls = [partial(some, kind, range(first, n, options.jobs)) for first in range(options.jobs)]
         rows = [row for part in parallel(calls, jobs=options.jobs) for row in part]
-        results[kind] = {}
         for name in rows[0]:
-            mean, error, held = safe(name, [row[name] for row in rows])
-            unsafe += not held
-            results[kind][name] = {"mean": mean, "error": error, "safe": held}
-            print(f"{kind:10s} {name:24s}{mean:8.4f} ± {error:.4f}{'' if held else '   not safe'}", flush=True)
+            mean, error, is_safe = safe(name, [row[name] for row in rows])
+            unsafe += not is_safe
+            results.setdefault(kind, {})[name] = {"mean": mean, "error": error, "safe": is_safe}
+            print(f"{kind:10s} {name:24s}{mean:8.4f} ± {error:.4f}{'' if is_safe else '   not safe'}", flush=True)
     write_results(options.out, "ties", {**setting(), "calibrations": n, "results": results})
     print(*at_most("cells that are not on the safe side", 0, unsafe), sep="\n")
 
