@@ -114,17 +114,17 @@ def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
 
 
 def cells(
-    folder: Path, makes: Mapping[str, Callable[[], Cell | None]], about: Mapping[str, Any], *, jobs: int = 0
+    folder: Path, makes: Mapping[str, Callable[[], Cell | None] | None], about: Mapping[str, Any], *, jobs: int = 0
 ) -> dict[str, Cell]:
     """Every cell by its name: read from `folder/name.json`, else made, in this process as it is or by `jobs` others.
 
-    What makes a cell may return None, which leaves it out for this time.
+    What makes a cell may be None, or return it, which leaves the cell out for this time.
     """
     paths = {name: folder / f"{name}.json" for name in makes}
-    missing = [name for name, path in paths.items() if read_cell(path, about) is None]
-    calls = [partial(_finish, paths[name], makes[name], about) for name in missing]
+    missing = {name: make for name, make in makes.items() if make and read_cell(paths[name], about) is None}
+    calls = [partial(_finish, paths[name], make, about) for name, make in missing.items()]
     for done, seconds in enumerate(parallel(calls, jobs=jobs) if jobs else (call() for call in calls)):
-        print(f"{done + 1} of {len(missing)}: {missing[done]}, {seconds:.0f} s", flush=True)
+        print(f"{done + 1} of {len(missing)}: {[*missing][done]}, {seconds:.0f} s", flush=True)
     return {name: cell for name, path in paths.items() if (cell := read_cell(path, about)) is not None}
 
 
@@ -216,14 +216,6 @@ def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def against(ours: Iterable[float], theirs: Iterable[float], *, larger_is_better: bool) -> tuple[str, float, float]:
-    """Ours less theirs, pair by pair: a word, the mean difference and its standard error; a tie within two of those."""
-    gap, error = mean_and_error(a - b for a, b in zip(ours, theirs, strict=True))
-    if gap == 0 or not abs(gap) > 2 * error:
-        return "ties with", gap, error
-    return ("beats" if (gap > 0) == larger_is_better else "LOSES to"), gap, error
 
 
 def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:

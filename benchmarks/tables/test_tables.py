@@ -25,10 +25,7 @@ def test_halves_are_equal_and_stay_as_they_were_drawn():
 def test_tables_without_files_have_the_rows_they_say(name):
     x, y = sets.load(name)
     assert len(x) == len(y) == sets.TABLES[name].rows
-    test = run.for_testing(name, 1, gap=False)
-    assert test.sum() == pytest.approx(len(x) / 5, abs=1)
-    gap, third = x[run.for_testing(name, 1, gap=True), 1], len(x) // 3
-    assert sorted(gap) == sorted(x[:, 1])[third : len(x) - third]
+    assert run.for_testing(name, 1).sum() == pytest.approx(len(x) / 5, abs=1)
 
 
 def test_indicators_missing_cells_and_constants(monkeypatch, tmp_path):
