@@ -6,12 +6,13 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, Optimizer
 
 STEPS = 3
 
@@ -27,7 +28,6 @@ class Written:
         options: one call of `read_checkpoint` each, for what no file says; together they read all that is live.
         unsaid: why to refuse is right; "" where it is not. What is read nevertheless must be right.
         optional: of the live ones, those that need not be read.
-        named: whether the file has the names that the live ones have.
         aliases: the other names of those that have several, in tied modules.
     """
 
@@ -37,27 +37,35 @@ class Written:
     options: tuple[dict[str, Any], ...] = ()
     unsaid: str = ""
     optional: tuple[str, ...] = ()
-    named: bool = True
     aliases: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """One kind of checkpoint.
+    """One kind of checkpoint: the name of its row, and (empty folder) → what was written there.
 
-    Attributes:
-        name: of its row.
-        write: (empty folder) → what was written there.
-        needs: the modules to import, the first of which is the library that writes; none for torch alone.
-        versions: what the library's version begins with, where that matters.
-        note: said beside the library, such as that its layout is written by hand.
+    `needs` are the modules to import, the first of which is the library that writes, none for torch alone; its version
+    begins with `version`. `note` is said beside it, such as that its layout is written by hand.
     """
 
     name: str
     write: Callable[[Path], Written]
     needs: tuple[str, ...] = ()
-    versions: str = ""
+    version: str = ""
     note: str = ""
+
+
+KINDS: list[Kind] = []
+
+
+def kind(title: str, *needs: str, version: str = "", note: str = "", **options: Any) -> Callable[[Any], Any]:
+    """Decorates a writer of a kind; `options` are passed to it."""
+
+    def register(write: Callable[..., Written]) -> Callable[..., Written]:
+        KINDS.append(Kind(title, partial(write, **options), needs, version, note))
+        return write
+
+    return register
 
 
 # --- what is live ---------------------------------------------------------------------------------------------------
@@ -80,17 +88,12 @@ def told(
 ) -> Written:
     """What was written, with v̂ and the values of all that the optimisers trained; `cast` is the file's type."""
     networks = [networks] if isinstance(networks, nn.Module) else networks
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    moments = {
-        id(parameter): second_moment(optimizer.state[parameter], group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if optimizer.state.get(parameter)
-    }
-    live: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    aliases: dict[str, list[str]] = {}
+    moments: dict[int, Tensor] = {}
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+        for parameter, state in optimizer.state.items():
+            group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+            moments[id(parameter)] = second_moment(state, group)
+    live, weights, aliases = dict[str, Tensor](), dict[str, Tensor](), dict[str, list[str]]()
     for number, network in enumerate(networks):
         for name, parameter in network.named_parameters():
             if id(parameter) in moments:
@@ -99,9 +102,19 @@ def told(
                 live[key] = moments[id(parameter)]
                 weights[key] = parameter.detach().to(cast or parameter.dtype).clone()
                 every = network.named_parameters(remove_duplicate=False)
-                aliases[key] = [other for other, same in every if same is parameter and other != name]
+                if others := [other for other, same in every if same is parameter and other != name]:
+                    aliases[key] = others
     assert len(live) == len(moments)
-    return Written(path, live, weights, aliases={key: names for key, names in aliases.items() if names}, **more)
+    return Written(path, live, weights, aliases=aliases, **more)
+
+
+def kept(
+    path: Path, network: nn.Module, optimizer: Optimizer, model: str = "model", state: str = "optimizer", **more: Any
+) -> Written:
+    """A dictionary of the two state dicts, and of what a script writes `beside` them; `more` is of `told`."""
+    tree = {model: network.state_dict(), **more.pop("beside", {}), state: optimizer.state_dict()}
+    torch.save(tree, path)
+    return told(path, network, optimizer, **more)
 
 
 # --- networks -------------------------------------------------------------------------------------------------------
@@ -123,135 +136,59 @@ class Net(nn.Module):
 
 
 class Detector(nn.Module):
-    """A network with a backbone of convolutions and batch norms, and buffers therefore."""
+    """A backbone of convolutions and batch norms, and buffers therefore, between two other parts."""
 
     def __init__(self) -> None:
         super().__init__()
+        convolutions = nn.Conv2d(1, 3, 3, bias=False), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
         self.neck = nn.Linear(3, 6)
         self.backbone = nn.Sequential(
-            nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)
+            convolutions[0], nn.BatchNorm2d(3), convolutions[1], nn.BatchNorm2d(3), convolutions[2]
         )
         self.head = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
-        return self.head(self.neck(self.backbone(x.reshape(-1, 1, 8, 8)).mean(dim=(2, 3))))
 
-
-class Block(nn.Module):
-    """A transformer's layer under nanoGPT's names."""
-
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(wide)
-        self.attn = nn.Module()
-        self.attn.c_attn = nn.Linear(wide, 3 * wide)
-        self.attn.c_proj = nn.Linear(wide, wide)
-        self.attn.register_buffer("bias", torch.tril(torch.ones(5, 5)).view(1, 1, 5, 5))
-        self.ln_2 = nn.LayerNorm(wide)
-        self.mlp = nn.Module()
-        self.mlp.c_fc = nn.Linear(wide, 4 * wide)
-        self.mlp.c_proj = nn.Linear(4 * wide, wide)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The residual stream."""
-        q, k, v = self.attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn.c_proj(mixed)
-        return x + self.mlp.c_proj(nn.functional.gelu(self.mlp.c_fc(self.ln_2(x))))
-
-
-class GPT(nn.Module):
+def gpt() -> nn.ModuleDict:
     """nanoGPT in miniature: names, tied weights, the mask as a buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        parts = {"wte": nn.Embedding(11, 8), "wpe": nn.Embedding(5, 8)}
-        self.transformer = nn.ModuleDict(
-            {**parts, "h": nn.ModuleList([Block(8), Block(8)]), "ln_f": nn.LayerNorm(8, bias=False)}
-        )
-        self.lm_head = nn.Linear(8, 11, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+    def block() -> nn.ModuleDict:
+        attention = nn.ModuleDict({"c_attn": nn.Linear(8, 24), "c_proj": nn.Linear(8, 8)})
+        attention.register_buffer("bias", torch.tril(torch.ones(5, 5)).view(1, 1, 5, 5))
+        mlp = nn.ModuleDict({"c_fc": nn.Linear(8, 32), "c_proj": nn.Linear(32, 8)})
+        return nn.ModuleDict({"ln_1": nn.LayerNorm(8), "attn": attention, "ln_2": nn.LayerNorm(8), "mlp": mlp})
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Logits."""
-        parts = self.transformer
-        x = parts.wte(rows) + parts.wpe(torch.arange(rows.shape[1]))
-        for block in parts.h:
-            x = block(x)
-        return self.lm_head(parts.ln_f(x))
+    parts = {"wte": nn.Embedding(11, 8), "wpe": nn.Embedding(5, 8), "h": nn.ModuleList([block(), block()])}
+    transformer = nn.ModuleDict({**parts, "ln_f": nn.LayerNorm(8, bias=False)})
+    network = nn.ModuleDict({"transformer": transformer, "lm_head": nn.Linear(8, 11, bias=False)})
+    transformer["wte"].weight = network["lm_head"].weight
+    return network
 
 
-def as_of_a_script(*classes: type) -> None:
-    """Pickle the classes as a training script's, which no reader can import."""
-    module = sys.modules.setdefault("train_script", types.ModuleType("train_script"))
-    for each in classes:
-        each.__module__ = "train_script"
-        setattr(module, each.__name__, each)
+# As a training script's: no reader can import them.
+for _network in (Net, Detector):
+    _network.__module__ = "train_script"
+    setattr(sys.modules.setdefault("train_script", types.ModuleType("train_script")), _network.__name__, _network)
 
 
-def trained(
-    network: nn.Module, *optimizers: Optimizer, inputs: Callable[[], Tensor] | None = None, steps: int = STEPS
-) -> None:
-    """A few steps, in which every parameter gets a gradient of its own."""
-    draw = inputs or (lambda: torch.randn(16, next(network.parameters()).shape[1]))
+def trained(*networks: nn.Module, by: Any, steps: int = STEPS) -> None:
+    """A few steps of an optimiser, in which every parameter gets a gradient of its own."""
     for _ in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        out = network(draw())
-        (out - torch.randn_like(out)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        for parameter in (p for network in networks for p in network.parameters() if p.requires_grad):
+            parameter.grad = torch.randn_like(parameter)
+        by.step()
 
 
-def net(seed: int = 0, wide: int = 4, out: int = 2, **adam: Any) -> tuple[Net, Adam]:
+def net(seed: int = 0, wide: int = 4, out: int = 2) -> tuple[Net, Adam]:
     torch.manual_seed(seed)
     network = Net(wide, out)
-    optimizer = Adam(network.parameters(), lr=1e-2, **adam)
-    trained(network, optimizer)
+    optimizer = Adam(network.parameters(), lr=1e-2)
+    trained(network, by=optimizer)
     return network, optimizer
-
-
-def images() -> Tensor:
-    return torch.randn(4, 64)
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, 11, (4, 5))
-
-
-def kept(
-    folder: Path,
-    network: nn.Module,
-    optimizer: Optimizer,
-    file: str = "c.pt",
-    *,
-    model: str = "model",
-    state: str = "optimizer",
-    beside: dict[str, Any] | None = None,
-    **more: Any,
-) -> Written:
-    """A dictionary of the two state dicts and what else a script writes; `more` is of `told`."""
-    tree = {model: network.state_dict(), **(beside or {}), state: optimizer.state_dict()}
-    torch.save(tree, folder / file)
-    return told(folder / file, network, optimizer, **more)
-
-
-def grouped(network: nn.Module, groups: Any, *, inputs: Callable[[], Tensor] | None = None, **adam: Any) -> AdamW:
-    """AdamW over groups, trained."""
-    optimizer = AdamW(groups, lr=1e-2, **adam)
-    trained(network, optimizer, inputs=inputs)
-    return optimizer
-
-
-def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
 
 
 def by_decay(network: nn.Module, *, no_decay_first: bool, matrices: bool = False) -> list[dict[str, Any]]:
     """Weights that decay, and biases and norms that do not, each group in the model's order."""
-    named = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+    named = list(network.named_parameters())
     plain = [p for name, p in named if p.dim() < 2 or (not matrices and name.endswith(".bias"))]
     decay = [p for _, p in named if not any(p is other for other in plain)]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
