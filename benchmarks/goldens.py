@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch.func import functional_call, jacrev
 
 import bayesadam as ba
 from bayesadam import scores
+from benchmarks.common.training import drawn, fit
 
 FILE = Path(__file__).with_name("goldens.json")
 ROOT = Path(__file__).parent.parent
@@ -56,27 +57,26 @@ Golden = Callable[[], Mapping[str, Number]]
 @cache
 def digits() -> tuple[Tensor, Tensor]:
     """Images (n, 8, 8) and classes, in a fixed order."""
-    found = load_digits()
-    order = np.random.RandomState(0).permutation(len(found.target))
-    return torch.tensor(found.images[order] / 16).float(), torch.tensor(found.target[order])
+    table = load_digits()
+    order = np.random.RandomState(0).permutation(len(table.target))
+    return torch.tensor(table.images[order] / 16).float(), torch.tensor(table.target[order])
 
 
-def trained(model: nn.Module, x: Tensor, y: Tensor, *, seed: int = 0, steps: int = 1000, lr: float = 1e-2):
-    """A classifier, or a regression where targets are real, under AdamW; the network and its optimiser."""
-    source = torch.Generator().manual_seed(seed)
+def trained(
+    model: nn.Module, x: Tensor, y: Tensor, *, seed: int = 0, steps: int = 1000, lr: float = 1e-2, start: Any = None
+) -> ba.Posterior:
+    """Of a classifier, or a regression where targets are real, under AdamW, from the seed's weights or others."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+    model.load_state_dict(start or model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    loss = F.mse_loss if y.is_floating_point() else F.cross_entropy
-    for _ in range(steps):
-        rows = torch.randint(len(x), (32,), generator=source)
-        optimizer.zero_grad()
-        loss(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return model.eval(), optimizer
+    kind, loss = ("regression", F.mse_loss) if y.is_floating_point() else ("classification", F.cross_entropy)
+    rows = drawn(len(x), 32, steps, torch.Generator().manual_seed(seed))
+    fit(model, optimizer, rows, lambda some: loss(model(x[some]), y[some]))
+    return ba.Posterior.from_optimizer(model, optimizer, n_data=len(x), batch_size=32, likelihood=kind)
 
 
 def perceptron(outputs: int = 10) -> nn.Module:
@@ -86,8 +86,7 @@ def perceptron(outputs: int = 10) -> nn.Module:
 @cache
 def digits_posterior(seed: int = 0) -> ba.Posterior:
     x, y = digits()
-    model, optimizer = trained(perceptron(), x[:900], y[:900], seed=seed)
-    return ba.Posterior.from_optimizer(model, optimizer, n_data=900, batch_size=32, likelihood="classification")
+    return trained(perceptron(), x[:900], y[:900], seed=seed)
 
 
 # --- what is predicted ----------------------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ def digits_posterior(seed: int = 0) -> ba.Posterior:
 def classes() -> dict[str, Number]:
     """Digits: calibrated probabilities, novelty, p-values and sets, over five networks."""
     x, y = digits()
-    found: dict[str, list[float]] = {}
+    numbers: dict[str, list[float]] = {}
     for seed in range(5):
         posterior, labels = digits_posterior(seed), y[1300:, None]
         net = ba.calibrate(posterior, (x[900:1300], y[900:1300]))
@@ -104,7 +103,7 @@ def classes() -> dict[str, Number]:
         with torch.no_grad():
             p, turned, noise = net(x[1300:]), net(x[1300:].mT), net(white)
             network = posterior.model(x[1300:])
-        nll, far = (-each.probs.gather(1, labels).log().mean() for each in (p, turned))
+        nll, far = (-answer.probs.gather(1, labels).log().mean() for answer in (p, turned))
         values = {
             "nll over the network's": float(nll / F.cross_entropy(network, y[1300:])),
             "nll of turned digits": float(far),
@@ -114,19 +113,18 @@ def classes() -> dict[str, Number]:
             "sets at .9": float(p.set(0.9).gather(1, labels).double().mean()),
         }
         for name, value in values.items():
-            found.setdefault(name, []).append(value)
+            numbers.setdefault(name, []).append(value)
     slack = {"false alarms at .05": (0.02, 0), "sets at .9": (0.02, 0)}
     slack |= {"auroc of turned digits": (0.005, -1), "auroc of noise": (0.005, -1)}
-    return {n: Number(statistics.fmean(v), *slack.get(n, (0.02 * statistics.fmean(v), 1))) for n, v in found.items()}
+    means = {name: statistics.fmean(values) for name, values in numbers.items()}
+    return {name: Number(mean, *slack.get(name, (0.02 * mean, 1))) for name, mean in means.items()}
 
 
 def tables() -> dict[str, Number]:
     """Estimators on two tables: negative log-likelihood and coverage of 90 % intervals, over three splits."""
-    found: dict[str, Number] = {}
-    for name, (x, y) in {
-        "diabetes": load_diabetes(return_X_y=True),
-        "friedman": make_friedman1(600, noise=1.0, random_state=0),
-    }.items():
+    numbers: dict[str, Number] = {}
+    sets = {"diabetes": load_diabetes(return_X_y=True), "friedman": make_friedman1(600, noise=1.0, random_state=0)}
+    for name, (x, y) in sets.items():
         nll, covered = [], []
         for split in range(3):
             order = np.random.RandomState(split).permutation(len(x))
@@ -135,9 +133,9 @@ def tables() -> dict[str, Number]:
             nll.append(-ba.sklearn.log_likelihood(model, x[test], y[test]))
             _, low, high = model.predict(x[test], return_interval=0.9)
             covered.append(float(((low <= y[test]) & (y[test] <= high)).mean()))
-        found[f"{name}, nll"] = Number(statistics.fmean(nll), 0.02)
-        found[f"{name}, coverage"] = Number(statistics.fmean(covered), 0.03, 0)
-    return found
+        numbers |= {f"{name}, nll": Number(statistics.fmean(nll), 0.02)}
+        numbers |= {f"{name}, coverage": Number(statistics.fmean(covered), 0.03, 0)}
+    return numbers
 
 
 def gap() -> dict[str, Number]:
@@ -148,14 +146,12 @@ def gap() -> dict[str, Number]:
     held_out = x[::4] + 0.0007, y[::4]
     away = torch.cat([torch.linspace(-0.5, -0.01, 50), torch.linspace(0.51, 1.2, 70)])[:, None]
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
-    model, optimizer = trained(model, x, y, steps=4000, lr=2e-3)
-    q = ba.Posterior.from_optimizer(model, optimizer, n_data=200, batch_size=32, likelihood="regression")
-    found = {}
+    q, numbers = trained(model, x, y, steps=4000, lr=2e-3), {}
     for name, read in {"diagonal, growth": q, "inputs, growth": q.with_inputs(x)}.items():
         tuned = read.tune(held_out, method="evidence")
         inside, outside = (tuned.predict(at).f_variance.sqrt().mean() for at in (x, away))
-        found[name] = Number(float(outside / inside), 0.05, -1)
-    return found
+        numbers[name] = Number(float(outside / inside), 0.05, -1)
+    return numbers
 
 
 def exact() -> dict[str, Number]:
@@ -184,20 +180,18 @@ def exact() -> dict[str, Number]:
     )
     cases = {"perceptron": (perceptron(3), torch.rand(6, 8, 8).double()), "convolution": (convolution, image)}
     cases |= {"recurrent": (Recurrent(), words), "attention": (Attending(), words)}
-    found = {}
+    numbers = {}
     for name, (model, x) in cases.items():
         torch.manual_seed(0)
         for p in model.parameters():
             nn.init.normal_(p, std=0.4)
-        model = model.double().eval()
-        mean = {n: p.detach().clone() for n, p in model.named_parameters()}
+        mean = {n: p.detach().clone() for n, p in model.double().eval().named_parameters()}
         variance = {n: torch.rand_like(p) + 0.1 for n, p in mean.items()}
         q = ba.Posterior.from_moments(model, mean, variance, 10, likelihood="regression")
         rows = jacrev(lambda p, x=x, model=model: functional_call(model, p, (x,)))(mean)
         truth = sum((rows[n].square() * v).flatten(2).sum(dim=2) for n, v in variance.items())
-        error = float(((q.predict(x).f_variance - truth).abs() / truth).max())
-        found[name] = Number(error, 1e-9)
-    return found
+        numbers[name] = Number(float(((q.predict(x).f_variance - truth).abs() / truth).max()), 1e-9)
+    return numbers
 
 
 # --- what weights are used for --------------------------------------------------------------------------------------
@@ -206,40 +200,25 @@ def exact() -> dict[str, Number]:
 def pruning() -> dict[str, Number]:
     """Digits: accuracy at nine tenths of the weights pruned, by the ratio and by magnitude."""
     x, y = digits()
-    found: dict[str, list[float]] = {"snr": [], "magnitude": []}
-    for seed in range(5):
-        q = digits_posterior(seed)
-        for ranking, values in found.items():
-            small = ba.prune(q, 0.9, ranking=ranking).model
-            values.append(float((small(x[1300:]).argmax(1) == y[1300:]).double().mean()))
-    return {name: Number(statistics.fmean(values), 0.01, -1) for name, values in found.items()}
+    numbers = {}
+    for by in ("snr", "magnitude"):
+        small = [ba.prune(digits_posterior(seed), 0.9, ranking=by).model(x[1300:]).argmax(1) for seed in range(5)]
+        numbers[by] = Number(statistics.fmean(float((c == y[1300:]).double().mean()) for c in small), 0.01, -1)
+    return numbers
 
 
 def merging() -> dict[str, Number]:
     """Digits: the accuracy of a merge of two fine-tunes, each of half of the classes."""
-    x, y = digits()
-    base = {n: p.detach().clone() for n, p in digits_posterior(7).model.named_parameters()}
-    halves = []
-    for half in (y < 5, y >= 5):
-        model, rows = perceptron(), half[:900].nonzero().flatten()
-        trained(model, x[:900], y[:900], steps=0)
-        model.load_state_dict(base)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        source = torch.Generator().manual_seed(0)
-        for _ in range(600):
-            some = rows[torch.randint(len(rows), (32,), generator=source)]
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[some]), y[some]).backward()
-            optimizer.step()
-        halves.append(ba.Posterior.from_optimizer(model, optimizer, n_data=len(rows), batch_size=32))
+    (x, y), base = (part[:900] for part in digits()), digits_posterior(7).model.state_dict()
+    halves = [trained(perceptron(), x[half], y[half], steps=600, start=base) for half in (y < 5, y >= 5)]
     first, second = (half.mean for half in halves)
     merges = {"average": {name: (mu + second[name]) / 2 for name, mu in first.items()}}
     merges["fisher"] = dict(ba.merge(halves, method="fisher"))
-    found = {}
+    (x, y), numbers = (part[1300:] for part in digits()), {}
     for method, weights in merges.items():
-        right = functional_call(halves[0].model, weights, (x[1300:],)).argmax(1) == y[1300:]
-        found[method] = Number(float(right.double().mean()), 0.01, -1)
-    return found
+        right = functional_call(halves[0].model, weights, (x,)).argmax(1) == y
+        numbers[method] = Number(float(right.double().mean()), 0.01, -1)
+    return numbers
 
 
 def auditing() -> dict[str, Number]:
@@ -248,8 +227,7 @@ def auditing() -> dict[str, Number]:
     source = torch.Generator().manual_seed(1)
     flipped = torch.rand(900, generator=source) < 0.05
     labels = torch.where(flipped, (y[:900] + 1 + torch.randint(9, (900,), generator=source)) % 10, y[:900])
-    model, optimizer = trained(perceptron(), x[:900], labels, steps=400)
-    q = ba.Posterior.from_optimizer(model, optimizer, n_data=900, batch_size=32, likelihood="classification")
+    q = trained(perceptron(), x[:900], labels, steps=400)
     suspicion = ba.audit(q, (x[:900], labels)).suspicion
     return {"auroc": Number(scores.auroc(suspicion[~flipped], suspicion[flipped]), 0.005, -1)}
 
@@ -258,16 +236,13 @@ def bandits() -> dict[str, Number]:
     """Digits and a wheel as bandits, 400 rounds, three runs: reward over the optimum's."""
     from experiments import classification_problem, simulate
 
-    x, y = digits()
-    found = {}
-    for name, problem in {
-        "digits": classification_problem(x.flatten(1).numpy(), y.numpy()),
-        "wheel": "wheel:0.5",
-    }.items():
+    (x, y), numbers = digits(), {}
+    problems = {"digits": classification_problem(x.flatten(1).numpy(), y.numpy()), "wheel": "wheel:0.5"}
+    for name, problem in problems.items():
         for agent in ("hybrid", "linear"):
             ratio = simulate(problem, agent, runs=3, rounds=400, seed=3).reward_ratio
-            found[f"{name}, {agent}"] = Number(float(ratio.mean()), 0.02, -1)
-    return found
+            numbers[f"{name}, {agent}"] = Number(float(ratio.mean()), 0.02, -1)
+    return numbers
 
 
 def monitoring() -> dict[str, Number]:
@@ -276,17 +251,14 @@ def monitoring() -> dict[str, Number]:
     net = ba.calibrate(digits_posterior(), (x[900:1300], y[900:1300]))
     with torch.no_grad():
         calm, turned = net(x[1300:]), net(x[1300:].mT)
-    alarms, delays = 0, []
+    alarms, delays = [], []
     for seed in range(40):
         source = torch.Generator().manual_seed(seed)
-        monitor = ba.Monitor(net, alarm=0.05)
-        alarms += any(
-            monitor.update(calm.novelty[i : i + 1]) for i in torch.randperm(497, generator=source)[:200].tolist()
-        )
-        monitor = ba.Monitor(net, alarm=0.05)
-        order = torch.randperm(497, generator=source)[:200].tolist()
-        delays.append(next((n for n, i in enumerate(order) if monitor.update(turned.novelty[i : i + 1])), 200))
-    return {"false alarms": Number(alarms / 40, 0.05), "delay": Number(statistics.fmean(delays), 3)}
+        for stream, ended in ((calm.novelty, alarms), (turned.novelty, delays)):
+            monitor, order = ba.Monitor(net, alarm=0.05), torch.randperm(497, generator=source)[:200].tolist()
+            ended.append(next((n for n, i in enumerate(order) if monitor.update(stream[i : i + 1])), 200))
+    false = statistics.fmean(end < 200 for end in alarms)
+    return {"false alarms": Number(false, 0.05), "delay": Number(statistics.fmean(delays), 3)}
 
 
 # --- files and speeds -----------------------------------------------------------------------------------------------
@@ -342,14 +314,8 @@ def speeds() -> dict[str, Number]:
     }
 
 
-GOLDENS: Mapping[str, Golden] = {
-    each.__name__: each
-    for each in (
-        *(classes, tables, gap, exact),
-        *(pruning, merging, auditing, bandits, monitoring),
-        *(files, speeds),
-    )
-}
+_ALL = (classes, tables, gap, exact, pruning, merging, auditing, bandits, monitoring, files, speeds)
+GOLDENS: Mapping[str, Golden] = {golden.__name__: golden for golden in _ALL}
 
 
 def lost(now: Number, before: float) -> bool:
@@ -367,16 +333,16 @@ def main() -> None:
     frozen = json.loads(FILE.read_text()) if FILE.is_file() else {}
     failed = False
     for name in options.names or GOLDENS:
-        began, found = time.perf_counter(), GOLDENS[name]()
+        began, numbers = time.perf_counter(), GOLDENS[name]()
         print(f"{name} ({time.perf_counter() - began:.0f} s)", flush=True)
-        for what, number in found.items():
+        for what, number in numbers.items():
             before = frozen.get(name, {}).get(what)
             worse = before is not None and lost(number, before) and not options.freeze
             failed |= worse
             shown = "new" if before is None else f"was {before:.6g}"
             print(f"  {what:28s}{number.value:12.6g}   {shown}{'   WORSE' if worse else ''}", flush=True)
         if options.freeze:
-            frozen[name] = {what: number.value for what, number in found.items()}
+            frozen[name] = {what: number.value for what, number in numbers.items()}
     if options.freeze:
         FILE.write_text(json.dumps(frozen, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     sys.exit(failed)

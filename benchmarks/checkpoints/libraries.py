@@ -142,22 +142,6 @@ def skorch(folder: Path, *, read: str = "", callback: bool = False) -> Written:
     return told(folder / read, classifier.module_, classifier.optimizer_, options=options)
 
 
-@kind("braindecode, params.pt", "braindecode", "braindecode.models")
-def braindecode(folder: Path) -> Written:
-    """skorch's files; the class of the network is braindecode's."""
-    from braindecode import EEGClassifier
-    from braindecode.models import ShallowFBCSPNet
-
-    torch.manual_seed(0)
-    shape = {"n_chans": 3, "n_outputs": 2, "n_times": 200, "n_filters_time": 3, "n_filters_spat": 3}
-    network = ShallowFBCSPNet(**shape, final_conv_length="auto")
-    how = {"criterion": nn.CrossEntropyLoss, "optimizer": torch.optim.AdamW, "max_epochs": 1, "batch_size": 8}
-    classifier = EEGClassifier(network, **how, verbose=0).fit(rows(16, 3, 200)[0], np.arange(16) % 2)
-    classifier.save_params(f_params=str(folder / "params.pt"), f_optimizer=str(folder / "optimizer.pt"))
-    options = ({"optimizer_path": folder / "optimizer.pt"},)
-    return told(folder / "params.pt", classifier.module_, classifier.optimizer_, options=options)
-
-
 def lightning(folder: Path, *, package: str, variant: str = "plain") -> Written:
     """One .ckpt by the Trainer, with what people keep in it."""
     pl = importlib.import_module(package)

@@ -44,25 +44,24 @@ class Written:
 class Kind:
     """One kind of checkpoint: the name of its row, and (empty folder) → what was written there.
 
-    `needs` are the modules to import, the first of which is the library that writes, none for torch alone; its version
-    begins with `version`. `note` is said beside it, such as that its layout is written by hand.
+    `needs` are the modules to import, the first of which is the library that writes, none for a layout that is written
+    by hand; its version begins with `version`.
     """
 
     name: str
     write: Callable[[Path], Written]
     needs: tuple[str, ...] = ()
     version: str = ""
-    note: str = ""
 
 
 KINDS: list[Kind] = []
 
 
-def kind(title: str, *needs: str, version: str = "", note: str = "", **options: Any) -> Callable[[Any], Any]:
+def kind(title: str, *needs: str, version: str = "", **options: Any) -> Callable[[Any], Any]:
     """Decorates a writer of a kind; `options` are passed to it."""
 
     def register(write: Callable[..., Written]) -> Callable[..., Written]:
-        KINDS.append(Kind(title, partial(write, **options), needs, version, note))
+        KINDS.append(Kind(title, partial(write, **options), needs, version))
         return write
 
     return register
@@ -140,11 +139,9 @@ class Detector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        convolutions = nn.Conv2d(1, 3, 3, bias=False), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+        first, *others = nn.Conv2d(1, 3, 3, bias=False), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
         self.neck = nn.Linear(3, 6)
-        self.backbone = nn.Sequential(
-            convolutions[0], nn.BatchNorm2d(3), convolutions[1], nn.BatchNorm2d(3), convolutions[2]
-        )
+        self.backbone = nn.Sequential(first, nn.BatchNorm2d(3), others[0], nn.BatchNorm2d(3), others[1])
         self.head = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
 
 
@@ -164,10 +161,9 @@ def gpt() -> nn.ModuleDict:
     return network
 
 
-# As a training script's: no reader can import them.
-for _network in (Net, Detector):
-    _network.__module__ = "train_script"
-    setattr(sys.modules.setdefault("train_script", types.ModuleType("train_script")), _network.__name__, _network)
+# As a training script's: no reader can import it.
+sys.modules["train_script"] = types.ModuleType("train_script")
+sys.modules["train_script"].Detector, Detector.__module__ = Detector, "train_script"  # type: ignore[attr-defined]
 
 
 def trained(*networks: nn.Module, by: Any, steps: int = STEPS) -> None:

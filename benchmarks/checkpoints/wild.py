@@ -92,7 +92,7 @@ def first_line(error: BaseException) -> str:
 def judged(expected: Mapping[str, Any]) -> dict[str, Any]:
     """The row of one kind."""
     status, said, _ = outcome(expected, {})
-    row = {key: expected[key] for key in ("kind", "library", "note", "unsaid", "options")}
+    row = {key: expected[key] for key in ("kind", "library", "unsaid", "options")}
     row |= {"status": status, "said": said, "with_options": "", "said_with_options": ""}
     if status in ("refused", "in part") and expected["options"]:
         calls = [outcome(expected, one) for one in expected["options"]]
@@ -110,7 +110,7 @@ def shown(row: Mapping[str, Any]) -> list[str]:
     second = row["with_options"]
     if second:
         second += f" ({', '.join(sorted({key for one in row['options'] for key in one}))})"
-    parts = ((row["kind"], row["unsaid"], " ({})"), (row["library"], row["note"], " ({})"))
+    parts = ((row["kind"], row["unsaid"], " ({})"), (row["library"], "", ""))
     parts += ((first, row["said"], ": {}"), (second, row["said_with_options"], ": {}"))
     cells = (text + (form.format(more) if more else "") for text, more, form in parts)
     return [cell[:SHOWN].replace("|", "\\|").replace("\n", " ") for cell in cells]

@@ -43,7 +43,7 @@ def write_all(folder: Path, only: Sequence[str]) -> None:
             continue
         distinct(written.weights)
         options = [{key: str(v) if isinstance(v, Path) else v for key, v in one.items()} for one in written.options]
-        about = {"kind": kind.name, "library": library, "note": kind.note, "options": options}
+        about = {"kind": kind.name, "library": library, "options": options}
         saved = {**vars(written), "path": str(written.path), "optional": list(written.optional)}
         torch.save({**saved, **about}, own / EXPECTED)
         (own / LEFT_OUT).unlink(missing_ok=True)
@@ -52,7 +52,7 @@ def write_all(folder: Path, only: Sequence[str]) -> None:
 def library_of(kind: Kind) -> str:
     """The library that writes, and its version; an error where it, or what it needs, is absent or another version."""
     if not kind.needs:
-        return f"torch {torch.__version__}"
+        return f"torch {torch.__version__}, by hand"
     for module in kind.needs:
         importlib.import_module(module)
     name = DISTRIBUTIONS.get(kind.needs[0], kind.needs[0])

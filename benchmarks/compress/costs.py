@@ -1,13 +1,16 @@
-"""Seconds and memory on a GPU of making a ResNet-18 and a GPT of 100M weights smaller, ours beside what is published.
+"""Seconds and memory of a ResNet-18 and a GPT of 100M weights made smaller, ours beside what is published.
 
     python -m benchmarks.compress.costs --device cuda
 
-The networks are untrained, with the state of a few steps of Adam, and their inputs are made up: 1,000 images, 128
+The networks are untrained, with the state of a few steps of AdamW, and their inputs are made up: 1,000 images, 128
 sequences of 256 bytes. One run of each method after one on a small network; memory is beyond the network and its state.
+Then what needs the checkpoint alone, each in a process of its own on the CPU: pages mapped from it do not count.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,18 +19,26 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.inspecting import inspect
 from benchmarks.common.harness import arguments, measured, write_results
 from benchmarks.common.networks import ResNet18
 from benchmarks.common.training import fit
 from benchmarks.compress.smaller import gptq, ours, sparsegpt
 from benchmarks.compress.trained import LENGTH, gpt, logits_of
 
-METHODS: dict[str, Callable[[ba.Posterior, Tensor], nn.Module]] = {
+N = 50_000
+METHODS: dict[str, Callable[[ba.Posterior, Tensor], Any]] = {
+    "a draw": lambda q, x: q.sample(generator=torch.Generator().manual_seed(0)),
     "ours, .9 pruned": lambda q, x: ours(q, x, 0.9, None),
     "ours, .9 pruned in one round": lambda q, x: ours(q, x, 0.9, None, rounds=1),
     "SparseGPT, .9 pruned": lambda q, x: sparsegpt(q, x, 0.9, None),
     "ours, 4 bits": lambda q, x: ours(q, x, 0.0, 4),
     "GPTQ, 4 bits": lambda q, x: gptq(q, x, 0.0, 4),
+}
+OF_FILES: dict[str, Callable[[str], Any]] = {
+    "file: inspect": partial(inspect, n_data=N),
+    "file: prune": lambda path: ba.compress.prune_checkpoint(path, f"{path}.pruned.safetensors", 0.5),
+    "file: a draw": lambda path: ba.GaussianWeights.open(path, N).sample(),
 }
 # A network and its inputs.
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -37,18 +48,32 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+def of_file(task: str, paths: list[str]) -> dict[str, float]:
+    """One task in this process, after the small network's for what the first use brings into memory."""
+    OF_FILES[task](paths[0])
+    return measured(partial(OF_FILES[task], paths[-1]), "cpu")
+
+
 def main() -> None:
     options = arguments(__doc__, quick="the small network alone", device=True).parse_args()
-    results: dict[str, Any] = {}
-    for name, (build, inputs) in CASES.items() if not options.quick else [*CASES.items()][:1]:
-        torch.manual_seed(0)
-        model, x = build().to(options.device), inputs().to(options.device)
-        adam, first = torch.optim.Adam(model.parameters(), 1e-4), torch.arange(16, device=options.device)
-        fit(model, adam, 3 * [first], lambda rows, f=model, x=x: logits_of(f, x[rows]).logsumexp(dim=-1).mean())
-        q = ba.Posterior.from_optimizer(model, adam, 50_000, likelihood="classification")
-        for method, run in METHODS.items():
-            row = results.setdefault(name, {})[method] = measured(partial(run, q, x), options.device)
-            print(f"{name}, {method}: {row['seconds']:.2f} s, {row['mib']:.0f} MiB", flush=True)
+    results, paths = dict[str, Any](), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (build, inputs) in CASES.items() if not options.quick else [*CASES.items()][:1]:
+            torch.manual_seed(0)
+            model, x = build().to(options.device), inputs().to(options.device)
+            adam, first = torch.optim.AdamW(model.parameters(), 1e-4), torch.arange(16, device=options.device)
+            fit(model, adam, 3 * [first], lambda rows, f=model, x=x: logits_of(f, x[rows]).logsumexp(dim=-1).mean())
+            paths.append(f"{folder}/{name}.pt")
+            torch.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, paths[-1])
+            made = list[ba.Posterior]()
+            read = partial(ba.Posterior.from_optimizer, model, adam, N, likelihood="classification")
+            row = {"the posterior": measured(lambda: made.append(read()), options.device)}  # noqa: B023
+            row |= {method: measured(partial(run, made[0], x), options.device) for method, run in METHODS.items()}
+            for task in OF_FILES:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    row[task] = pool.apply(of_file, (task, paths))
+            results[name] = row
+            print(*(f"{name}, {of}: {c['seconds']:.2f} s, {c['mib']:.0f} MiB" for of, c in row.items()), sep="\n")
     write_results(options.out, "compress-costs", results)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.harness import arguments, write_results
 from benchmarks.common.inputs import Pixels, load, read_text
-from benchmarks.common.networks import Residual, ResNet18, mlp, vit
+from benchmarks.common.networks import ResNet18, mlp, residual, vit
 from benchmarks.common.training import Recipe, augmented
 
 TEXTS, LENGTH, MASK, IGNORED = ("manual", "manpages"), 256, 256, -100
@@ -35,13 +35,6 @@ def dropped(sizes: tuple[int, ...], dropout: float = 0.0) -> nn.Sequential:
     for layer in mlp(sizes):
         layers += [layer, nn.Dropout(dropout)] if isinstance(layer, nn.ReLU) and dropout else [layer]
     return nn.Sequential(*layers)
-
-
-def narrow_resnet() -> nn.Sequential:
-    """Five residual blocks of 48 to 192 channels."""
-    blocks = [Residual(*shape) for shape in ((48, 48, 1), (48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1))]
-    stem = [nn.Conv2d(3, 48, 3, padding=1, bias=False), nn.BatchNorm2d(48), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 10))
 
 
 def gpt(width: int, depth: int) -> nn.Module:
@@ -77,6 +70,7 @@ class Net:
         return self.data in TEXTS
 
 
+_NARROW = [(48, 48, 1), (48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1)]
 _CONSTANT, _CYCLE = partial(Recipe, schedule="constant"), partial(Recipe, schedule="cycle", batch=512)
 _TEXT = partial(_CYCLE, batch=64, decay=0.1, half=True, clip=1.0)
 NETS = {
@@ -87,7 +81,7 @@ NETS = {
     "gpt": Net(partial(gpt, 384, 6), "manual", _TEXT(8)),
     "bert": Net(partial(bert, 256, 4), "manual", _TEXT(12, lr=5e-4), masked=True),
     "dev-mlp": Net(partial(dropped, (784, 256, 256, 10)), "fashion-mnist", _CONSTANT(20)),
-    "dev-resnet": Net(narrow_resnet, "cifar10", _CYCLE(8, lr=2e-3, decay=0.02, half=True)),
+    "dev-resnet": Net(partial(residual, 3, _NARROW, 10), "cifar10", _CYCLE(8, lr=2e-3, decay=0.02, half=True)),
     "dev-vit": Net(partial(vit, width=128, depth=4, heads=4), "cifar10", _CYCLE(30, decay=0.05)),
     "dev-gpt": Net(partial(gpt, 256, 4), "manpages", _TEXT(6, beta2=0.99)),
 }
