@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.checkpoints.networks import Net, Written, by_decay, kind, second_moment, told, trained
+from benchmarks.checkpoints.networks import Net, Written, kind, second_moment, told, trained
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
@@ -251,7 +251,7 @@ def accelerate(folder: Path, *, safe: bool = True) -> Written:
     torch.manual_seed(0)
     network = Net()
     prepared, wrapped = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-2))
-    trained(prepared, by=wrapped)
+    trained(prepared, wrapped)
     accelerator.save_state(str(folder / "step_3"), safe_serialization=safe)
     accelerator.free_memory()
     return told(folder / "step_3", network, wrapped.optimizer)
@@ -292,8 +292,9 @@ def ignite(folder: Path) -> Written:
 
     torch.manual_seed(0)
     network = Net()
-    optimizer = torch.optim.AdamW(by_decay(network, no_decay_first=False), lr=1e-2)
-    trainer = Engine(lambda _, batch: trained(network, by=optimizer, steps=1))
+    matrices, rest = ([p for p in network.parameters() if (p.dim() == 2) is flag] for flag in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest}], lr=1e-2)
+    trainer = Engine(lambda _, batch: trained(network, optimizer, steps=1))
     saver = Checkpoint({"trainer": trainer, "model": network, "optimizer": optimizer}, DiskSaver(str(folder)))
     trainer.add_event_handler(Events.COMPLETED, saver)
     trainer.run(range(3), max_epochs=1)
@@ -318,7 +319,7 @@ def optimiser(folder: Path, *, path: str, unsaid: str = "", muon: bool = False, 
     optimizer = getattr(importlib.import_module(module), name)(given, **more)
     if hasattr(optimizer, "train"):
         optimizer.train()
-    trained(network, by=optimizer)
+    trained(network, optimizer)
     torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict()}, folder / "c.pt")
     live, weights, order = dict[str, Tensor](), dict[str, Tensor](), order_of(network, optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}

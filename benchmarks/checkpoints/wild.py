@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoints.wild [--only NAME ...] [--keep FOLDER] [--also PYTHON ...] [--out out/bench]
 
-Every kind is written by its own library where that is installed (`libraries`), or by a script with torch alone
-(`kinds`), in a process that has no bayesadam (`write`), together with v̂ of the live optimiser,
-computed without bayesadam in double precision. `--also` names the Python of another environment, which writes what
-could not be imported in this one. What was written is then read here, where none of those libraries has been imported.
+Every kind is written by its own library where that is installed (`libraries`), in a process that has no bayesadam
+(`write`), together with v̂ of the live optimiser, computed without bayesadam in double precision. `--also` names the
+Python of another environment, which writes what could not be imported in this one. What was written is then read here,
+where none of those libraries has been imported.
 
 The first call has no options; where it refuses, the options that say what no file says follow. A parameter that was
 read is identified by its weights, which no other has, and its name must end as the live one's does: v̂ must be that

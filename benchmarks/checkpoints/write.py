@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoints import kinds, libraries  # noqa: F401
+from benchmarks.checkpoints import libraries  # noqa: F401
 from benchmarks.checkpoints.networks import KINDS, Kind
 
 EXPECTED, LEFT_OUT = "expected.pt", "left_out.json"
@@ -50,9 +50,7 @@ def write_all(folder: Path, only: Sequence[str]) -> None:
 
 
 def library_of(kind: Kind) -> str:
-    """The library that writes, and its version; an error where it, or what it needs, is absent or another version."""
-    if not kind.needs:
-        return f"torch {torch.__version__}, by hand"
+    """Which one writes, and its version; an error where it, or what it needs, is absent or another version."""
     for module in kind.needs:
         importlib.import_module(module)
     name = DISTRIBUTIONS.get(kind.needs[0], kind.needs[0])
