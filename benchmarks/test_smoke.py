@@ -28,7 +28,7 @@ PEERS = {
     "benchmarks.tables.run": "ngboost",
 }
 MODULES = ("ivon", "vowpalwabbit", "mabwiser.mab", "calvera.bandits", "laplace", "laplace.curvature", "asdl")
-MODULES += ("backpack", "curvlinops", "torchmetrics", "ngboost", "catboost", "mapie.regression", "hqq.core.quantize")
+MODULES += ("backpack", "curvlinops", "torchmetrics", "ngboost", "catboost")
 LIMIT = 1800
 
 

@@ -66,10 +66,8 @@ def import_peer(module: str, package: str, *, alone: bool = False) -> ModuleType
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        sys.exit(
-            f"{package} cannot be imported ({error}): there is nothing to compare with. `make peers` installs it into "
-            ".venv-peers; --alone measures ours without it"
-        )
+        remedy = "`make peers` installs it into .venv-peers; --alone measures ours without it"
+        sys.exit(f"{package} cannot be imported ({error}): there is nothing to compare with. {remedy}")
 
 
 def setting() -> dict[str, Any]:
@@ -177,8 +175,7 @@ def one_core() -> None:
 
 def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
     """What each call returns, in their order, out of `jobs` processes of one thread each; of one it is this one."""
-    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this
-    # process.
+    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if jobs == 1:
@@ -233,24 +230,17 @@ def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    warmup: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order
-    rotates.
-    """
-    names = list(candidates)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    """Seconds of each call, in turns, so that a busy machine slows all alike; the order rotates."""
+    names, seconds = list(candidates), dict[str, list[float]]({name: [] for name in candidates})
     for round_number in range(-warmup, rounds):
         turn = round_number % len(names)
         for name in names[turn:] + names[:turn]:
-            began = clock()
+            began = time.perf_counter()
             candidates[name]()
             if round_number >= 0:
-                seconds[name].append(clock() - began)
+                seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
@@ -270,50 +260,46 @@ def ratio_range(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> t
 
 def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup: int = 10) -> float:
     """The median time of one call on the current CUDA device, by events."""
-    for _ in range(warmup):
-        call()
     times = []
-    for _ in range(repeats):
+    for turn in range(-warmup, repeats):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         call()
         ended.record()
         ended.synchronize()
-        times.append(float(began.elapsed_time(ended)))
+        times += [float(began.elapsed_time(ended))] if turn >= 0 else []
     return statistics.median(times)
 
 
-def resident(field: str) -> float:
-    """MiB of this process: its own (`RssAnon`), or at most (`VmHWM`); `ru_maxrss` would begin at the parent's peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
-
-
 def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
-    """Seconds, and the most memory beyond what there was before, in MiB; what `work` returns is kept until then."""
-    if device.startswith("cuda"):
+    """Seconds, and the most memory beyond what there was before, in MiB; what `work` returns is kept until then.
+
+    On a CPU it is the memory of this process alone: pages mapped from files are the system's cache.
+    """
+    cuda, done, peaks = device.startswith("cuda"), threading.Event(), list[float]()
+
+    def memory() -> float:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        return (torch.cuda.max_memory_allocated() if cuda else (resident - shared) * os.sysconf("SC_PAGE_SIZE")) / 2**20
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peaks.append(memory())
+
+    if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, began = torch.cuda.memory_allocated() / 2**20, time.perf_counter()
+    before, watcher = memory(), threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    try:
         kept = work()
-        torch.cuda.synchronize()
-        seconds, peak = time.perf_counter() - began, torch.cuda.max_memory_allocated() / 2**20
-    else:
-        before, peaks, done = resident("RssAnon"), [0.0], threading.Event()
-
-        def watch() -> None:
-            while not done.wait(0.002):
-                peaks.append(resident("RssAnon"))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        began = time.perf_counter()
-        try:
-            kept = work()
-            seconds = time.perf_counter() - began
-        finally:
-            done.set()
-            watcher.join()
-        peak = max(*peaks, resident("RssAnon"))
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    finally:
+        done.set()
+        watcher.join()
+    peak = max(*peaks, memory()) - before
     del kept
-    return {"seconds": seconds, "mib": peak - before}
+    return {"seconds": seconds, "mib": peak}

@@ -10,7 +10,6 @@ Inputs are standardised, on one core; what is not said below is at its default. 
 - RandomForest: a Gaussian of the out-of-bag residuals' variance about its prediction.
 - linear: Bayesian ridge regression; logistic regression.
 - NGBoost, CatBoost (RMSEWithUncertainty with posterior sampling, stopped early on a fifth): Gaussians.
-- MAPIE: conformalised quantile regression around histogram gradient boosting, a fifth to conformalise: intervals alone.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestClassifier, RandomForestRegressor
+from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 from sklearn.linear_model import BayesianRidge, LogisticRegression
@@ -42,10 +41,10 @@ RATE, EPOCHS, PATIENCE = 0.01, 300, 30
 
 @dataclass(frozen=True)
 class Forecast:
-    """E[y] of some rows, (rows,); p(y), if the method has it; the ends of 90 % intervals, if it has its own."""
+    """p(y) of some rows, its mean (rows,), and the ends of 90 % intervals, if the method has its own."""
 
     mean: Array
-    law: Distribution | None = None
+    law: Distribution
     ends: tuple[Array, Array] | None = None
 
     def scores(self, y: Array) -> dict[str, float]:
@@ -53,22 +52,22 @@ class Forecast:
 
         CRPS = E|Y − y| − ½ E|Y − Y'|, without bias over 200 to 1,000 draws, the last term from their order.
         """
-        scores, ends = {"rmse": float(np.sqrt(((y - self.mean) ** 2).mean()))}, self.ends
-        if self.law is not None:
-            targets, n = torch.from_numpy(y), min(max(200, 400_000 // len(y)), 1000)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                # A mixture draws from all its parts, which is much memory at once.
-                parts = [self.law.sample((n // 10,)) for _ in range(10)]
-            draws = torch.cat(parts).flatten(1).sort(dim=0).values
-            places = 2 * torch.arange(1, len(draws) + 1)[:, None] - len(draws) - 1
-            spread = (places * draws).sum(dim=0) / (len(draws) * (len(draws) - 1))
-            scores["crps"] = float(((draws - targets).abs().mean(dim=0) - spread).mean())
-            scores["nll"] = -float(self.law.log_prob(targets.reshape(self.law.batch_shape)).mean())
-            ends = ends or np.quantile(draws.numpy(), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-        assert ends is not None
-        inside = (ends[0] <= y) & (y <= ends[1])
-        return {**scores, "coverage": float(inside.mean()), "width": float((ends[1] - ends[0]).mean())}
+        targets, n = torch.from_numpy(y), min(max(200, 400_000 // len(y)), 1000)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            # A mixture draws from all its parts, which is much memory at once.
+            parts = [self.law.sample((n // 10,)) for _ in range(10)]
+        draws = torch.cat(parts).flatten(1).sort(dim=0).values
+        places = 2 * torch.arange(1, len(draws) + 1)[:, None] - len(draws) - 1
+        spread = (places * draws).sum(dim=0) / (len(draws) * (len(draws) - 1))
+        low, high = self.ends or np.quantile(draws.numpy(), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+        return {
+            "rmse": float(np.sqrt(((y - self.mean) ** 2).mean())),
+            "crps": float(((draws - targets).abs().mean(dim=0) - spread).mean()),
+            "nll": -float(self.law.log_prob(targets.reshape(self.law.batch_shape)).mean()),
+            "coverage": float(((low <= y) & (y <= high)).mean()),
+            "width": float((high - low).mean()),
+        }
 
 
 # Of training inputs and targets, test inputs and a seed: a forecast, or probabilities (rows, classes).
@@ -165,7 +164,6 @@ def with_std(make: Callable[[int, int], Any]) -> Regressor:
 
 
 def process(columns: int, seed: int) -> GaussianProcessRegressor:
-    """Its kernel by marginal likelihood."""
     kernel = ConstantKernel() * RBF(np.ones(columns)) + WhiteKernel()
     return GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed)
 
@@ -198,45 +196,31 @@ def catboost(x: Array, y: Array, x_test: Array, seed: int, loss: str = "RMSEWith
     return mean, np.sqrt(variance)
 
 
-def mapie(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
-    """Intervals of conformalised quantiles; the middle quantile for a mean."""
-    # MAPIE refuses fewer than 21 rows.
-    fitted, kept, y_fitted, y_kept = train_test_split(x, y, test_size=max(len(x) // 5, 21), random_state=seed)
-    levels = ((1 - LEVEL) / 2, (1 + LEVEL) / 2, 0.5)
-    models = [HistGradientBoostingRegressor(loss="quantile", quantile=q, random_state=seed) for q in levels]
-    models = [model.fit(fitted, y_fitted) for model in models]
-    conformal = importlib.import_module("mapie.regression").ConformalizedQuantileRegressor(models, LEVEL, prefit=True)
-    mean, ends = conformal.conformalize(kept, y_kept).predict_interval(x_test)
-    return Forecast(mean, ends=(ends[:, 0, 0], ends[:, 1, 0]))
-
-
 def classifier(make: Callable[[int], Any]) -> Classifier:
     """One of scikit-learn's interface."""
     return lambda x, y, x_test, seed: make(seed).fit(x, y).predict_proba(x_test)
 
 
-ENSEMBLE, DROPOUT = networks(0.0), networks(0.1)
 OURS = ("Badam", "Badam ×5")
 REGRESSORS: Mapping[str, Regressor] = {
     "Badam": badam(n_ensemble=1),
     "Badam ×5": badam(),
-    "deep ensemble": ENSEMBLE[0],
-    "MC dropout": DROPOUT[0],
+    "deep ensemble": networks(0.0)[0],
+    "MC dropout": networks(0.1)[0],
     "GaussianProcess": with_std(process),
     "RandomForest": forest,
     "linear": with_std(lambda _, __: BayesianRidge()),
     "NGBoost": ngboost,
     "CatBoost": of_scaled(catboost),
-    "MAPIE": mapie,
 }
 CLASSIFIERS: Mapping[str, Classifier] = {
     "Badam": classifier(lambda seed: BadamClassifier(n_ensemble=1, random_state=seed)),
     "Badam ×5": classifier(lambda seed: BadamClassifier(random_state=seed)),
-    "deep ensemble": ENSEMBLE[1],
-    "MC dropout": DROPOUT[1],
+    "deep ensemble": networks(0.0)[1],
+    "MC dropout": networks(0.1)[1],
     "RandomForest": classifier(lambda seed: RandomForestClassifier(random_state=seed)),
     "linear": classifier(lambda seed: LogisticRegression(max_iter=2000)),
     "CatBoost": lambda x, y, x_test, seed: catboost(x, y, x_test, seed, "Logloss" if y.max() == 1 else "MultiClass"),
 }
 MOST_ROWS = {"GaussianProcess": 1500}
-PEERS = {"NGBoost": "ngboost", "CatBoost": "catboost", "MAPIE": "mapie"}
+PEERS = {"NGBoost": "ngboost", "CatBoost": "catboost"}

