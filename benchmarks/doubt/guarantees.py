@@ -1,7 +1,7 @@
 """What `ba.calibrate` promises: probabilities no worse than temperature scaling's, coverage, and a risk that is kept.
 
-    BAYESADAM_DATA=... python -m benchmarks.doubt.guarantees [--quick] [--only networks coverage risk] [--splits 200]
-        [--jobs 1] [--out out/bench]
+    BAYESADAM_DATA=... python -m benchmarks.doubt.guarantees [--quick] [--only networks coverage risk ties]
+        [--splits 200] [--jobs 1] [--out out/bench]
 
 - networks: scikit-learn's digits, and the test images of MNIST and of Fashion-MNIST in a fixed random order: 800 train,
   300 are held out and 697 score, or 4,000, 500 and 5,500. Two hidden layers of 100 ReLUs, and LeNet; Adam on batches of
@@ -14,6 +14,11 @@
   the whole pool is the true risk. "exceeded" is the share of draws whose true risk is above the one asked for: .05 at
   most. "naive" takes the largest threshold at which the held-out share of errors is within the risk; "oracle" is the
   most that the pool allows. Of energy's heating loads an answer more than 2 off is wrong.
+- ties: inputs that take few values, repeat, are few or rarely of a class. Each kind has one network of classes and one
+  of whole numbers, trained on 400 examples; both are calibrated on fresh ones again and again, and 1,000 more are
+  scored: flags (`p_value` ≤ a, at most a), sets and intervals (at least the level), calibrations whose true risk is
+  above the one asked for (.05 at most), and streams of 1,000 inputs without a change in which `Monitor`s at .01 alarm.
+  "Safe" is a mean on the right side of its promise, or within two of its standard errors (three of a binomial share).
 """
 
 from __future__ import annotations
@@ -229,17 +234,121 @@ def risk(*, draws: int, quick: bool) -> tuple[Found, list[Target]]:
     return found, at_most("share of draws whose true risk exceeds the one asked for, the worst", limit, worst)
 
 
+# --- ties -----------------------------------------------------------------------------------------------------------
+
+LEVEL, FLAGS, RISK, ALARM = 0.9, (0.01, 0.05), 0.1, 0.01
+Inputs = Callable[[int, torch.Generator], Tensor]
+
+
+def _binary(n: int, source: torch.Generator) -> Tensor:
+    return (torch.rand(n, 2, generator=source) < torch.tensor([0.3, 0.6])).float()
+
+
+def _one_hot(n: int, source: torch.Generator) -> Tensor:
+    shares = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.01])
+    return F.one_hot(shares.multinomial(n, replacement=True, generator=source), 6).float()
+
+
+def _normal(n: int, source: torch.Generator) -> Tensor:
+    return torch.randn(n, 4, generator=source)
+
+
+def _repeated(n: int, source: torch.Generator) -> Tensor:
+    """Of 60 rows that are always the same."""
+    rows = _normal(60, torch.Generator().manual_seed(0))
+    return rows[torch.randint(60, (n,), generator=source)]
+
+
+# Inputs by kind; "tiny" has 40 held-out examples, the others 400.
+KINDS: Mapping[str, Inputs] = {
+    "binary": _binary,
+    "one-hot": _one_hot,
+    "likert": lambda n, source: torch.randint(1, 6, (n, 3), generator=source).float() - 3,
+    "rounded": lambda n, source: _normal(n, source).round(),
+    "repeated": _repeated,
+    "jittered": lambda n, source: _binary(n, source) + 1e-5 * torch.randn(n, 2, generator=source),
+    "normal": _normal,
+    "tiny": _normal,
+    "99 to 1": _normal,
+}
+
+
+def drawn(kind: str, n: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, classes, one in a hundred of them 1 for "99 to 1", and whole numbers."""
+    x = KINDS[kind](n, source)
+    signal, noise = x.sum(dim=1), torch.rand(n, generator=source)
+    rare, even = signal + 2 * (noise - 0.5) > 4.9, noise < (2 * signal).sigmoid()
+    numbers = (2 * signal + torch.randn(n, generator=source)).round()[:, None]
+    return x, (rare if kind == "99 to 1" else even).long(), numbers
+
+
+def one_calibration(kind: str, posteriors: Sequence[ba.Posterior], seed: int) -> dict[str, float]:
+    """What one calibration of each network does on fresh inputs."""
+    source, row = torch.Generator().manual_seed(1000 + seed), dict[str, float]()
+    x, classes, numbers = drawn(kind, 40 if kind == "tiny" else 400, source)
+    new, new_classes, new_numbers = drawn(kind, 1000, source)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
+        net = ba.calibrate(posteriors[0], (x, classes), risk=RISK)
+        p, numeric = net(new), ba.calibrate(posteriors[1], (x, numbers))(new)
+        wrong, answered = p.probs.argmax(dim=1) != new_classes, p.answered
+        row["set"] = float(p.set(LEVEL).gather(1, new_classes[:, None]).double().mean())
+        row["answered"] = float(answered.double().mean())
+        row["risk exceeded"] = float(bool(answered.any()) and float(wrong[answered].double().mean()) > RISK)
+        low, high = numeric.interval(LEVEL)
+        row["interval"] = float(((low <= new_numbers) & (new_numbers <= high)).double().mean())
+        for name, answer in (("classes", p), ("numbers", numeric)):
+            row |= {f"flags {a}, {name}": float((answer.p_value <= a).double().mean()) for a in FLAGS}
+        row["alarms"] = float(ba.Monitor(reference=net.novelties, alarm=ALARM).update(p.novelty))
+    return row
+
+
+def some_calibrations(kind: str, seeds: range) -> list[dict[str, float]]:
+    posteriors = []
+    x, *targets = drawn(kind, 400, torch.Generator().manual_seed(0))
+    for y, outputs, likelihood in zip(targets, (2, 1), ("classification", "regression"), strict=True):
+        torch.manual_seed(0)
+        model = mlp((x.shape[1], 32, 32, outputs))
+        posteriors.append(posterior_of(model, x, y, likelihood, steps=600, rate=3e-3, batch=64))
+    return [one_calibration(kind, posteriors, seed) for seed in seeds]
+
+
+def safe(name: str, values: list[float]) -> tuple[float, float, bool]:
+    mean, error = mean_and_error(values)
+    if name in ("risk exceeded", "alarms"):
+        limit = 0.05 if name == "risk exceeded" else ALARM
+        return mean, error, mean <= limit + 3 * math.sqrt(limit * (1 - limit) / len(values))
+    if name.startswith("flags"):
+        return mean, error, mean <= float(name.split()[1].rstrip(",")) + 2 * error
+    return mean, error, name == "answered" or mean >= LEVEL - 2 * error
+
+
+def ties(*, calibrations: int, jobs: int, quick: bool) -> tuple[Found, list[Target]]:
+    """Every promise on every kind of inputs."""
+    found, unsafe = dict[str, Any](), 0
+    for kind in list(KINDS)[: 2 if quick else None]:
+        calls = [partial(some_calibrations, kind, range(first, calibrations, jobs)) for first in range(jobs)]
+        rows = [row for part in parallel(calls, jobs=jobs) for row in part]
+        for name in rows[0]:
+            mean, error, is_safe = safe(name, [row[name] for row in rows])
+            unsafe += not is_safe
+            found.setdefault(kind, {})[name] = {"mean": mean, "error": error, "safe": is_safe}
+            print(f"{kind:10s} {name:24s}{mean:8.4f} ± {error:.4f}{'' if is_safe else '   not safe'}", flush=True)
+    return found, at_most("cells that are not on the safe side", 0, unsafe)
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="two networks of digits, and 4 splits", jobs=1)
-    parts = ("networks", "coverage", "risk")
+    parts = ("networks", "coverage", "risk", "ties")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--splits", type=int, default=200, help="of each table and pool, at least 2")
+    parser.add_argument("--splits", type=int, default=200, help="of each table, pool and kind, at least 2")
     options = parser.parse_args()
     splits = 4 if options.quick else options.splits
     run: Mapping[str, Callable[[], tuple[Found, list[Target]]]] = {
         "networks": partial(networks, quick=options.quick, jobs=options.jobs),
         "coverage": partial(coverage, splits=splits, jobs=options.jobs),
         "risk": partial(risk, draws=splits, quick=options.quick),
+        "ties": partial(ties, calibrations=2 if options.quick else splits, jobs=options.jobs, quick=options.quick),
     }
     results: Found = {**setting(), "splits": splits, "quick": options.quick, "targets": []}
     for name in options.only:
