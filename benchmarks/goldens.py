@@ -2,10 +2,10 @@
 
     python -m benchmarks.goldens [--freeze] [NAME ...]
 
-Every golden is a function that returns numbers by name, each with the direction that is worse. Those that a computer
-of another kind would give alike are compared with `goldens.json`, within their tolerance; speeds are ratios measured in
-this run, shown beside the frozen ones and never a failure. Ends with code 1 where a number got worse. `--freeze` writes
-the file anew; say in the commit why.
+Every golden is a function that returns numbers by name. They are compared with `goldens.json`, which has for each its
+frozen value, by how much it may get worse, and whether more of it is worse (1), less (−1) or either (0); null shows a
+speed, a ratio measured in this run, and never fails. Ends with code 1 where a number got worse. `--freeze` writes the
+values anew; say in the commit why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,20 +35,11 @@ FILE = Path(__file__).with_name("goldens.json")
 ROOT = Path(__file__).parent.parent
 
 
-class Number(NamedTuple):
-    """A golden's value, by how much it may get worse, and whether more of it is worse (+1), less (−1) or either (0)."""
-
-    value: float
-    slack: float
-    worse: int = 1
+Numbers = dict[str, float]
 
 
-def speed(value: float) -> Number:
-    """A ratio measured in this run, which is shown alone."""
-    return Number(value, float("inf"))
-
-
-Golden = Callable[[], Mapping[str, Number]]
+def share(hits: Any) -> float:
+    return float(torch.as_tensor(hits).double().mean())
 
 
 # --- data and networks ----------------------------------------------------------------------------------------------
@@ -92,10 +83,9 @@ def digits_posterior(seed: int = 0) -> ba.Posterior:
 # --- what is predicted ----------------------------------------------------------------------------------------------
 
 
-def classes() -> dict[str, Number]:
+def classes() -> Numbers:
     """Digits: calibrated probabilities, novelty, p-values and sets, over five networks."""
-    x, y = digits()
-    numbers: dict[str, list[float]] = {}
+    (x, y), rows = digits(), list[Numbers]()
     for seed in range(5):
         posterior, labels = digits_posterior(seed), y[1300:, None]
         net = ba.calibrate(posterior, (x[900:1300], y[900:1300]))
@@ -104,25 +94,22 @@ def classes() -> dict[str, Number]:
             p, turned, noise = net(x[1300:]), net(x[1300:].mT), net(white)
             network = posterior.model(x[1300:])
         nll, far = (-answer.probs.gather(1, labels).log().mean() for answer in (p, turned))
-        values = {
-            "nll over the network's": float(nll / F.cross_entropy(network, y[1300:])),
-            "nll of turned digits": float(far),
-            "auroc of turned digits": scores.auroc(p.novelty, turned.novelty),
-            "auroc of noise": scores.auroc(p.novelty, noise.novelty),
-            "false alarms at .05": float((p.p_value <= 0.05).double().mean()),
-            "sets at .9": float(p.set(0.9).gather(1, labels).double().mean()),
-        }
-        for name, value in values.items():
-            numbers.setdefault(name, []).append(value)
-    slack = {"false alarms at .05": (0.02, 0), "sets at .9": (0.02, 0)}
-    slack |= {"auroc of turned digits": (0.005, -1), "auroc of noise": (0.005, -1)}
-    means = {name: statistics.fmean(values) for name, values in numbers.items()}
-    return {name: Number(mean, *slack.get(name, (0.02 * mean, 1))) for name, mean in means.items()}
+        rows.append(
+            {
+                "nll over the network's": float(nll / F.cross_entropy(network, y[1300:])),
+                "nll of turned digits": float(far),
+                "auroc of turned digits": scores.auroc(p.novelty, turned.novelty),
+                "auroc of noise": scores.auroc(p.novelty, noise.novelty),
+                "false alarms at .05": share(p.p_value <= 0.05),
+                "sets at .9": share(p.set(0.9).gather(1, labels)),
+            }
+        )
+    return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
 
 
-def tables() -> dict[str, Number]:
+def tables() -> Numbers:
     """Estimators on two tables: negative log-likelihood and coverage of 90 % intervals, over three splits."""
-    numbers: dict[str, Number] = {}
+    numbers: Numbers = {}
     sets = {"diabetes": load_diabetes(return_X_y=True), "friedman": make_friedman1(600, noise=1.0, random_state=0)}
     for name, (x, y) in sets.items():
         nll, covered = [], []
@@ -132,13 +119,12 @@ def tables() -> dict[str, Number]:
             model = ba.sklearn.BadamRegressor(random_state=split).fit(x[train], y[train])
             nll.append(-ba.sklearn.log_likelihood(model, x[test], y[test]))
             _, low, high = model.predict(x[test], return_interval=0.9)
-            covered.append(float(((low <= y[test]) & (y[test] <= high)).mean()))
-        numbers |= {f"{name}, nll": Number(statistics.fmean(nll), 0.02)}
-        numbers |= {f"{name}, coverage": Number(statistics.fmean(covered), 0.03, 0)}
+            covered.append(share((low <= y[test]) & (y[test] <= high)))
+        numbers |= {f"{name}, nll": statistics.fmean(nll), f"{name}, coverage": statistics.fmean(covered)}
     return numbers
 
 
-def gap() -> dict[str, Number]:
+def gap() -> Numbers:
     """The toy regression: the band outside over that inside, of Adam's diagonal and of its input side by evidence."""
     x = torch.linspace(0, 0.5, 200)[:, None]
     angle = 2 * torch.pi * (x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3)))
@@ -150,11 +136,11 @@ def gap() -> dict[str, Number]:
     for name, read in {"diagonal, growth": q, "inputs, growth": q.with_inputs(x)}.items():
         tuned = read.tune(held_out, method="evidence")
         inside, outside = (tuned.predict(at).f_variance.sqrt().mean() for at in (x, away))
-        numbers[name] = Number(float(outside / inside), 0.05, -1)
+        numbers[name] = float(outside / inside)
     return numbers
 
 
-def exact() -> dict[str, Number]:
+def exact() -> Numbers:
     """The largest relative error of linearised variances against a Jacobian in float64, over kinds of layers."""
 
     class Recurrent(nn.Module):
@@ -190,38 +176,34 @@ def exact() -> dict[str, Number]:
         q = ba.Posterior.from_moments(model, mean, variance, 10, likelihood="regression")
         rows = jacrev(lambda p, x=x, model=model: functional_call(model, p, (x,)))(mean)
         truth = sum((rows[n].square() * v).flatten(2).sum(dim=2) for n, v in variance.items())
-        numbers[name] = Number(float(((q.predict(x).f_variance - truth).abs() / truth).max()), 1e-9)
+        numbers[name] = float(((q.predict(x).f_variance - truth).abs() / truth).max())
     return numbers
 
 
 # --- what weights are used for --------------------------------------------------------------------------------------
 
 
-def pruning() -> dict[str, Number]:
+def pruning() -> Numbers:
     """Digits: accuracy at nine tenths of the weights pruned, by the ratio and by magnitude."""
-    x, y = digits()
-    numbers = {}
+    (x, y), numbers = (part[1300:] for part in digits()), {}
     for by in ("snr", "magnitude"):
-        small = [ba.prune(digits_posterior(seed), 0.9, ranking=by).model(x[1300:]).argmax(1) for seed in range(5)]
-        numbers[by] = Number(statistics.fmean(float((c == y[1300:]).double().mean()) for c in small), 0.01, -1)
+        small = (ba.prune(digits_posterior(seed), 0.9, ranking=by).model for seed in range(5))
+        numbers[by] = statistics.fmean(share(model(x).argmax(1) == y) for model in small)
     return numbers
 
 
-def merging() -> dict[str, Number]:
+def merging() -> Numbers:
     """Digits: the accuracy of a merge of two fine-tunes, each of half of the classes."""
     (x, y), base = (part[:900] for part in digits()), digits_posterior(7).model.state_dict()
     halves = [trained(perceptron(), x[half], y[half], steps=600, start=base) for half in (y < 5, y >= 5)]
     first, second = (half.mean for half in halves)
     merges = {"average": {name: (mu + second[name]) / 2 for name, mu in first.items()}}
     merges["fisher"] = dict(ba.merge(halves, method="fisher"))
-    (x, y), numbers = (part[1300:] for part in digits()), {}
-    for method, weights in merges.items():
-        right = functional_call(halves[0].model, weights, (x,)).argmax(1) == y
-        numbers[method] = Number(float(right.double().mean()), 0.01, -1)
-    return numbers
+    x, y = (part[1300:] for part in digits())
+    return {by: share(functional_call(halves[0].model, w, (x,)).argmax(1) == y) for by, w in merges.items()}
 
 
-def auditing() -> dict[str, Number]:
+def auditing() -> Numbers:
     """Digits: how well an audit finds a twentieth of labels that were changed."""
     x, y = digits()
     source = torch.Generator().manual_seed(1)
@@ -229,10 +211,10 @@ def auditing() -> dict[str, Number]:
     labels = torch.where(flipped, (y[:900] + 1 + torch.randint(9, (900,), generator=source)) % 10, y[:900])
     q = trained(perceptron(), x[:900], labels, steps=400)
     suspicion = ba.audit(q, (x[:900], labels)).suspicion
-    return {"auroc": Number(scores.auroc(suspicion[~flipped], suspicion[flipped]), 0.005, -1)}
+    return {"auroc": scores.auroc(suspicion[~flipped], suspicion[flipped])}
 
 
-def bandits() -> dict[str, Number]:
+def bandits() -> Numbers:
     """Digits and a wheel as bandits, 400 rounds, three runs: reward over the optimum's."""
     from experiments import classification_problem, simulate
 
@@ -240,12 +222,11 @@ def bandits() -> dict[str, Number]:
     problems = {"digits": classification_problem(x.flatten(1).numpy(), y.numpy()), "wheel": "wheel:0.5"}
     for name, problem in problems.items():
         for agent in ("hybrid", "linear"):
-            ratio = simulate(problem, agent, runs=3, rounds=400, seed=3).reward_ratio
-            numbers[f"{name}, {agent}"] = Number(float(ratio.mean()), 0.02, -1)
+            numbers[f"{name}, {agent}"] = share(simulate(problem, agent, runs=3, rounds=400, seed=3).reward_ratio)
     return numbers
 
 
-def monitoring() -> dict[str, Number]:
+def monitoring() -> Numbers:
     """False alarms over forty streams like the held-out data, and the delay after every input is turned."""
     x, y = digits()
     net = ba.calibrate(digits_posterior(), (x[900:1300], y[900:1300]))
@@ -257,14 +238,13 @@ def monitoring() -> dict[str, Number]:
         for stream, ended in ((calm.novelty, alarms), (turned.novelty, delays)):
             monitor, order = ba.Monitor(net, alarm=0.05), torch.randperm(497, generator=source)[:200].tolist()
             ended.append(next((n for n, i in enumerate(order) if monitor.update(stream[i : i + 1])), 200))
-    false = statistics.fmean(end < 200 for end in alarms)
-    return {"false alarms": Number(false, 0.05), "delay": Number(statistics.fmean(delays), 3)}
+    return {"false alarms": statistics.fmean(end < 200 for end in alarms), "delay": statistics.fmean(delays)}
 
 
 # --- files and speeds -----------------------------------------------------------------------------------------------
 
 
-def files() -> dict[str, Number]:
+def files() -> Numbers:
     """How many posteriors and agents that older releases saved still load."""
     loaded = 0
     for path in sorted(ROOT.glob("tests/**/release_*/*.safetensors")):
@@ -279,7 +259,7 @@ def files() -> dict[str, Number]:
             if not any(kind in str(error) for kind in ("mixture", "monitor")):
                 continue
         loaded += 1
-    return {"loaded": Number(loaded, 0, -1)}
+    return {"loaded": loaded}
 
 
 def seconds(work: Callable[[], object], least: float = 0.2) -> float:
@@ -293,7 +273,7 @@ def seconds(work: Callable[[], object], least: float = 0.2) -> float:
     return statistics.median(taken)
 
 
-def speeds() -> dict[str, Number]:
+def speeds() -> Numbers:
     """Over a forward pass of the same batch: predict calibrated and linearised, calibrate; a decision in µs."""
     x, y = digits()
     q = digits_posterior()
@@ -306,22 +286,16 @@ def speeds() -> dict[str, Number]:
         agent.reward(decision.id, float(decision.arm == label))
     at = x[70].flatten().numpy()
     return {
-        "calibrated, batch 1": speed(seconds(lambda: net(x[:1])) / one),
-        "calibrated, batch 64": speed(seconds(lambda: net(x[:64])) / many),
-        "linearised, batch 64": speed(seconds(lambda: q.predict(x[:64], covariance=True)) / many),
-        "calibrate, 400": speed(seconds(lambda: ba.calibrate(q, (x[900:1300], y[900:1300]))) / held_out),
-        "decide, µs": speed(1e6 * seconds(lambda: agent.decide(at))),
+        "calibrated, batch 1": seconds(lambda: net(x[:1])) / one,
+        "calibrated, batch 64": seconds(lambda: net(x[:64])) / many,
+        "linearised, batch 64": seconds(lambda: q.predict(x[:64], covariance=True)) / many,
+        "calibrate, 400": seconds(lambda: ba.calibrate(q, (x[900:1300], y[900:1300]))) / held_out,
+        "decide, µs": 1e6 * seconds(lambda: agent.decide(at)),
     }
 
 
 _ALL = (classes, tables, gap, exact, pruning, merging, auditing, bandits, monitoring, files, speeds)
-GOLDENS: Mapping[str, Golden] = {golden.__name__: golden for golden in _ALL}
-
-
-def lost(now: Number, before: float) -> bool:
-    """Whether a number got worse than the frozen one, beyond its slack."""
-    away = now.value - before
-    return (abs(away) if now.worse == 0 else now.worse * away) > now.slack
+GOLDENS: Mapping[str, Callable[[], Numbers]] = {golden.__name__: golden for golden in _ALL}
 
 
 def main() -> None:
@@ -330,19 +304,17 @@ def main() -> None:
     parser.add_argument("--freeze", action="store_true", help="write the numbers of this run as the frozen ones")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    frozen = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    failed = False
+    frozen, failed = json.loads(FILE.read_text(encoding="utf-8")), False
     for name in options.names or GOLDENS:
         began, numbers = time.perf_counter(), GOLDENS[name]()
         print(f"{name} ({time.perf_counter() - began:.0f} s)", flush=True)
-        for what, number in numbers.items():
-            before = frozen.get(name, {}).get(what)
-            worse = before is not None and lost(number, before) and not options.freeze
+        for what, value in numbers.items():
+            before, slack, sign = frozen.setdefault(name, {}).setdefault(what, [value, None, 0])
+            away = abs(value - before) if sign == 0 else sign * (value - before)
+            worse = slack is not None and away > slack and not options.freeze
             failed |= worse
-            shown = "new" if before is None else f"was {before:.6g}"
-            print(f"  {what:28s}{number.value:12.6g}   {shown}{'   WORSE' if worse else ''}", flush=True)
-        if options.freeze:
-            frozen[name] = {what: number.value for what, number in numbers.items()}
+            print(f"  {what:28s}{value:12.6g}   was {before:.6g}{'   WORSE' if worse else ''}", flush=True)
+            frozen[name][what][0] = value
     if options.freeze:
         FILE.write_text(json.dumps(frozen, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     sys.exit(failed)
