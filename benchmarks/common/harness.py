@@ -300,6 +300,6 @@ def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
     finally:
         done.set()
         watcher.join()
-    peak = max(*peaks, memory()) - before
+    peak = max([*peaks, memory()]) - before
     del kept
     return {"seconds": seconds, "mib": peak}

@@ -23,7 +23,8 @@ from bayesadam.inspecting import inspect
 from benchmarks.common.harness import arguments, measured, write_results
 from benchmarks.common.networks import ResNet18
 from benchmarks.common.training import fit
-from benchmarks.compress.smaller import gptq, ours, sparsegpt
+from benchmarks.compress import published
+from benchmarks.compress.smaller import ours
 from benchmarks.compress.trained import LENGTH, gpt, logits_of
 
 N = 50_000
@@ -31,9 +32,9 @@ METHODS: dict[str, Callable[[ba.Posterior, Tensor], Any]] = {
     "a draw": lambda q, x: q.sample(generator=torch.Generator().manual_seed(0)),
     "ours, .9 pruned": lambda q, x: ours(q, x, 0.9, None),
     "ours, .9 pruned in one round": lambda q, x: ours(q, x, 0.9, None, rounds=1),
-    "SparseGPT, .9 pruned": lambda q, x: sparsegpt(q, x, 0.9, None),
+    "SparseGPT, .9 pruned": lambda q, x: published.sparsegpt(q.model, x, 0.9),
     "ours, 4 bits": lambda q, x: ours(q, x, 0.0, 4),
-    "GPTQ, 4 bits": lambda q, x: gptq(q, x, 0.0, 4),
+    "GPTQ, 4 bits": lambda q, x: published.gptq(q.model, x, 4),
 }
 OF_FILES: dict[str, Callable[[str], Any]] = {
     "file: inspect": partial(inspect, n_data=N),

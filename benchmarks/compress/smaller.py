@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from benchmarks.common.harness import arguments, cells, markdown, mean_and_error, measured, replaced
-from benchmarks.common.inputs import load
+from benchmarks.common.inputs import folder, load
 from benchmarks.compress import published
 from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
 
@@ -40,88 +40,63 @@ Method = Callable[[ba.Posterior, Tensor, float, int | None], nn.Module]
 # --- methods --------------------------------------------------------------------------------------------------------
 
 
-def pruned(q: ba.Posterior, fraction: float, **how: Any) -> ba.Posterior:
-    """By this library, of the matrices that all methods prune."""
+def ours(q: ba.Posterior, x: Tensor | None, fraction: float, bits: int | None, **how: Any) -> nn.Module:
+    """Of the matrices that all methods prune; without inputs by the ratio alone."""
     exclude = [name for name in q.mode if name not in published.matrices(q.model)]
-    return ba.prune(q, fraction, exclude=exclude, **how) if fraction else q
-
-
-def ours(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None, **how: Any) -> nn.Module:
-    small = pruned(q, fraction, inputs=x, **how)
+    small = ba.prune(q, fraction, exclude=exclude, inputs=x, **how) if fraction else q
     return small.model if bits is None else ba.quantise(small, bits, inputs=x).model
 
 
-def sparsegpt(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None) -> nn.Module:
-    return published.sparsegpt(q.model, x, fraction, bits=bits)
+def given_zeros(method: Method) -> Method:
+    """The dense network conditioned on the zeros that another method chose."""
 
-
-def wanda(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None) -> nn.Module:
-    return published.wanda(q.model, x, fraction)
-
-
-def gptq(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None, **how: Any) -> nn.Module:
-    return published.gptq(q.model, x, bits or 0, **how)
-
-
-def rtn(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None, **how: Any) -> nn.Module:
-    return published.rtn(q.model, bits or 0, **how)
-
-
-def magnitude(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None, **how: Any) -> nn.Module:
-    return published.magnitude(q.model, fraction, **how)
-
-
-def conditioned(method: Method) -> Method:
-    """The dense network given the zeros that another method chose."""
-
-    def given_zeros(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None) -> nn.Module:
+    def conditioned(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None) -> nn.Module:
         small = method(q, x, fraction, bits)
         masks = {name: small.get_parameter(name) != 0 for name in published.matrices(q.model)}
         return ba.compress.condition(q, masks, x).model
 
-    return given_zeros
+    return conditioned
 
 
-ALONE: dict[str, Method] = {
-    "ratio alone": lambda q, x, fraction, bits: pruned(q, fraction).model,
-    "magnitude": magnitude,
-    "magnitude by layer": partial(magnitude, uniform=True),
-}
-PRUNERS: dict[str, Method] = {
+def other_images(name: str) -> Method:
+    """Ours on the images of another set."""
+    images = lru_cache(partial(load, name, "test", made_up=folder() is None))
+    return lambda q, x, f, b: ours(q, images()[0][: len(x)].to(x.device), f, b)
+
+
+METHODS: dict[str, Method] = {
+    "dense": lambda q, x, f, b: q.model,
+    "ratio alone": lambda q, x, f, b: ours(q, None, f, b),
+    "magnitude": lambda q, x, f, b: published.magnitude(q.model, f),
+    "magnitude by layer": lambda q, x, f, b: published.magnitude(q.model, f, uniform=True),
     "ours": ours,
-    "sparsegpt": sparsegpt,
-    "sparsegpt conditioned": conditioned(sparsegpt),
-    "wanda": wanda,
-    "wanda conditioned": conditioned(wanda),
+    **{f"ours, images of {name}": other_images(name) for name in OTHERS},
+    "ours, uniform noise": lambda q, x, f, b: ours(q, torch.rand_like(x), f, b),
     "magnitude conditioned": partial(ours, ranking="magnitude"),
+    "sparsegpt": lambda q, x, f, b: published.sparsegpt(q.model, x, f, bits=b),
+    "wanda": lambda q, x, f, b: published.wanda(q.model, x, f),
+    "gptq": lambda q, x, f, b: published.gptq(q.model, x, b or 0),
+    "gptq searched": lambda q, x, f, b: published.gptq(q.model, x, b or 0, search=True),
+    "rtn": lambda q, x, f, b: published.rtn(q.model, b or 0),
+    "rtn searched": lambda q, x, f, b: published.rtn(q.model, b or 0, search=True),
 }
-ROUNDERS: dict[str, Method] = {
-    "ours": ours,
-    "gptq": gptq,
-    "gptq searched": partial(gptq, search=True),
-    "rtn": rtn,
-    "rtn searched": partial(rtn, search=True),
-}
-BOTH: dict[str, Method] = {"ours": ours, "sparsegpt": sparsegpt}
+METHODS |= {f"{name} conditioned": given_zeros(METHODS[name]) for name in ("sparsegpt", "wanda")}
+PRUNERS = ("ours", "sparsegpt", "sparsegpt conditioned", "wanda", "wanda conditioned", "magnitude conditioned")
+ROUNDERS = ("ours", "gptq", "gptq searched", "rtn", "rtn searched")
 
 
-def jobs(data: str, counts: tuple[int, ...], *, quick: bool) -> Iterator[tuple[str, Method, float, int | None, int]]:
-    """Every row of a network: what it is called, its method, the fraction, the bits, and how many inputs."""
+def jobs(data: str, counts: tuple[int, ...], *, quick: bool) -> list[tuple[str, float, int | None, int]]:
+    """Every row of a network: its method, the fraction, the bits, and how many inputs."""
     fractions, bits = ((0.5, 0.9), (3,)) if quick else (FRACTIONS, BITS)
-    yield "dense", lambda q, *_: q.model, 0.0, None, 0
-    yield from ((*method, fraction, None, 0) for method, fraction in product(ALONE.items(), fractions))
-    for n, method, fraction in product(counts[::-1], PRUNERS.items(), fractions):
-        yield *method, fraction, None, n
-    yield from ((*method, 0.0, width, counts[-1]) for method, width in product(ROUNDERS.items(), bits))
-    yield from ((*method, fraction, JOINT, counts[-1]) for method, fraction in product(BOTH.items(), fractions))
-    if data in OTHERS:
-        # Of which inputs does it take?
-        images = load(OTHERS[data], "test", made_up=quick)[0]
-        wrong: dict[str, Method] = {
-            f"ours, images of {OTHERS[data]}": lambda q, x, *how: ours(q, images[: len(x)].to(x.device), *how),
-            "ours, uniform noise": lambda q, x, *how: ours(q, torch.rand_like(x), *how),
-        }
-        yield from ((*method, fraction, None, counts[-1]) for method, fraction in product(wrong.items(), fractions))
+    wrong = (f"ours, images of {OTHERS[data]}", "ours, uniform noise") if data in OTHERS else ()
+    return [
+        ("dense", 0.0, None, 0),
+        *product(("ratio alone", "magnitude", "magnitude by layer"), fractions, (None,), (0,)),
+        *product(PRUNERS, fractions, (None,), counts[::-1]),
+        *product(ROUNDERS, (0.0,), bits, counts[-1:]),
+        *product(("ours", "sparsegpt"), fractions, (JOINT,), counts[-1:]),
+        *product(wrong, fractions, (None,), counts[-1:]),
+    ]
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -147,21 +122,20 @@ def posterior_of(path: Path, device: str, n_data: int) -> ba.Posterior:
     return ba.Posterior.from_checkpoint(path, model.eval(), n_data=n_data)
 
 
-def row_of(path: Path, about: Row, method: Method, device: str, *, quick: bool) -> Row | None:
+def row_of(path: Path, job: tuple[str, float, int | None, int], device: str, *, quick: bool) -> Row | None:
     """One method on one network; None where it fails."""
-    net, n = NETS[about["net"]], about["inputs"]
-    data = data_of(net, device, made_up=quick)
-    q, x = posterior_of(path, device, len(data.train[0])), some_inputs(net, data, max(n, 1), about["seed"])
+    (name, _, seed), (method, fraction, bits, n) = path.stem.rpartition("-"), job
+    about: Row = {"net": name, "seed": int(seed), "method": method, "fraction": fraction, "bits": bits, "inputs": n}
+    net, data = NETS[name], data_of(NETS[name], device, made_up=quick)
+    q, x = posterior_of(path, device, len(data.train[0])), some_inputs(net, data, max(n, 1), int(seed))
     made: list[nn.Module] = []
     try:
-        cost = measured(lambda: made.append(method(q, x, about["fraction"], about["bits"])), device)
+        cost = measured(lambda: made.append(METHODS[method](q, x, fraction, bits)), device)
     except Exception as error:
         print(f"{about} failed: {type(error).__name__}: {error}", flush=True)
         return None
-    small, again = made[0], score(net, published.renormed(made[0], x), data) if n else None
-    row = about | cost | {"score": score(net, small, data), "renormed": again, "bytes": size_of(small, about["bits"])}
-    print(row, flush=True)
-    return row
+    again = score(net, published.renormed(made[0], x), data) if n else None
+    return about | cost | {"score": score(net, made[0], data), "renormed": again, "bytes": size_of(made[0], bits)}
 
 
 def means(rows: list[Row]) -> list[Row]:
@@ -211,16 +185,17 @@ def main() -> None:
     if options.quick and not (nets / "lenet300-0.pt").is_file():
         trained("lenet300", 0, nets / "lenet300-0.pt", options.device, made_up=True)
     for path in sorted(nets.glob("*.pt")) if not options.report else ():
-        name, _, seed = path.stem.rpartition("-")
+        name = path.stem.rpartition("-")[0]
         if any(fnmatchcase(path.stem, pattern) for pattern in options.only):
             counts = (SEQUENCES,) if NETS[name].smaller_is_better else tuple(options.counts)
-            makes = {}
-            for title, method, *how in jobs(NETS[name].data, (100,) if options.quick else counts, quick=options.quick):
-                if title in (options.methods or (title,)):
-                    about = dict(zip(("fraction", "bits", "inputs"), how, strict=True), method=title)
-                    about |= {"net": name, "seed": int(seed)}
-                    of = partial(row_of, path, about, method, options.device, quick=options.quick)
-                    makes[f"{path.stem}, {title}, {', '.join(map(str, how))}"] = of
+            wanted = jobs(NETS[name].data, (100,) if options.quick else counts, quick=options.quick)
+            makes = {
+                f"{path.stem}, {', '.join(map(str, job))}": partial(
+                    row_of, path, job, options.device, quick=options.quick
+                )
+                for job in wanted
+                if job[0] in (options.methods or METHODS)
+            }
             cells(folder, makes, {"quick": options.quick})
     rows = means([json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))])
     print("\n\n".join(tables(rows)))

@@ -156,18 +156,17 @@ def trained(
     name: str, seed: int, path: Path, device: str, *, epochs: int | None = None, made_up: bool = False
 ) -> float:
     """Train a network into a file; its score. Images of CIFAR-10 are moved and flipped."""
-    net = NETS[name]
-    recipe = (
-        replace(net.recipe, epochs=1, batch=64) if made_up else replace(net.recipe, epochs=epochs or net.recipe.epochs)
-    )
-    data, start, how = data_of(net, device, made_up=made_up), time.perf_counter(), dict[str, Any]()
+    net, start, how = NETS[name], time.perf_counter(), dict[str, Any]()
+    recipe = replace(net.recipe, epochs=epochs or net.recipe.epochs)
+    recipe = replace(recipe, epochs=1, batch=64) if made_up else recipe
     if net.masked or net.data == "cifar10":
         how["change"] = lambda x, y: masked(x) if net.masked else (augmented(x), y)
+    data = data_of(net, device, made_up=made_up)
     torch.manual_seed(seed)
     one = recipe.train(net.build().to(device), data.train, loss_of, **how)
-    seconds, scored = time.perf_counter() - start, score(net, one.model, data)
     one.save(path)
-    print(f"{path.name}: {scored:.3f} in {seconds:.0f} s", flush=True)
+    scored = score(net, one.model, data)
+    print(f"{path.name}: {scored:.3f} in {time.perf_counter() - start:.0f} s", flush=True)
     return scored
 
 
