@@ -80,47 +80,6 @@ for _title, _options in {
     kind(f"SB3 {_title}", "stable_baselines3", "gymnasium", **_options)(stable_baselines)
 
 
-@kind("rsl-rl PPO", "rsl_rl", "rsl_rl.runners", "tensordict")
-def rsl_rl(folder: Path) -> Written:
-    """Two state dicts and one Adam over the actor's and the critic's parameters."""
-    from rsl_rl.env import VecEnv
-    from rsl_rl.runners import OnPolicyRunner
-    from tensordict import TensorDict
-
-    class Line(VecEnv):
-        """Four robots that do nothing."""
-
-        num_envs, num_actions, max_episode_length, device = 4, 2, 10, "cpu"
-        cfg: Any = {}  # noqa: RUF012
-
-        def __init__(self) -> None:
-            self.episode_length_buf = torch.zeros(4, dtype=torch.long)
-
-        def get_observations(self) -> TensorDict:
-            """Random numbers."""
-            return TensorDict({"policy": torch.randn(4, 5)}, batch_size=4)
-
-        def step(self, actions: Tensor) -> Any:
-            """No episode ends."""
-            return self.get_observations(), torch.randn(4), torch.zeros(4), {}
-
-    torch.manual_seed(0)
-    model = {"class_name": "MLPModel", "hidden_dims": [6, 6], "activation": "elu"}
-    spread = {"class_name": "GaussianDistribution", "init_std": 1.0}
-    config = {
-        "num_steps_per_env": 4,
-        "save_interval": 50,
-        "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
-        "algorithm": {"class_name": "PPO", "num_learning_epochs": 1, "num_mini_batches": 2},
-        "actor": {**model, "distribution_cfg": spread, "obs_normalization": True},
-        "critic": {**model},
-    }
-    runner = OnPolicyRunner(Line(), config, log_dir=None, device="cpu")
-    runner.learn(2)
-    runner.save(str(folder / "model_2.pt"))
-    return told(folder / "model_2.pt", (runner.alg.actor, runner.alg.critic), runner.alg.optimizer)
-
-
 # --- trainers -------------------------------------------------------------------------------------------------------
 
 
@@ -218,28 +177,6 @@ for _package, _version in (("lightning.pytorch", "2."), ("pytorch_lightning", "1
             *{"omegaconf": ["omegaconf"], "metric": ["torchmetrics"]}.get(_variant, []),
         ]
         kind(f"Lightning {_version}x{_said}", *_needs, version=_version, package=_package, variant=_variant)(lightning)
-
-
-@kind("pytorch-forecasting TFT", "pytorch_forecasting", "lightning")
-def forecasting(folder: Path) -> Written:
-    """A temporal fusion transformer: its hyper-parameters hold metrics, encoders of pandas and of scikit-learn."""
-    import lightning as pl
-    import pandas as pd
-    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
-    from pytorch_forecasting.metrics import QuantileLoss
-
-    y, series = rows(48, 1)[0][:, 0], ["a"] * 24 + ["b"] * 24
-    table = pd.DataFrame({"t": list(range(24)) * 2, "series": series, "y": y})
-    columns = {"time_idx": "t", "target": "y", "group_ids": ["series"], "static_categoricals": ["series"]}
-    columns |= {"time_varying_unknown_reals": ["y"], "max_encoder_length": 6, "max_prediction_length": 2}
-    data = TimeSeriesDataSet(table, **columns)
-    torch.manual_seed(0)
-    how = {"hidden_size": 4, "attention_head_size": 1, "loss": QuantileLoss([0.1, 0.5, 0.9]), "optimizer": "adam"}
-    network = TemporalFusionTransformer.from_dataset(data, **how)
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", enable_checkpointing=False, **QUIET)
-    trainer.fit(network, data.to_dataloader(train=True, batch_size=8, num_workers=0))
-    trainer.save_checkpoint(folder / "tft.ckpt")
-    return told(folder / "tft.ckpt", network, trainer.optimizers)
 
 
 @kind("accelerate save_state", "accelerate")

@@ -20,7 +20,7 @@ from benchmarks.checkpoints import libraries  # noqa: F401
 from benchmarks.checkpoints.networks import KINDS, Kind
 
 EXPECTED, LEFT_OUT = "expected.pt", "left_out.json"
-DISTRIBUTIONS = {"rsl_rl": "rsl-rl-lib", "ignite": "pytorch-ignite", "muon": "muon-optimizer"}
+DISTRIBUTIONS = {"ignite": "pytorch-ignite", "muon": "muon-optimizer"}
 
 
 def write_all(folder: Path, only: Sequence[str]) -> None:

@@ -17,9 +17,6 @@ from benchmarks.common.harness import replaced
 from benchmarks.common.inputs import WINDOW, Pixels, Suite
 from benchmarks.common.networks import ResNet18, lenet, mlp, small_resnet, vit
 
-KEEP = 50
-
-
 # --- loops ----------------------------------------------------------------------------------------------------------
 
 
@@ -98,9 +95,8 @@ class Recipe:
         loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
         *,
         change: Callable[[Tensor, Tensor], Pixels] = lambda x, y: (x, y),
-        recorded: bool = False,
     ) -> Trained:
-        """Train on inputs and targets, of which `change` makes what a step sees; recorded or not.
+        """Train on inputs and targets, of which `change` makes what a step sees.
 
         On CUDA products are of TensorFloat-32 meanwhile, images channels last where in bfloat16.
         """
@@ -119,16 +115,13 @@ class Recipe:
             model.to(memory_format=torch.channels_last)
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
-        recorder = ba.Recorder(optimizer, keep=KEEP) if recorded else None
         try:
             fit(
                 model, optimizer, passes(n, self.batch, self.epochs, device), of_rows, schedule=schedule, clip=self.clip
             )
         finally:
             torch.set_float32_matmul_precision(precision)
-            if recorder is not None:
-                recorder.remove()
-        return Trained(model.to(memory_format=torch.contiguous_format), optimizer, recorder)
+        return Trained(model.to(memory_format=torch.contiguous_format), optimizer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,10 +130,9 @@ class Trained:
 
     model: Any
     optimizer: torch.optim.Optimizer
-    recorder: ba.Recorder | None = None
 
     def save(self, path: Path) -> None:
-        """Without its recorder."""
+        """As a trainer would."""
         held = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         replaced(path, lambda unfinished: torch.save(held, unfinished))
 
@@ -203,11 +195,11 @@ def classifier(name: str, suite: Suite, *, dropout: float = 0.0) -> nn.Sequentia
 
 
 def train(name: str, suite: Suite, recipe: Recipe, *, seed: int, dropout: float = 0.0) -> Trained:
-    """A classifier, trained and recorded; images of CIFAR-10 are augmented."""
+    """A classifier, trained; images of CIFAR-10 are augmented."""
     torch.manual_seed(seed)
     how: Any = {"change": lambda x, y: (augmented(x), y)} if suite.name == "cifar10" else {}
     model = classifier(name, suite, dropout=dropout)
-    return recipe.train(model, suite.train, lambda model, x, y: F.cross_entropy(model(x), y), recorded=True, **how)
+    return recipe.train(model, suite.train, lambda model, x, y: F.cross_entropy(model(x), y), **how)
 
 
 def posterior_of(

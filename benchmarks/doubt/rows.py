@@ -18,19 +18,16 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 import bayesadam as ba
 from benchmarks.common.harness import import_peer
 from benchmarks.common.inputs import Pixels, Suite
-from benchmarks.common.training import KEEP, Recipe, Trained, batches_of, logits_of, train
+from benchmarks.common.training import Recipe, Trained, batches_of, logits_of, train
 
-DROPOUT, FEATURE_IMAGES = 0.1, 10_000
+DROPOUT, FEATURE_IMAGES, KEEP = 0.1, 10_000, 50
 # The share of the last layer's weights that DICE leaves out, which has no default: OpenOOD's.
 DICE_SHARE = 0.9
-CLASSES: Any = {"likelihood": "classification"}
 TEMPERATURES = torch.logspace(-1.3, 1.3, 400).tolist()
 
 
 class Answer(NamedTuple):
-    """Of a batch: probabilities, where a row has its own, doubt, larger for what is less familiar, and the p-value of
-    the latter, where a row has one.
-    """
+    """Of a batch: probabilities, doubt, larger for what is less familiar, and its p-value, where a row has them."""
 
     probs: Tensor | None
     doubt: Tensor
@@ -42,9 +39,7 @@ Scorer = Callable[[Tensor], Answer]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What a row is given: trained networks, of which most rows take the first, their data, and how they were
-    trained.
-    """
+    """What a row is given: trained networks, of which most rows take the first, their data, and their recipe."""
 
     networks: Sequence[Trained]
     suite: Suite
@@ -57,11 +52,6 @@ class Case:
     def model(self) -> nn.Sequential:
         """The network, in evaluation mode."""
         return self.networks[0].model  # type: ignore[no-any-return]
-
-    @property
-    def n_data(self) -> int:
-        """N."""
-        return len(self.suite.train[0])
 
     def features(self, *, held_out: bool = False) -> tuple[nn.Sequential, nn.Linear, Pixels]:
         """What makes the inputs of the last layer, that layer, and 10,000 inputs at most to fit on, with classes."""
@@ -112,23 +102,15 @@ def mc_dropout(case: Case) -> Scorer:
 
 
 def diagonal(case: Case, one: Trained | None = None) -> ba.Posterior:
-    one, batch = one or case.networks[0], case.recipe.batch
-    return ba.Posterior.from_optimizer(one.model, one.optimizer, case.n_data, batch_size=batch, **CLASSES)
+    one, n, batch = one or case.networks[0], len(case.suite.train[0]), case.recipe.batch
+    return ba.Posterior.from_optimizer(one.model, one.optimizer, n, batch_size=batch, likelihood="classification")
 
 
 def recorded(case: Case) -> ba.Posterior:
-    """By the gradients of the training."""
-    recorder, batch = case.networks[0].recorder, case.recipe.batch
-    if recorder is None:
-        raise ValueError("a network that was loaded has no recorder")
-    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, batch_size=batch, **CLASSES)
-
-
-def recorded_again(case: Case) -> ba.Posterior:
     """By the gradients of training batches, after the training."""
     batches = batches_of(case.suite.train, case.recipe.batch)[:KEEP]
     recorder = ba.Recorder.from_batches(case.model, batches, F.cross_entropy, keep=KEEP)
-    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, **CLASSES)
+    return ba.Posterior.from_recorder(case.model, recorder, len(case.suite.train[0]), likelihood="classification")
 
 
 def calibrated(case: Case) -> Scorer:
@@ -334,14 +316,10 @@ def adascale(case: Case) -> Scorer:
 
 @dataclass(frozen=True)
 class Row:
-    """A way of doubting.
+    """A way of doubting: from what was trained to a scorer, and what doubt needs beside the network and its optimiser.
 
-    Attributes:
-        fit: from what was trained to a scorer.
-        keeps: what doubt needs or keeps, beside the network and its optimiser.
-        peer: the package that it is of, where that is not ours.
-        joint: whether it takes the networks of all seeds.
-        once: whether it is of seed 0 alone, as it trains a network of its own or is slow.
+    `peer` is the package that it is of, where that is not ours; `joint` rows take the networks of all seeds, `once`
+    ones are of seed 0 alone, as they train a network of their own or are slow.
     """
 
     fit: Callable[[Case], Scorer]
@@ -358,8 +336,7 @@ ROWS: dict[str, Row] = {
     "temperature": Row(ensemble, HELD_OUT),
     "ours, held-out inputs": Row(calibrated, HELD_OUT),
     "ours, Adam's state": Row(by_state(diagonal), TEN),
-    "ours, recorded gradients": Row(by_state(recorded), f"{TEN}; a recorder in training"),
-    "ours, gradients of 50 batches": Row(by_state(recorded_again), f"{TEN}; 50 training batches"),
+    "ours, gradients of 50 batches": Row(by_state(recorded), f"{TEN}; 50 training batches"),
     "ours, several": Row(calibrated, "held-out inputs; several networks", joint=True),
     "ensemble": Row(ensemble, "held-out inputs; several networks", joint=True),
     "MC dropout": Row(mc_dropout, "dropout in training", once=True),

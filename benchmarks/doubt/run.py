@@ -152,10 +152,10 @@ def run_cells(held: Suite, network: str, options: Namespace) -> None:
     draws, budget = (3, 0.02) if options.quick else (30, 0.5)
     about = {"images": len(held.train[0]), "draws": draws, "epochs": recipe.epochs, "batch": recipe.batch}
 
-    def network_of(seed: int, *, new: bool) -> Trained:
-        """Out of its file where there is one and it need not be new; a new one has its recorder."""
+    def network_of(seed: int) -> Trained:
+        """Out of its file where there is one."""
         path = where / f"{label}-{seed}.pt"
-        if path.is_file() and not new:
+        if path.is_file():
             return Trained.load(path, classifier(network, held), recipe)
         one = train(network, held, recipe, seed=seed)
         one.save(path)
@@ -164,7 +164,7 @@ def run_cells(held: Suite, network: str, options: Namespace) -> None:
     def made(seed: int | str, seeds: Sequence[int]) -> Cell:
         print(f"{label}, seed {seed}", flush=True)
         joint = seed == JOINT
-        networks = [network_of(one, new=not joint) for one in seeds]
+        networks = [network_of(one) for one in seeds]
         case = Case(networks, held, network, recipe, 0 if joint else seeds[0], draws)
         # Temperature scaling of all networks, which is the ensemble, is no baseline of one; its own comes first.
         rows = {name: row for name, row in ROWS.items() if row.joint == joint and (seed == 0 or not row.once)}
