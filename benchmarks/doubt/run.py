@@ -1,7 +1,7 @@
 """Classes: probabilities, clean and shifted, and telling what was never seen, beside detectors and ensembles.
 
     python -m benchmarks.doubt.run [--quick] [--alone] [--data mnist fashion-mnist cifar10 text] [--networks ...]
-        [--choices 0 1 2] [--seeds 0 1 2 3 4] [--images N] [--epochs N] [--report] [--device cuda] [--out out/bench]
+        [--choices 0 1 2] [--seeds 0 1 2 3 4] [--report] [--device cuda] [--out out/bench]
 
 Stopped, it resumes: a cell is a file in out/bench/doubt, of one data set, network, choice and seed, or of all seeds.
 Every call ends with the tables of the cells there are, in doubt.md, and their means, in doubt.json; `--report` does
@@ -27,18 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import scores
-from benchmarks.common.harness import (
-    Cell,
-    arguments,
-    cells,
-    class_scores,
-    import_peer,
-    markdown,
-    number,
-    replaced,
-    setting,
-    write_results,
-)
+from benchmarks.common import harness
 from benchmarks.common.inputs import LEFT_OUT, NEAR, NoData, Sizes, Suite, folder, suite
 from benchmarks.common.training import CLASSIFIERS, Trained, classifier, train
 from benchmarks.doubt.rows import ROWS, Answer, Case, Row, Scorer, import_detectors
@@ -51,7 +40,7 @@ DATA = {
 }
 SIZES = {"cifar10": Sizes(held_out=1000, test=1000, outside=500), "text": Sizes(held_out=2000, test=2000)}
 QUICK = Sizes(320, 100, 40, 5, 5)
-CHUNK, TURNS, ALARM = 500, 50, 0.05
+TURNS, ALARM = 50, 0.05
 JOINT, BASELINE = "all", "temperature"
 Found = dict[str, Any]
 
@@ -60,36 +49,24 @@ Found = dict[str, Any]
 
 def answers(scorer: Scorer, x: Tensor) -> Answer:
     """Those of many inputs, on the CPU."""
-    parts = [scorer(part) for part in x.split(CHUNK)]
-    doubt = torch.cat([part.doubt.detach().double().cpu() for part in parts])
-    if bool(doubt.isnan().any()):
+    parts = zip(*(scorer(part) for part in x.split(500)), strict=True)
+    probs, doubt, pvalues = (None if of[0] is None else torch.cat(of).detach().cpu() for of in parts)
+    if doubt is None or bool(doubt.isnan().any()):
         raise ValueError("its doubt is not a number")
-    probs, pvalues = (
-        None if getattr(parts[0], key) is None else torch.cat([getattr(part, key).detach().cpu() for part in parts])
-        for key in ("probs", "pvalue")
-    )
-    return Answer(probs, doubt, pvalues)
-
-
-def seconds(call: Callable[[Tensor], object], x: Tensor) -> float:
-    """Of one call."""
-    wait: Callable[[], object] = torch.cuda.synchronize if x.is_cuda else lambda: None
-    wait()
-    began = time.perf_counter()
-    call(x)
-    wait()
-    return time.perf_counter() - began
+    return Answer(probs, doubt.double(), pvalues)
 
 
 def cost(scorer: Scorer, case: Case, size: int, budget: float) -> float:
     """The median over turns, for a budget of seconds, of a row's time over that of a forward pass."""
-    forward, x = torch.no_grad()(case.model), case.suite.test[0][:size]
-    seconds(scorer, x), seconds(forward, x)
-    ratios, ends = list[float](), time.perf_counter() + budget
-    while not ratios or (len(ratios) < TURNS and time.perf_counter() < ends):
-        bare = seconds(forward, x)
-        ratios.append(seconds(scorer, x) / bare)
-    return statistics.median(ratios)
+    x = case.suite.test[0][:size]
+
+    def timed(call: Callable[[Tensor], object]) -> Callable[[], object]:
+        return lambda: (call(x), torch.cuda.synchronize() if x.is_cuda else None)
+
+    calls = {"row": timed(scorer), "bare": timed(torch.no_grad()(case.model))}
+    once = sum(harness.interleaved(calls, rounds=1, warmup=1)["row"])
+    rounds = max(1, min(TURNS, int(budget / once)))
+    return harness.ratio(harness.interleaved(calls, rounds=rounds, warmup=0), "row", "bare")
 
 
 def measured(row: Row, case: Case, budget: float) -> Found:
@@ -102,10 +79,10 @@ def measured(row: Row, case: Case, budget: float) -> Found:
     found["AUROC far"] = statistics.fmean(value for name, value in sets.items() if name != NEAR)
     found["FPR95"] = statistics.fmean(scores.fpr95(inside.doubt, a.doubt) for a in outside.values())
     if inside.probs is not None:
-        clean, shifts = class_scores(inside.probs, y), dict[str, list[dict[str, float]]]()
+        clean, shifts = harness.class_scores(inside.probs, y), dict[str, list[dict[str, float]]]()
         for kind, copies in case.suite.shifted.items():
             probs = [answers(scorer, copy).probs for copy in copies]
-            shifts[kind] = [class_scores(one, y[: len(one)]) for one in probs if one is not None]
+            shifts[kind] = [harness.class_scores(one, y[: len(one)]) for one in probs if one is not None]
         found |= {"accuracy": clean["accuracy"], "NLL": clean["nll"], "ECE": clean["ece"]}
         for title, key in (("shifted NLL", "nll"), ("shifted ECE", "ece")):
             found[title] = statistics.fmean(copy[key] for copies in shifts.values() for copy in copies)
@@ -128,15 +105,17 @@ def every_row(rows: Mapping[str, Row], case: Case, budget: float) -> dict[str, F
         except Exception as error:
             if row.peer is None:
                 traceback.print_exc()
-            found[name] = {"skipped": f"{type(error).__name__}: {error}"[:300], "keeps": row.keeps}
-            told = f"skipped: {found[name]['skipped']}"
+            told = f"{type(error).__name__}: {error}"[:300]
+            found[name] = {"skipped": told, "keeps": row.keeps}
         print(f"    {name:30s}{told} ({time.perf_counter() - began:.1f} s)", flush=True)
         gc.collect()
     base = found.get(BASELINE, {})
     for row in found.values():
-        for key in ("NLL", "shifted NLL"):
-            if key in row and key in base:
-                row[f"{key} ÷ temperature's"] = row[key] / base[key]
+        row |= {
+            f"{key} ÷ temperature's": row[key] / base[key]
+            for key in ("NLL", "shifted NLL")
+            if key in row and key in base
+        }
     return found
 
 
@@ -146,9 +125,8 @@ def every_row(rows: Mapping[str, Row], case: Case, budget: float) -> dict[str, F
 def run_cells(held: Suite, network: str, options: Namespace) -> None:
     """Those that are not there yet: one a seed, then the one of rows that take the networks of all seeds."""
     where, label, recipe = options.out / "doubt", f"{held.name}-{network}-{held.choice}", CLASSIFIERS[network][1]
-    recipe = replace(recipe, epochs=options.epochs or recipe.epochs)
     if options.quick:
-        recipe = replace(recipe, epochs=options.epochs or 1, batch=32)
+        recipe = replace(recipe, epochs=1, batch=32)
     draws, budget = (3, 0.02) if options.quick else (30, 0.5)
     about = {"images": len(held.train[0]), "draws": draws, "epochs": recipe.epochs, "batch": recipe.batch}
 
@@ -161,7 +139,7 @@ def run_cells(held: Suite, network: str, options: Namespace) -> None:
         one.save(path)
         return one
 
-    def made(seed: int | str, seeds: Sequence[int]) -> Cell:
+    def made(seed: int | str, seeds: Sequence[int]) -> harness.Cell:
         print(f"{label}, seed {seed}", flush=True)
         joint = seed == JOINT
         networks = [network_of(one) for one in seeds]
@@ -169,13 +147,13 @@ def run_cells(held: Suite, network: str, options: Namespace) -> None:
         # Temperature scaling of all networks, which is the ensemble, is no baseline of one; its own comes first.
         rows = {name: row for name, row in ROWS.items() if row.joint == joint and (seed == 0 or not row.once)}
         rows = {name: row for name, row in rows.items() if not (options.alone and row.peer)}
-        cell = {**setting(), "data": held.name, "network": network, "choice": held.choice, "seed": seed}
+        cell = {**harness.setting(), "data": held.name, "network": network, "choice": held.choice, "seed": seed}
         return cell | {"rows": every_row(rows, case, budget)}
 
-    cells(where, {f"{label}-{seed}": partial(made, seed, [seed]) for seed in options.seeds}, about)
+    harness.cells(where, {f"{label}-{seed}": partial(made, seed, [seed]) for seed in options.seeds}, about)
     if len(options.seeds) > 1:
         joint = {f"{label}-{JOINT}": partial(made, JOINT, options.seeds)}
-        cells(where, joint, {**about, "seeds": options.seeds})
+        harness.cells(where, joint, {**about, "seeds": options.seeds})
 
 
 def suites(options: Namespace) -> Iterator[tuple[Suite, str]]:
@@ -184,9 +162,9 @@ def suites(options: Namespace) -> Iterator[tuple[Suite, str]]:
         networks = [network for network in DATA[name] if network in (options.networks or DATA[name])]
         if options.quick and not options.networks:
             networks = networks[1:2] or networks
-        most = options.images or (10_000 if options.device == "cpu" and name != "text" else None)
         sizes = QUICK if options.quick else SIZES.get(name, Sizes())
-        sizes = replace(sizes, train=options.images or sizes.train or most)
+        if options.device == "cpu" and name != "text":
+            sizes = replace(sizes, train=sizes.train or 10_000)
         for choice in range(len(LEFT_OUT.get(name, [()]))):
             if choice in options.choices:
                 try:
@@ -216,13 +194,13 @@ def tables(title: str, rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
     for name, some in rows.items():
         costs = (f"{statistics.median(values):.1f}" if (values := numbers(some, key)) else "–" for key in COSTS)
         keeps = some[0].get("skipped", some[0]["keeps"])
-        lines.append((name, *(number(numbers(some, key)) for key in COLUMNS), *costs, keeps))
-    yield markdown((title, *COLUMNS, *COSTS, "keeps"), lines)
+        lines.append((name, *(harness.number(numbers(some, key)) for key in COLUMNS), *costs, keeps))
+    yield harness.markdown((title, *COLUMNS, *COSTS, "keeps"), lines)
     for part in ("kinds", "sets"):
         heads = list(dict.fromkeys(key for some in rows.values() for row in some for key in row.get(part, {})))
         having = {name: some for name, some in rows.items() if any(part in row for row in some)}
-        each = ((name, *(number(numbers(some, key, part)) for key in heads)) for name, some in having.items())
-        yield markdown((f"{title}: {part}", *heads), each)
+        each = ((name, *(harness.number(numbers(some, key, part)) for key in heads)) for name, some in having.items())
+        yield harness.markdown((f"{title}: {part}", *heads), each)
 
 
 def report(out: Path, *, quick: bool) -> None:
@@ -236,7 +214,7 @@ def report(out: Path, *, quick: bool) -> None:
         for name in [name for name in ROWS if name in cell["rows"]]:
             group.setdefault(name, []).append(cell["rows"][name])
     text = "\n\n".join(table for title, rows in groups.items() for table in tables(title, rows))
-    replaced(out / "doubt.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+    harness.replaced(out / "doubt.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
     means = {
         title: {
             name: {key: statistics.fmean(values) for key in (*COLUMNS, *COSTS) if (values := numbers(some, key))}
@@ -245,7 +223,7 @@ def report(out: Path, *, quick: bool) -> None:
         for title, rows in groups.items()
     }
     print(text)
-    write_results(out, "doubt", {"quick": quick, "cells": len(every), "results": means})
+    harness.write_results(out, "doubt", {"quick": quick, "cells": len(every), "results": means})
     of_ours = ((title, name, row) for title, rows in groups.items() for name, row in rows.items() if "ours" in name)
     if failed := [f"{title}: {name}" for title, name, row in of_ours if "skipped" in row[0]]:
         sys.exit(f"rows of our own failed: {'; '.join(failed)}")
@@ -255,13 +233,11 @@ def report(out: Path, *, quick: bool) -> None:
 def main() -> None:
     every = sorted(CLASSIFIERS)
     peers, quick = "laplace-torch and pytorch-ood", "two seeds, one network, hundreds of images, one epoch"
-    parser = arguments(__doc__, quick=quick, peer=peers, device=True)
+    parser = harness.arguments(__doc__, quick=quick, peer=peers, device=True)
     parser.add_argument("--data", nargs="+", choices=DATA, metavar="SET", help=", ".join(DATA))
     parser.add_argument("--networks", nargs="+", choices=every, metavar="NETWORK", help=", ".join(every))
     parser.add_argument("--choices", type=int, nargs="+", help="pairs of classes left out: 0 to 2")
     parser.add_argument("--seeds", type=int, nargs="+", help="0 to 4")
-    parser.add_argument("--images", type=int, help="for training; 10,000 on a CPU, all on a GPU")
-    parser.add_argument("--epochs", type=int)
     parser.add_argument("--report", action="store_true", help="tables of the cells there are, nothing else")
     options = parser.parse_args()
     options.seeds = options.seeds or list(range(2 if options.quick else 5))
@@ -269,7 +245,7 @@ def main() -> None:
     if options.quick:
         torch.set_num_threads(1)
     if not options.report:
-        import_peer("laplace", "laplace-torch", alone=options.alone)
+        harness.import_peer("laplace", "laplace-torch", alone=options.alone)
         import_detectors(alone=options.alone)
         for held, network in suites(options):
             run_cells(held, network, options)
