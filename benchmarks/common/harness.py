@@ -37,14 +37,10 @@ Result = TypeVar("Result")
 def arguments(
     doc: str | None, *, quick: str, peer: str | None = None, device: bool = False, jobs: int | None = None
 ) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share.
+    """A parser with the options that benchmarks share; the first line of `doc` describes the benchmark.
 
-    Args:
-        doc: the module's docstring; its first line describes the benchmark.
-        quick: what `--quick` does.
-        peer: the packages compared with, where there are any; `--alone` goes without them.
-        device: whether it has a `--device`, CUDA where there is one.
-        jobs: how many processes it has where `--jobs` says nothing; None for a benchmark that has no such option.
+    `quick` says what `--quick` does, `peer` names the packages that `--alone` goes without; `jobs` is the default of
+    `--jobs`, where there is such an option.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -165,10 +161,7 @@ def at_most(name: str, asked: float, measured: float) -> list[Target]:
 
 
 def one_core() -> None:
-    """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core.
-
-    The latter needs threadpoolctl, which scikit-learn brings.
-    """
+    """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core."""
     torch.set_num_threads(1)
     importlib.import_module("threadpoolctl").threadpool_limits(1)
 
@@ -218,12 +211,8 @@ def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
     """Accuracy, NLL, ECE and Brier score of (n, classes) probabilities."""
     picked = probs.gather(1, y[:, None]).clamp(min=torch.finfo(probs.dtype).tiny)
-    return {
-        "accuracy": scores.accuracy(probs, y),
-        "nll": -float(picked.log().mean()),
-        "ece": scores.ece(probs, y),
-        "brier": scores.brier(probs, y),
-    }
+    row = {"accuracy": scores.accuracy(probs, y), "nll": -float(picked.log().mean())}
+    return row | {"ece": scores.ece(probs, y), "brier": scores.brier(probs, y)}
 
 
 # --- fair timing and memory -----------------------------------------------------------------------------------------

@@ -43,9 +43,7 @@ class NoData(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many inputs: for training (None: all), held out, for testing at most, of each out-of-distribution set, and
-    of those of the test that are shifted.
-    """
+    """How many inputs: for training (None: all), held out, tested, of each other set, and tested that are shifted."""
 
     train: int | None = None
     held_out: int = 5000
@@ -56,10 +54,9 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Suite:
-    """Inputs with their classes, and out-of-distribution sets by name.
+    """Inputs with their classes, and out-of-distribution sets by name; of the first test inputs some are shifted.
 
-    Images are (n, channels, height, width) in [0, 1], texts (n, length) bytes. `choice` says which pair of classes is
-    left out, `shifts` how many test inputs are shifted.
+    Images are (n, channels, height, width) in [0, 1], texts (n, length) bytes; `choice` is of the classes left out.
     """
 
     name: str
@@ -77,8 +74,8 @@ class Suite:
 
     @cached_property
     def shifted(self) -> dict[str, list[Tensor]]:
-        """Shifted copies of the first test inputs, by kind, one a strength."""
-        return shifted(self.test[0][: self.shifts]) if self.shifts else {}
+        """Copies by kind, one a strength."""
+        return shifted(self.test[0][: self.shifts])
 
     def to(self, device: str) -> Suite:
         """The same on another device."""
@@ -162,12 +159,9 @@ def digits() -> Pixels:
 
 
 def suite(name: str, choice: int, sizes: Sizes, *, made_up: bool = False) -> Suite:
-    """The suite of images without one pair of classes, or of texts."""
-    return _texts(sizes, made_up=made_up) if name == "text" else _images(name, choice, sizes, made_up=made_up)
-
-
-def _images(name: str, choice: int, sizes: Sizes, *, made_up: bool) -> Suite:
-    """The images that are turned and inverted are test images that are not used otherwise."""
+    """Of texts, or of images without one pair of classes; those turned and inverted are not used otherwise."""
+    if name == "text":
+        return _texts(sizes, made_up=made_up)
     pair, n = torch.tensor(LEFT_OUT[name][choice]), sizes.outside
     x, y = _without(*load(name, "train", made_up=made_up), pair)
     every_x, every_y = load(name, "test", made_up=made_up)

@@ -1,8 +1,9 @@
 """Accuracy against bytes: a panel a network, a line a method, a point a fraction or a number of bits.
 
-    python -m benchmarks.compress.picture [--rows docs/results/smaller.json]
+    python -m benchmarks.compress.picture
 
-Means over the seeds with their standard errors: smaller.png; with the demo's error bars beside them: first.png.
+Of docs/results/smaller.json, means over the seeds with their standard errors: smaller.png; with the demo's error bars
+beside them: first.png.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from bayesadam.cli import demo
 from benchmarks.common.harness import arguments
 
 Row = dict[str, Any]
+ROWS = Path(__file__).parents[2] / "docs" / "results" / "smaller.json"
 # What a network is called, and whether its score is bits a byte.
 NETS = {"mnist": ("MNIST, perceptron", False), "resnet18": ("CIFAR-10, ResNet-18", False), "gpt": ("GPT, bytes", True)}
 OURS, INK = "#0072B2", "#222222"
@@ -88,10 +90,7 @@ def drawn(rows: Sequence[Row], nets: Sequence[str], drawing: dict[str, Any] | No
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="the same")
-    parser.add_argument("--rows", type=Path, default=Path("docs/results/smaller.json"), help="what `smaller` wrote")
-    options = parser.parse_args()
-    rows, out = json.loads(options.rows.read_text(encoding="utf-8")), options.out
+    out, rows = arguments(__doc__, quick="the same").parse_args().out, json.loads(ROWS.read_text(encoding="utf-8"))
     out.mkdir(parents=True, exist_ok=True)
     drawn(rows, tuple(NETS)).savefig(out / "smaller.png", dpi=120)
     drawn(rows, ("resnet18", "gpt"), demo.bands()).savefig(out / "first.png", dpi=120)

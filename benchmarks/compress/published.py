@@ -1,21 +1,19 @@
 """Pruning and rounding as others published them, written anew: SparseGPT, Wanda, magnitude, GPTQ, rounding.
 
-All return a copy of the model. Inputs are a tensor or, by the names of the model's arguments, a dict of them. Layers go
-in the order in which the model calls them, each on the inputs that the smaller layers before it produce; a layer's
-weight is a matrix W, (outputs, inputs), and H = E[x xᵀ] over all examples and positions.
+All return a copy of the model. Layers go in the order in which the model calls them, each on the inputs that smaller
+layers before it produce; a layer's weight is a matrix W, (outputs, inputs), and H = E[x xᵀ], over positions too.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Inputs = Tensor | Mapping[str, Tensor]
 # What a column, (outputs, 1), becomes, the k-th of those chosen together.
 Settle = Callable[[Tensor, int], Tensor]
 BATCH, BLOCK, DAMP = 100, 128, 0.01
@@ -45,16 +43,7 @@ def write(layer: nn.Module, matrix: Tensor) -> None:
     weight.copy_((matrix.mT if type(layer).__name__ == "Conv1D" else matrix).reshape(weight.shape))
 
 
-def batches(inputs: Inputs) -> Iterator[Callable[[nn.Module], object]]:
-    """What runs a model on some of the inputs at a time."""
-    if isinstance(inputs, Tensor):
-        yield from (lambda model, x=x: model(x) for x in inputs.split(BATCH))
-    else:
-        parts = zip(*(x.split(BATCH) for x in inputs.values()), strict=True)
-        yield from (lambda model, part=part: model(**dict(zip(inputs, part, strict=True))) for part in parts)
-
-
-def moment_of(model: nn.Module, layer: nn.Module, inputs: Inputs) -> Tensor:
+def moment_of(model: nn.Module, layer: nn.Module, inputs: Tensor) -> Tensor:
     """H of a layer, in float64, a convolution's of patches."""
     width, count = matrix_of(layer).shape[1], 0
     total = torch.zeros(width, width, dtype=torch.float64, device=layer.weight.device)
@@ -69,19 +58,19 @@ def moment_of(model: nn.Module, layer: nn.Module, inputs: Inputs) -> Tensor:
         total.add_(x.mT @ x)
 
     hook = layer.register_forward_pre_hook(add)
-    for run in batches(inputs):
-        run(model)
+    for some in inputs.split(BATCH):
+        model(some)
     hook.remove()
     return total / count
 
 
 @torch.no_grad()
-def _layer_by_layer(model: nn.Module, inputs: Inputs, change: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+def _layer_by_layer(model: nn.Module, inputs: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     """A copy with the matrix that `change` makes of W and H, in the order of the layers' first calls."""
     small, called = copy.deepcopy(model).eval(), dict[nn.Module, None]()
     layers = matrices(small).values()
     hooks = [layer.register_forward_hook(lambda module, *_: called.setdefault(module)) for layer in layers]
-    next(batches(inputs))(small)
+    small(inputs[:BATCH])
     for hook in hooks:
         hook.remove()
     for layer in called:
@@ -110,7 +99,7 @@ def magnitude(model: nn.Module, fraction: float, *, uniform: bool = False) -> nn
     return small
 
 
-def wanda(model: nn.Module, inputs: Inputs, fraction: float) -> nn.Module:
+def wanda(model: nn.Module, inputs: Tensor, fraction: float) -> nn.Module:
     """Without the smallest |w_ij| ‖x_j‖ of each row; nothing else moves (Sun et al., 2023)."""
     return _layer_by_layer(
         model, inputs, lambda w, h: w.masked_fill(lowest(w.abs() * h.diagonal().sqrt(), fraction), 0)
@@ -118,7 +107,7 @@ def wanda(model: nn.Module, inputs: Inputs, fraction: float) -> nn.Module:
 
 
 def sparsegpt(
-    model: nn.Module, inputs: Inputs, fraction: float, *, bits: int | None = None, block: int = BLOCK
+    model: nn.Module, inputs: Tensor, fraction: float, *, bits: int | None = None, block: int = BLOCK
 ) -> nn.Module:
     """Without the smallest (w_j / U_jj)² of each 128 columns, the later columns moved (Frantar and Alistarh, 2023).
 
@@ -166,7 +155,7 @@ def rtn(model: nn.Module, bits: int, *, search: bool = False) -> nn.Module:
     return small
 
 
-def gptq(model: nn.Module, inputs: Inputs, bits: int, *, search: bool = False) -> nn.Module:
+def gptq(model: nn.Module, inputs: Tensor, bits: int, *, search: bool = False) -> nn.Module:
     """Columns rounded one by one, those of the largest H_jj first, the later ones moved (Frantar et al., 2022)."""
 
     def change(w: Tensor, h: Tensor) -> Tensor:
@@ -208,7 +197,7 @@ def sweep(w: Tensor, h: Tensor, choose: Callable[[Tensor, Tensor], Settle], bloc
 
 
 @torch.no_grad()
-def renormed(model: nn.Module, inputs: Inputs) -> nn.Module:
+def renormed(model: nn.Module, inputs: Tensor) -> nn.Module:
     """A copy whose batch norms have the statistics of these inputs, the mean over their batches."""
     again = copy.deepcopy(model).eval()
     norms = [module for module in again.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -216,6 +205,6 @@ def renormed(model: nn.Module, inputs: Inputs) -> nn.Module:
         norm.reset_running_stats()
         norm.momentum = None
         norm.train()
-    for run in batches(inputs) if norms else ():
-        run(again)
+    for some in inputs.split(BATCH) if norms else ():
+        again(some)
     return again.eval()

@@ -31,7 +31,7 @@ from benchmarks.compress.trained import NETS, data_of, score, some_inputs, train
 
 FRACTIONS, BITS, COUNTS = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99), (8, 4, 3, 2), (100, 300, 1000)
 SEQUENCES, JOINT = 128, 4
-OTHERS = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
+OTHER = "fashion-mnist"
 Row = dict[str, Any]
 # Of a posterior, the inputs that a method gets, a fraction, and bits or None for weights as they are.
 Method = Callable[[ba.Posterior, Tensor, float, int | None], nn.Module]
@@ -58,10 +58,9 @@ def given_zeros(method: Method) -> Method:
     return conditioned
 
 
-def other_images(name: str) -> Method:
-    """Ours on the images of another set."""
-    images = lru_cache(partial(load, name, "test", made_up=folder() is None))
-    return lambda q, x, f, b: ours(q, images()[0][: len(x)].to(x.device), f, b)
+def other_images(n: int) -> Tensor:
+    """Of another set than the network's."""
+    return load(OTHER, "test", made_up=folder() is None)[0][:n]
 
 
 METHODS: dict[str, Method] = {
@@ -70,7 +69,7 @@ METHODS: dict[str, Method] = {
     "magnitude": lambda q, x, f, b: published.magnitude(q.model, f),
     "magnitude by layer": lambda q, x, f, b: published.magnitude(q.model, f, uniform=True),
     "ours": ours,
-    **{f"ours, images of {name}": other_images(name) for name in OTHERS},
+    f"ours, images of {OTHER}": lambda q, x, f, b: ours(q, other_images(len(x)).to(x.device), f, b),
     "ours, uniform noise": lambda q, x, f, b: ours(q, torch.rand_like(x), f, b),
     "magnitude conditioned": partial(ours, ranking="magnitude"),
     "sparsegpt": lambda q, x, f, b: published.sparsegpt(q.model, x, f, bits=b),
@@ -88,7 +87,7 @@ ROUNDERS = ("ours", "gptq", "gptq searched", "rtn", "rtn searched")
 def jobs(data: str, counts: tuple[int, ...], *, quick: bool) -> list[tuple[str, float, int | None, int]]:
     """Every row of a network: its method, the fraction, the bits, and how many inputs."""
     fractions, bits = ((0.5, 0.9), (3,)) if quick else (FRACTIONS, BITS)
-    wrong = (f"ours, images of {OTHERS[data]}", "ours, uniform noise") if data in OTHERS else ()
+    wrong = (f"ours, images of {OTHER}", "ours, uniform noise") if data == "mnist" else ()
     return [
         ("dense", 0.0, None, 0),
         *product(("ratio alone", "magnitude", "magnitude by layer"), fractions, (None,), (0,)),
@@ -178,7 +177,6 @@ def main() -> None:
     parser.add_argument("--nets", type=Path, help="folder of the trained networks")
     parser.add_argument("--only", nargs="+", default=["*"], help="of these, by pattern: resnet18-*")
     parser.add_argument("--methods", nargs="+", help="of these alone")
-    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="how many images, ascending")
     parser.add_argument("--report", action="store_true", help="the tables of what is there")
     options = parser.parse_args()
     nets, folder = options.nets or options.out / "nets", options.out / "smaller"
@@ -187,7 +185,7 @@ def main() -> None:
     for path in sorted(nets.glob("*.pt")) if not options.report else ():
         name = path.stem.rpartition("-")[0]
         if any(fnmatchcase(path.stem, pattern) for pattern in options.only):
-            counts = (SEQUENCES,) if NETS[name].smaller_is_better else tuple(options.counts)
+            counts = (SEQUENCES,) if NETS[name].smaller_is_better else COUNTS
             wanted = jobs(NETS[name].data, (100,) if options.quick else counts, quick=options.quick)
             makes = {
                 f"{path.stem}, {', '.join(map(str, job))}": partial(

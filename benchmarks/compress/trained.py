@@ -2,9 +2,8 @@
 
     BAYESADAM_DATA=... python -m benchmarks.compress.trained resnet18 --seeds 0 1 2 [--out DIR] [--device cuda]
 
-A network is one file, `DIR/NAME-SEED.pt`, and is not trained again where that is there; several processes may share a
-GPU. Settings of pruning are chosen on the networks whose names begin with `dev-`, and those alone. Images score by the
-test images classified right, in %; bytes of text by bits a byte (of the masked ones, for BERT).
+A network is one file, `DIR/NAME-SEED.pt`, and is not trained again where that is there. Images score by the test images
+classified right, in %; bytes of text by bits a byte (of the masked ones, for BERT).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,17 @@ from torch import Tensor, nn
 
 from benchmarks.common.harness import arguments, write_results
 from benchmarks.common.inputs import Pixels, load, read_text
-from benchmarks.common.networks import ResNet18, mlp, residual, vit
+from benchmarks.common.networks import ResNet18, mlp, vit
 from benchmarks.common.training import Recipe, augmented
 
-TEXTS, LENGTH, MASK, IGNORED = ("manual", "manpages"), 256, 256, -100
+LENGTH, MASK, IGNORED = 256, 256, -100
 
 
-def dropped(sizes: tuple[int, ...], dropout: float = 0.0) -> nn.Sequential:
-    """A perceptron whose hidden units are dropped in training."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for layer in mlp(sizes):
-        layers += [layer, nn.Dropout(dropout)] if isinstance(layer, nn.ReLU) and dropout else [layer]
-    return nn.Sequential(*layers)
+def perceptron(*sizes: int, dropout: float = 0.0) -> nn.Sequential:
+    """Its hidden units are dropped in training."""
+    dropped = [nn.Dropout(dropout)] if dropout else []
+    layers = [[layer, *dropped] if isinstance(layer, nn.ReLU) else [layer] for layer in mlp(sizes)]
+    return nn.Sequential(nn.Flatten(), *(layer for pair in layers for layer in pair))
 
 
 def gpt(width: int, depth: int) -> nn.Module:
@@ -67,23 +66,18 @@ class Net:
     @property
     def smaller_is_better(self) -> bool:
         """Whether its score is bits, not accuracy."""
-        return self.data in TEXTS
+        return self.data == "manual"
 
 
-_NARROW = [(48, 48, 1), (48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1)]
 _CONSTANT, _CYCLE = partial(Recipe, schedule="constant"), partial(Recipe, schedule="cycle", batch=512)
 _TEXT = partial(_CYCLE, batch=64, decay=0.1, half=True, clip=1.0)
 NETS = {
-    "mnist": Net(partial(dropped, (784, 400, 400, 10), 0.2), "mnist", _CONSTANT(100, beta2=0.99999)),
-    "lenet300": Net(partial(dropped, (784, 300, 100, 10)), "mnist", _CONSTANT(20)),
+    "mnist": Net(partial(perceptron, 784, 400, 400, 10, dropout=0.2), "mnist", _CONSTANT(100, beta2=0.99999)),
+    "lenet300": Net(partial(perceptron, 784, 300, 100, 10), "mnist", _CONSTANT(20)),
     "resnet18": Net(ResNet18, "cifar10", _CYCLE(12, lr=2e-3, decay=0.05, half=True)),
     "vit": Net(vit, "cifar10", _CYCLE(60, decay=0.05)),
     "gpt": Net(partial(gpt, 384, 6), "manual", _TEXT(8)),
     "bert": Net(partial(bert, 256, 4), "manual", _TEXT(12, lr=5e-4), masked=True),
-    "dev-mlp": Net(partial(dropped, (784, 256, 256, 10)), "fashion-mnist", _CONSTANT(20)),
-    "dev-resnet": Net(partial(residual, 3, _NARROW, 10), "cifar10", _CYCLE(8, lr=2e-3, decay=0.02, half=True)),
-    "dev-vit": Net(partial(vit, width=128, depth=4, heads=4), "cifar10", _CYCLE(30, decay=0.05)),
-    "dev-gpt": Net(partial(gpt, 256, 4), "manpages", _TEXT(6, beta2=0.99)),
 }
 
 
@@ -101,7 +95,7 @@ class Data:
 @lru_cache(maxsize=1)
 def data_of(net: Net, device: str, *, made_up: bool = False) -> Data:
     """The data of a network; of a text every twentieth window is tested."""
-    if net.data not in TEXTS:
+    if not net.smaller_is_better:
         splits = [load(net.data, split, made_up=made_up) for split in ("train", "test")]
         middle, spread = (0.5, 0.25) if net.data == "cifar10" else (0.0, 1.0)
         return Data(*((x.to(device).sub(middle).div(spread), y.to(device)) for x, y in splits))
@@ -152,13 +146,10 @@ def score(net: Net, model: nn.Module, data: Data) -> float:
     return 100 * sum(int((logits_of(model, x).argmax(dim=1) == y).sum()) for x, y in batches) / len(data.test[1])
 
 
-def trained(
-    name: str, seed: int, path: Path, device: str, *, epochs: int | None = None, made_up: bool = False
-) -> float:
+def trained(name: str, seed: int, path: Path, device: str, *, made_up: bool = False) -> float:
     """Train a network into a file; its score. Images of CIFAR-10 are moved and flipped."""
     net, start, how = NETS[name], time.perf_counter(), dict[str, Any]()
-    recipe = replace(net.recipe, epochs=epochs or net.recipe.epochs)
-    recipe = replace(recipe, epochs=1, batch=64) if made_up else recipe
+    recipe = replace(net.recipe, epochs=1, batch=64) if made_up else net.recipe
     if net.masked or net.data == "cifar10":
         how["change"] = lambda x, y: masked(x) if net.masked else (augmented(x), y)
     data = data_of(net, device, made_up=made_up)
@@ -174,14 +165,12 @@ def main() -> None:
     parser = arguments(__doc__, quick="one epoch of made-up data", device=True)
     parser.add_argument("nets", nargs="*", default=["lenet300"], help=f"of {', '.join(NETS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--epochs", type=int, help="in place of the network's own")
     options = parser.parse_args()
-    paths = {(name, seed): options.out / f"{name}-{seed}.pt" for name in options.nets for seed in options.seeds}
-    scores = {
-        path.stem: trained(*key, path, options.device, epochs=options.epochs, made_up=options.quick)
-        for key, path in paths.items()
-        if not path.is_file()
-    }
+    scores = {}
+    for name, seed in product(options.nets, options.seeds):
+        path = options.out / f"{name}-{seed}.pt"
+        if not path.is_file():
+            scores[path.stem] = trained(name, seed, path, options.device, made_up=options.quick)
     write_results(options.out, f"trained-{'-'.join(options.nets)}-{'-'.join(map(str, options.seeds))}", scores)
     print(f"{len(scores)} networks trained")
 

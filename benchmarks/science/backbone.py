@@ -1,6 +1,6 @@
 """A backbone of the package index without an optimiser's state, EfficientNet-Lite0 of ImageNet, fine-tuned by SGD.
 
-    python -m benchmarks.science.backbone [--quick] [--data fashion-mnist] [--size 112] [--epochs 3] [--device cuda]
+    python -m benchmarks.science.backbone [--quick] [--data fashion-mnist] [--device cuda]
 
 Gradients of 50 training batches stand in for the state; doubt is told by AUROC against two classes left out of training
 and other images. Pruned are the matrices of all layers but depthwise convolutions, with 300 training images. It needs
@@ -117,15 +117,13 @@ def pruned(q: ba.Posterior, data: Suite, n: int, fractions: list[float], rounds:
 def main() -> None:
     parser = arguments(__doc__, quick="made-up images of 32 pixels, a few steps", device=True)
     parser.add_argument("--data", choices=("fashion-mnist", "cifar10"), default="fashion-mnist")
-    parser.add_argument("--size", type=int, default=112, help="pixels of the images that the backbone gets")
-    parser.add_argument("--epochs", type=int, default=3, help="of the fine-tune")
     options = parser.parse_args()
     torch.manual_seed(0)
-    quick, size = options.quick, 32 if options.quick else options.size
+    quick, size = options.quick, 32 if options.quick else 112
     sizes = Sizes(BATCH * 2, 150, 100, 30) if quick else Sizes(test=5000)
     data = suite(options.data, 0, sizes, made_up=quick).to(options.device)
     model = backbone(size, data.classes).to(options.device)
-    fine_tuned(model, data, 1 if quick else options.epochs)
+    fine_tuned(model, data, 1 if quick else 3)
     recorder = ba.Recorder.from_batches(model, batches_of(data.train, BATCH), F.cross_entropy, keep=GRADIENTS)
     q = ba.Posterior.from_recorder(model, recorder, len(data.train[0]), "classification", structure="diagonal")
     results = {"settings": {**setting(), "size": size, "data": data.name}, "doubt": doubt(q, data)}

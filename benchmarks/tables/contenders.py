@@ -18,6 +18,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -89,15 +90,11 @@ def of_scaled(fit: Callable[[Array, Array, Array, int], tuple[Array, Array]]) ->
     return lambda x, y, x_test, seed: gaussian(*fit(x, (y - y.mean()) / y.std(), x_test, seed), y.mean(), y.std())
 
 
-def badam(**settings: Any) -> Regressor:
+def badam(x: Array, y: Array, x_test: Array, seed: int, networks: int = 5) -> Forecast:
     """Ours."""
-
-    def contend(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
-        model = BadamRegressor(**settings, random_state=seed).fit(x, y)
-        mean, low, high = model.predict(x_test, return_interval=LEVEL)
-        return Forecast(mean, model.distribution(x_test), (low, high))
-
-    return contend
+    model = BadamRegressor(n_ensemble=networks, random_state=seed).fit(x, y)
+    mean, low, high = model.predict(x_test, return_interval=LEVEL)
+    return Forecast(mean, model.distribution(x_test), (low, high))
 
 
 def outputs_of(x: Array, y: Tensor, x_test: Array, seed: int, outputs: int, loss: Loss, drop: float) -> Tensor:
@@ -158,14 +155,11 @@ def networks(drop: float) -> tuple[Regressor, Classifier]:
     return of_scaled(numbers), classes
 
 
-def with_std(make: Callable[[int, int], Any]) -> Regressor:
-    """One of scikit-learn's that says its standard deviation, of so many columns and a seed."""
-    return lambda x, y, x_test, seed: gaussian(*make(x.shape[1], seed).fit(x, y).predict(x_test, return_std=True))
-
-
-def process(columns: int, seed: int) -> GaussianProcessRegressor:
-    kernel = ConstantKernel() * RBF(np.ones(columns)) + WhiteKernel()
-    return GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed)
+def process(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
+    """A Gaussian process, its kernel by marginal likelihood."""
+    kernel = ConstantKernel() * RBF(np.ones(x.shape[1])) + WhiteKernel()
+    model = GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed).fit(x, y)
+    return gaussian(*model.predict(x_test, return_std=True))
 
 
 def forest(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
@@ -178,8 +172,7 @@ def forest(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
 def ngboost(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
     """A Gaussian, boosted by the natural gradient."""
     model = importlib.import_module("ngboost").NGBRegressor(random_state=seed, verbose=False).fit(x, y)
-    found = model.pred_dist(x_test)
-    return gaussian(found.loc, found.scale)
+    return gaussian((law := model.pred_dist(x_test)).loc, law.scale)
 
 
 def catboost(x: Array, y: Array, x_test: Array, seed: int, loss: str = "RMSEWithUncertainty") -> Any:
@@ -203,13 +196,13 @@ def classifier(make: Callable[[int], Any]) -> Classifier:
 
 OURS = ("Badam", "Badam ×5")
 REGRESSORS: Mapping[str, Regressor] = {
-    "Badam": badam(n_ensemble=1),
-    "Badam ×5": badam(),
+    "Badam": partial(badam, networks=1),
+    "Badam ×5": badam,
     "deep ensemble": networks(0.0)[0],
     "MC dropout": networks(0.1)[0],
-    "GaussianProcess": with_std(process),
+    "GaussianProcess": process,
     "RandomForest": forest,
-    "linear": with_std(lambda _, __: BayesianRidge()),
+    "linear": lambda x, y, x_test, seed: gaussian(*BayesianRidge().fit(x, y).predict(x_test, return_std=True)),
     "NGBoost": ngboost,
     "CatBoost": of_scaled(catboost),
 }

@@ -1,7 +1,7 @@
 """The scikit-learn estimators beside others on tables: ranks by log-likelihood, CRPS, coverage, error and seconds.
 
-    python -m benchmarks.tables.run [--quick] [--half choosing] [--sets ...] [--contenders ...] [--splits 3]
-        [--alone] [--jobs 1] [--report] [--out out/bench]
+    python -m benchmarks.tables.run [--quick] [--half choosing] [--sets ...] [--splits 3] [--alone]
+        [--jobs 1] [--report] [--out out/bench]
 
 A fifth of each table is for testing, drawn anew for every split, in equal shares of the classes; the UCI files have
 their published splits. All see the same splits and standardised inputs. Scores are in the units of the target, seconds
@@ -100,19 +100,14 @@ def against(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, float,
     return ("beats" if gap < 0 else "LOSES to"), gap, error
 
 
-def cost(metric: str, values: Iterable[float]) -> float:
-    """What ranks by a metric, the less the better."""
-    mean = statistics.fmean(values)
-    return -mean if metric == "accuracy" else abs(mean - LEVEL) if metric == "coverage" else mean
-
-
 def ranks(results: Results, metric: str) -> dict[str, list[int]]:
     """Each contender's rank in every table that it played, among those that have the metric."""
     places: dict[str, list[int]] = {}
     for rows in results.values():
-        costs = {who: cost(metric, scores[metric]) for who, scores in rows.items() if metric in scores}
-        for who, value in costs.items():
-            places.setdefault(who, []).append(1 + sum(other < value for other in costs.values()))
+        costs = {who: statistics.fmean(scores[metric]) for who, scores in rows.items() if metric in scores}
+        better = {"accuracy": lambda mean: -mean, "coverage": lambda mean: abs(mean - LEVEL)}.get(metric, float)
+        for who, mean in costs.items():
+            places.setdefault(who, []).append(1 + sum(better(other) < better(mean) for other in costs.values()))
     return places
 
 
@@ -158,10 +153,9 @@ def main() -> None:
     parser.add_argument("--half", choices=HALVES, default=HALVES[0], help="of the tables, where --sets names none")
     parser.add_argument("--sets", nargs="+", choices=TABLES, metavar="SET", help=", ".join(TABLES))
     everyone = list(dict.fromkeys((*REGRESSORS, *CLASSIFIERS)))
-    parser.add_argument("--contenders", nargs="+", choices=everyone, metavar="NAME", help=", ".join(everyone))
     parser.add_argument("--report", action="store_true", help="of what was played before")
     options = parser.parse_args()
-    rows = [who for who in options.contenders or everyone if not (options.alone and who in PEERS)]
+    rows = [who for who in everyone if not (options.alone and who in PEERS)]
     for who in () if options.report else set(rows) & set(PEERS):
         harness.import_peer(PEERS[who], who)
     names = options.sets or [name for name, table in TABLES.items() if table.half == options.half]
