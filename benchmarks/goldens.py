@@ -42,9 +42,6 @@ def share(hits: Any) -> float:
     return float(torch.as_tensor(hits).double().mean())
 
 
-# --- data and networks ----------------------------------------------------------------------------------------------
-
-
 @cache
 def digits() -> tuple[Tensor, Tensor]:
     """Images (n, 8, 8) and classes, in a fixed order."""
@@ -78,9 +75,6 @@ def perceptron(outputs: int = 10) -> nn.Module:
 def digits_posterior(seed: int = 0) -> ba.Posterior:
     x, y = digits()
     return trained(perceptron(), x[:900], y[:900], seed=seed)
-
-
-# --- what is predicted ----------------------------------------------------------------------------------------------
 
 
 def classes() -> Numbers:
@@ -180,9 +174,6 @@ def exact() -> Numbers:
     return numbers
 
 
-# --- what weights are used for --------------------------------------------------------------------------------------
-
-
 def pruning() -> Numbers:
     """Digits: accuracy at nine tenths of the weights pruned, by the ratio and by magnitude."""
     (x, y), numbers = (part[1300:] for part in digits()), {}
@@ -239,9 +230,6 @@ def monitoring() -> Numbers:
             monitor, order = ba.Monitor(net, alarm=0.05), torch.randperm(497, generator=source)[:200].tolist()
             ended.append(next((n for n, i in enumerate(order) if monitor.update(stream[i : i + 1])), 200))
     return {"false alarms": statistics.fmean(end < 200 for end in alarms), "delay": statistics.fmean(delays)}
-
-
-# --- files and speeds -----------------------------------------------------------------------------------------------
 
 
 def files() -> Numbers:

@@ -23,9 +23,6 @@ def rows(n: int = 32, *shape: int) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(n, *(shape or (4,)))).astype(np.float32), random.integers(0, 2, n)
 
 
-# --- reinforcement learning -----------------------------------------------------------------------------------------
-
-
 def stable_baselines(folder: Path, *, name: str, images: bool = False, **more: Any) -> Written:
     """One zip: policy.pth and a file an optimiser, whose parameters are parts of the policy's."""
     import gymnasium
@@ -78,9 +75,6 @@ for _title, _options in {
     "PPO, images, apart": {"name": "PPO", "images": True, "policy_kwargs": {"share_features_extractor": False}},
 }.items():
     kind(f"SB3 {_title}", "stable_baselines3", "gymnasium", **_options)(stable_baselines)
-
-
-# --- trainers -------------------------------------------------------------------------------------------------------
 
 
 @kind("skorch, params.pt", "skorch", read="params.pt")
@@ -236,9 +230,6 @@ def ignite(folder: Path) -> Written:
     trainer.add_event_handler(Events.COMPLETED, saver)
     trainer.run(range(3), max_epochs=1)
     return told(folder / str(saver.last_checkpoint), network, optimizer, options=({"groups_in_order": True},))
-
-
-# --- optimisers -----------------------------------------------------------------------------------------------------
 
 
 def optimiser(folder: Path, *, path: str, unsaid: str = "", muon: bool = False, wide: int = 4, **more: Any) -> Written:

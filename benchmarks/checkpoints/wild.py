@@ -38,9 +38,6 @@ TOLERANCE = 1e-6
 SHOWN = 200
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
 def outcome(expected: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, str, set[str]]:
     """One call: "read", "in part", "refused", "MISREAD" or "CRASH", what is to be said, and the live names read."""
     try:

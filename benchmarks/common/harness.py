@@ -31,8 +31,6 @@ from bayesadam._files import replacing
 
 Result = TypeVar("Result")
 
-# --- options, peers and results -------------------------------------------------------------------------------------
-
 
 def arguments(
     doc: str | None, *, quick: str, peer: str | None = None, device: bool = False, jobs: int | None = None
@@ -78,8 +76,6 @@ def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"results: {path}", flush=True)
 
-
-# --- cells: results in files of their own, so that a benchmark that was stopped resumes -----------------------------
 
 Cell = dict[str, Any]
 
@@ -129,9 +125,6 @@ def _finish(path: Path, make: Callable[[], Cell | None], about: Mapping[str, Any
     return time.perf_counter() - began
 
 
-# --- targets --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Target:
     """One promise: what, how much was asked for, what was measured."""
@@ -157,9 +150,6 @@ def at_most(name: str, asked: float, measured: float) -> list[Target]:
     return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
 
 
-# --- many processes -------------------------------------------------------------------------------------------------
-
-
 def one_core() -> None:
     """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core."""
     torch.set_num_threads(1)
@@ -182,9 +172,6 @@ def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Re
 
 def _called(call: Callable[[], Result]) -> Result:
     return call()
-
-
-# --- numbers over seeds, runs and splits ----------------------------------------------------------------------------
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
@@ -213,9 +200,6 @@ def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
     picked = probs.gather(1, y[:, None]).clamp(min=torch.finfo(probs.dtype).tiny)
     row = {"accuracy": scores.accuracy(probs, y), "nll": -float(picked.log().mean())}
     return row | {"ece": scores.ece(probs, y), "brier": scores.brier(probs, y)}
-
-
-# --- fair timing and memory -----------------------------------------------------------------------------------------
 
 
 def interleaved(

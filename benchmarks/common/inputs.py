@@ -83,9 +83,6 @@ class Suite:
         return replace(self, **parts, outside={name: x.to(device) for name, x in self.outside.items()})  # type: ignore[arg-type]
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def folder() -> Path | None:
     """$BAYESADAM_DATA, where it is set."""
     named = os.environ.get("BAYESADAM_DATA")
@@ -153,9 +150,6 @@ def digits() -> Pixels:
 
     images, classes = load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(classes)
-
-
-# --- suites ---------------------------------------------------------------------------------------------------------
 
 
 def suite(name: str, choice: int, sizes: Sizes, *, made_up: bool = False) -> Suite:

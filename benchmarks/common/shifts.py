@@ -14,9 +14,6 @@ Shift = Callable[[Tensor, float, torch.Generator], Tensor]
 SPACE, SHARES = 32, (0.05, 0.1, 0.2, 0.4)
 
 
-# --- images, (n, channels, height, width) in [0, 1] -----------------------------------------------------------------
-
-
 def gaussian_blur(x: Tensor, width: float, draw: torch.Generator) -> Tensor:
     """A Gaussian kernel of that standard deviation in pixels, cut at three; edges are repeated."""
     reach = math.ceil(3 * width)
@@ -56,9 +53,6 @@ IMAGES: Mapping[str, tuple[Shift, tuple[float, ...]]] = {
         (0.75, 0.5, 0.36, 0.25),
     ),
 }
-
-
-# --- texts, (n, length) bytes ---------------------------------------------------------------------------------------
 
 
 def _some(x: Tensor, share: float, draw: torch.Generator) -> Tensor:

@@ -17,8 +17,6 @@ from benchmarks.common.harness import replaced
 from benchmarks.common.inputs import WINDOW, Pixels, Suite
 from benchmarks.common.networks import ResNet18, lenet, mlp, small_resnet, vit
 
-# --- loops ----------------------------------------------------------------------------------------------------------
-
 
 def drawn(n: int, size: int, steps: int, source: torch.Generator | None = None) -> Iterator[Tensor]:
     """Rows of n, with replacement, one batch a step."""
@@ -153,9 +151,6 @@ def logits_of(model: nn.Module, x: Tensor, *, chunk: int = 1000) -> Tensor:
 
 def batches_of(pixels: Pixels, batch: int) -> list[Pixels]:
     return list(zip(*(part.split(batch) for part in pixels), strict=True))
-
-
-# --- classifiers ----------------------------------------------------------------------------------------------------
 
 
 class Bert(nn.Module):

@@ -19,9 +19,6 @@ Settle = Callable[[Tensor, int], Tensor]
 BATCH, BLOCK, DAMP = 100, 128, 0.01
 
 
-# --- layers as matrices ---------------------------------------------------------------------------------------------
-
-
 def matrices(model: nn.Module) -> dict[str, nn.Module]:
     """Linear layers and convolutions without groups, by the weight's name; none tied to embeddings."""
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -78,9 +75,6 @@ def _layer_by_layer(model: nn.Module, inputs: Tensor, change: Callable[[Tensor, 
     return small
 
 
-# --- pruning --------------------------------------------------------------------------------------------------------
-
-
 def lowest(scores: Tensor, fraction: float) -> Tensor:
     """True at the lowest share of each row."""
     order = scores.argsort(dim=1, stable=True)[:, : round(fraction * scores.shape[1])]
@@ -126,9 +120,6 @@ def sparsegpt(
     return _layer_by_layer(model, inputs, change)
 
 
-# --- rounding -------------------------------------------------------------------------------------------------------
-
-
 def grid_of(w: Tensor, bits: int, *, search: bool = False) -> Callable[[Tensor], Tensor]:
     """Rounds to a symmetric grid a row, up to its largest |w|; what GPTQ's authors use.
 
@@ -167,9 +158,6 @@ def gptq(model: nn.Module, inputs: Tensor, bits: int, *, search: bool = False) -
     return _layer_by_layer(model, inputs, change)
 
 
-# --- what SparseGPT and GPTQ share ----------------------------------------------------------------------------------
-
-
 def sweep(w: Tensor, h: Tensor, choose: Callable[[Tensor, Tensor], Settle], block: int = BLOCK) -> Tensor:
     """q_j = settle(w_j), then w_later −= (w_j − q_j)/U_jj · U_j,later, column after column.
 
@@ -191,9 +179,6 @@ def sweep(w: Tensor, h: Tensor, choose: Callable[[Tensor, Tensor], Settle], bloc
             w[:, j : j + 1] = q
         w[:, last:] -= torch.cat(errors, dim=1) @ u[first:last, last:]
     return w
-
-
-# --- batch norms ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -37,9 +37,6 @@ Row = dict[str, Any]
 Method = Callable[[ba.Posterior, Tensor, float, int | None], nn.Module]
 
 
-# --- methods --------------------------------------------------------------------------------------------------------
-
-
 def ours(q: ba.Posterior, x: Tensor | None, fraction: float, bits: int | None, **how: Any) -> nn.Module:
     """Of the matrices that all methods prune; without inputs by the ratio alone."""
     exclude = [name for name in q.mode if name not in published.matrices(q.model)]
@@ -96,9 +93,6 @@ def jobs(data: str, counts: tuple[int, ...], *, quick: bool) -> list[tuple[str, 
         *product(("ours", "sparsegpt"), fractions, (JOINT,), counts[-1:]),
         *product(wrong, fractions, (None,), counts[-1:]),
     ]
-
-
-# --- rows -----------------------------------------------------------------------------------------------------------
 
 
 def size_of(model: nn.Module, bits: int | None) -> int:

@@ -81,9 +81,6 @@ NETS = {
 }
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Data:
     """Training and test examples: images and classes, or bytes and what is to be said at each place."""
@@ -120,9 +117,6 @@ def some_inputs(net: Net, data: Data, n: int, seed: int) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     x = data.train[0][torch.randperm(len(data.train[0]), generator=draw)[:n].to(data.train[0].device)]
     return masked(x.cpu(), draw)[0].to(x.device) if net.masked else x
-
-
-# --- training and scores --------------------------------------------------------------------------------------------
 
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:

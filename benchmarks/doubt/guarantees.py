@@ -59,8 +59,6 @@ def perceptron(x: Tensor) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *mlp((x[0].numel(), 100, 100, 10)))
 
 
-# --- networks -------------------------------------------------------------------------------------------------------
-
 # How many images train, and how many are held out.
 IMAGES = {"digits": (800, 300), "mnist": (4000, 500), "fashion-mnist": (4000, 500)}
 TRAININGS = ((60, 1e-3), (300, 1e-3), (1000, 1e-3), (1500, 3e-3), (500, 1e-2))
@@ -100,8 +98,6 @@ def networks(*, quick: bool, jobs: int) -> tuple[Found, list[Target]]:
     worst = at_most(f"NLL, ours / temperature scaling, the largest of {len(found)}", 1.01, max(ratios))
     return found, worst + at_most("the same, the mean", 1, statistics.fmean(ratios))
 
-
-# --- coverage -------------------------------------------------------------------------------------------------------
 
 LEVELS, ALARMS = (0.8, 0.95), (0.05, 0.2)
 TABLES: Mapping[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
@@ -154,9 +150,6 @@ def coverage(*, splits: int, jobs: int) -> tuple[Found, list[Target]]:
             found.setdefault(name, {})[key] = row
             print(f"{name:14s} {key:14s}{mean:8.4f} ± {error:.4f}, expected {low:.4f} to {high:.4f}", flush=True)
     return found, at_most("means outside by more than two standard errors", 1, outside)
-
-
-# --- risk -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,8 +226,6 @@ def risk(*, draws: int, quick: bool) -> tuple[Found, list[Target]]:
     limit = 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
     return found, at_most("share of draws whose true risk exceeds the one asked for, the worst", limit, worst)
 
-
-# --- ties -----------------------------------------------------------------------------------------------------------
 
 LEVEL, FLAGS, RISK, ALARM = 0.9, (0.01, 0.05), 0.1, 0.01
 Inputs = Callable[[int, torch.Generator], Tensor]

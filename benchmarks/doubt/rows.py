@@ -70,9 +70,6 @@ def by_entropy(probs_of: Callable[[Tensor], Tensor]) -> Scorer:
     return score
 
 
-# --- the network itself, and several --------------------------------------------------------------------------------
-
-
 def alone(case: Case) -> Scorer:
     return by_entropy(lambda x: case.model(x).softmax(dim=1))
 
@@ -96,9 +93,6 @@ def mc_dropout(case: Case) -> Scorer:
     for module in model.modules():
         module.train(isinstance(module, nn.Dropout))
     return by_entropy(lambda x: torch.stack([model(x).softmax(dim=1) for _ in range(case.draws)]).mean(dim=0))
-
-
-# --- ours -----------------------------------------------------------------------------------------------------------
 
 
 def diagonal(case: Case, one: Trained | None = None) -> ba.Posterior:
@@ -137,9 +131,6 @@ def by_state(posterior_of: Callable[[Case], ba.Posterior]) -> Callable[[Case], S
     return row
 
 
-# --- laplace-torch --------------------------------------------------------------------------------------------------
-
-
 def laplace(case: Case) -> Scorer:
     """The last layer's Kronecker factors, a diagonal where those fail; the prior by its own marginal likelihood; probit
     probabilities.
@@ -160,9 +151,6 @@ def laplace(case: Case) -> Scorer:
         except Exception as error:
             errors.append(f"{structure}: {type(error).__name__}: {error}")
     raise RuntimeError("; ".join(errors))
-
-
-# --- pytorch-ood ----------------------------------------------------------------------------------------------------
 
 
 def import_detectors(*, alone: bool = False) -> ModuleType | None:
@@ -217,8 +205,6 @@ def detector(name: str, maker: str, *, gradients: bool = False, held_out: bool =
 
     return row
 
-
-# --- written from their papers --------------------------------------------------------------------------------------
 
 # Training features, their classes and the last layer → doubt of features.
 Fitted = Callable[[Tensor, Tensor, nn.Linear], Callable[[Tensor], Tensor]]
@@ -309,9 +295,6 @@ def adascale(case: Case) -> Scorer:
             return Answer(None, -head(z * (z.sum(dim=1) / largest).exp()[:, None]).logsumexp(dim=1))
 
     return score
-
-
-# --- all of them ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,6 @@ TURNS, ALARM = 50, 0.05
 JOINT, BASELINE = "all", "temperature"
 Found = dict[str, Any]
 
-# --- one row --------------------------------------------------------------------------------------------------------
-
 
 def answers(scorer: Scorer, x: Tensor) -> Answer:
     """Those of many inputs, on the CPU."""
@@ -119,9 +117,6 @@ def every_row(rows: Mapping[str, Row], case: Case, budget: float) -> dict[str, F
     return found
 
 
-# --- cells ----------------------------------------------------------------------------------------------------------
-
-
 def run_cells(held: Suite, network: str, options: Namespace) -> None:
     """Those that are not there yet: one a seed, then the one of rows that take the networks of all seeds."""
     where, label, recipe = options.out / "doubt", f"{held.name}-{network}-{held.choice}", CLASSIFIERS[network][1]
@@ -174,8 +169,6 @@ def suites(options: Namespace) -> Iterator[tuple[Suite, str]]:
                     continue
                 yield from ((held, network) for network in networks)
 
-
-# --- what is told of it ---------------------------------------------------------------------------------------------
 
 COLUMNS = ("accuracy", "NLL", "NLL ÷ temperature's", "ECE", "shifted NLL", "shifted NLL ÷ temperature's", "shifted ECE")
 COLUMNS += ("AUROC near", "AUROC far", "FPR95", "p ≤ .05, test", "p ≤ .05, others")

@@ -118,8 +118,6 @@ def others(
     return merged, chosen
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
 DIFFERENCES = (
     *(("damped", row) for row in ("average", "fisher")),
     *(("fisher", row) for row in ("average", "exact Fisher")),

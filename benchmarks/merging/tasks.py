@@ -22,9 +22,6 @@ from benchmarks.common.training import drawn, fit
 BATCH, KEEP = 100, 100
 
 
-# --- images ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Images:
     """Images (n, 1, 28, 28) in [0, 1] and their classes: to train the base, the experts, to choose by, to report on."""
@@ -76,9 +73,6 @@ DEVELOPMENT = (
     ("lenet", "fashion-mnist", "rotated"),
     ("lenet", "fashion-mnist", "noisy"),
 )
-
-
-# --- networks -------------------------------------------------------------------------------------------------------
 
 
 def build(kind: str, seed: int, hidden: int) -> nn.Module:

@@ -121,9 +121,6 @@ def only(crystals: Sequence[Crystal]) -> list[Any]:
     return [graph for _, graph in crystals]
 
 
-# --- pruned ---------------------------------------------------------------------------------------------------------
-
-
 def permuted(q: ba.Posterior) -> ba.Posterior:
     """Of the second moments of each parameter in random order."""
     g, moments = torch.Generator().manual_seed(0), q.curvature.second_moment
@@ -163,9 +160,6 @@ def pruned(potential: Potential, sets: dict[str, list[Crystal]], inputs: list[An
             told = "  ".join(f"{which} {mean:7.1f} (median {half:6.1f})" for which, (mean, half) in row.items())
             print(f"{name:22}{fraction:5}  {told}  worst {worst}", flush=True)
     return rows
-
-
-# --- odd ------------------------------------------------------------------------------------------------------------
 
 
 def auroc(inside: Tensor, outside: Tensor, draws: int = 300) -> tuple[float, float]:

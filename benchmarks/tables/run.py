@@ -39,9 +39,6 @@ ABOUT, LEAST_PROBABILITY = {"torch": torch.__version__}, 1e-4
 PUBLISHED = {"energy": 0.46, "wine-quality-red": 0.90, "yacht": 0.20}
 
 
-# --- playing --------------------------------------------------------------------------------------------------------
-
-
 def for_testing(name: str, split: int) -> Array:
     """Which rows are for testing."""
     if TABLES[name].source == "uci":
@@ -87,9 +84,6 @@ def contest(names: Iterable[str], rows: Sequence[str], options: Namespace) -> Re
         for metric, value in cell["scores"].items():
             results.setdefault(name, {}).setdefault(who, {}).setdefault(metric, []).append(value)
     return results
-
-
-# --- what is told of it ---------------------------------------------------------------------------------------------
 
 
 def against(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, float, float]:
