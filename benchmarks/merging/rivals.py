@@ -19,11 +19,6 @@ def stacked(models: Sequence[Weights]) -> dict[str, Tensor]:
     return {name: torch.stack([model[name] for model in models]) for name in models[0]}
 
 
-def task_arithmetic(tau: Weights) -> dict[str, Tensor]:
-    """Σ τᵢ (Ilharco et al. 2023)."""
-    return {name: change.sum(dim=0) for name, change in tau.items()}
-
-
 def ties(tau: Weights, density: float) -> dict[str, Tensor]:
     """The largest changes of each model, of the sign that weighs more at each weight, averaged (Yadav et al. 2023)."""
     flat = torch.cat([change.flatten(1) for change in tau.values()], dim=1)
@@ -37,7 +32,10 @@ def ties(tau: Weights, density: float) -> dict[str, Tensor]:
 
 
 def dare(tau: Weights, density: float, seed: int) -> dict[str, Tensor]:
-    """Changes dropped at random, what is left scaled up, and added (Yu et al. 2024)."""
+    """Changes dropped at random, what is left scaled up, and added (Yu et al. 2024).
+
+    Of density 1 it is task arithmetic, Σ τᵢ (Ilharco et al. 2023).
+    """
     merged = {}
     for number, (name, change) in enumerate(tau.items()):
         draw = torch.Generator().manual_seed(1000 * seed + number)

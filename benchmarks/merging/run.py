@@ -23,7 +23,7 @@ import copy
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -34,8 +34,9 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.merging import merge
 from benchmarks.common.harness import Cell, arguments, at_least, cells, markdown, number, setting, write_results
+from benchmarks.common.inputs import Pixels
 from benchmarks.merging import rivals
-from benchmarks.merging.tasks import DEVELOPMENT, TASKS, Images, Trained, accuracy, build, experts, images, train
+from benchmarks.merging.tasks import DEVELOPMENT, TASKS, accuracy, build, images, train
 
 FACTORS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3)
 DENSITIES, TRIMS = (0.1, 0.2, 0.4), (0.2, 0.5, 0.8)
@@ -43,7 +44,7 @@ Weights = Mapping[str, Tensor]
 Columns = dict[str, dict[str, list[float]]]
 
 
-def scores(model: nn.Module, data: tuple[Tensor, Tensor], tasks: str, weights: Weights) -> list[float]:
+def scores(model: nn.Module, data: Pixels, tasks: str, weights: Weights) -> list[float]:
     """Accuracy of these weights, task by task."""
     model.load_state_dict(dict(weights))
     return [accuracy(model, task(data[0]), data[1]) for task in TASKS[tasks]]
@@ -51,24 +52,27 @@ def scores(model: nn.Module, data: tuple[Tensor, Tensor], tasks: str, weights: W
 
 def images_cell(network: str, name: str, tasks: str, seed: int, options: argparse.Namespace) -> Cell:
     """Test accuracy of every method for one seed."""
-    data = images(name, options.device, quick=options.quick)
-    start = build(network, seed, options.hidden).to(options.device)
-    base = train(start, *data.base, steps=options.steps, seed=seed)
-    tuned = experts(base.model, data, TASKS[tasks], steps=options.steps, seed=seed)
-    test = partial(scores, copy.deepcopy(base.model), data.test, tasks)
-    diagonal, rich = [one.diagonal for one in tuned], [one.kronecker for one in tuned]
-    few = [task(data.tune[0][: max(options.inputs)]) for task in TASKS[tasks]]
+    data, steps = images(name, options.device, quick=options.quick), options.steps
+    base, _ = train(build(network, seed, options.hidden).to(options.device), *data["base"], steps=steps, seed=seed)
+    x, y = data["tune"]
+    tuned = [
+        train(copy.deepcopy(base.model), task(x), y, steps=steps, seed=1000 * seed + number)
+        for number, task in enumerate(TASKS[tasks])
+    ]
+    (diagonal, rich), test = zip(*tuned, strict=True), partial(scores, copy.deepcopy(base.model), data["test"], tasks)
+    start, own = base.model.state_dict(), [copy.deepcopy(q.model.state_dict()) for q in diagonal]
+    few = [task(x[: max(options.inputs)]) for task in TASKS[tasks]]
     ours: dict[str, Callable[[], Weights]] = {
-        "average": lambda: {n: w.mean(dim=0) for n, w in rivals.stacked([m.model.state_dict() for m in tuned]).items()},
+        "average": lambda: {name: thetas.mean(dim=0) for name, thetas in rivals.stacked(own).items()},
         "damped": lambda: merge(diagonal),
         "fisher": lambda: merge(diagonal, method="fisher"),
-        "gradient-matching": lambda: merge(diagonal, base=base.diagonal),
+        "gradient-matching": lambda: merge(diagonal, base=base),
         "kronecker": lambda: merge(rich, method="kronecker"),
-        "kronecker, base": lambda: merge(rich, method="kronecker", base=base.diagonal),
+        "kronecker, base": lambda: merge(rich, method="kronecker", base=base),
         **{f"inputs, {n}": lambda n=n: merge(diagonal, inputs=[x[:n] for x in few]) for n in options.inputs},
     }
-    rows, seconds = {"base": statistics.fmean(test(base.model.state_dict()))}, {}
-    rows["experts"] = statistics.fmean(test(one.model.state_dict())[task] for task, one in enumerate(tuned))
+    rows, seconds, chosen = {"base": statistics.fmean(test(start))}, {}, {}
+    rows["experts"] = statistics.fmean(test(weights)[task] for task, weights in enumerate(own))
     for row, make in ours.items():
         began = time.perf_counter()
         merged = make()
@@ -77,45 +81,46 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         seconds[row] = time.perf_counter() - began
         of_tasks = test(merged)
         rows |= {row: statistics.fmean(of_tasks), f"{row}, worst": min(of_tasks)}
-    chosen: dict[str, Any] = {}
-    if not options.ours:
-        peers, chosen = others(base, tuned, data, tasks, seed, options)
-        rows |= {row: statistics.fmean(test(weights)) for row, weights in peers.items()}
+    if options.ours:
+        return {"rows": rows, "chosen": chosen, "seconds": seconds}
+    for row, keys in PEERS.items():
+        made = {key: partial(added, row, key, copy.deepcopy(start), own, seed) for key in keys}
+        validation = partial(scores, copy.deepcopy(base.model), data["validation"], tasks)
+        chosen[row] = max(made, key=lambda key: statistics.fmean(validation(made[key]())))
+        rows[row] = statistics.fmean(test(made[chosen[row]]()))
+    for row, weights in others(
+        base, diagonal, own, [task(x[: 50 if options.quick else 1000]) for task in TASKS[tasks]]
+    ):
+        rows[row] = statistics.fmean(test(weights))
     return {"rows": rows, "chosen": chosen, "seconds": seconds}
 
 
-def others(
-    base: Trained, tuned: Sequence[Trained], data: Images, tasks: str, seed: int, options: argparse.Namespace
-) -> tuple[dict[str, Weights], dict[str, Any]]:
-    """Weights merged by peers, and by ours in other ways; and the settings that were chosen for peers."""
-    start, own = (
-        copy.deepcopy(weights) for weights in (base.model.state_dict(), [m.model.state_dict() for m in tuned])
-    )
+# By peer, the settings to choose from on validation images: λ, or a density and λ.
+PEERS: dict[str, list[Any]] = {
+    "task arithmetic": list(FACTORS),
+    "TIES": list(product(DENSITIES, (*FACTORS, 1.6, 2.0))),
+    "DARE": list(product(DENSITIES, FACTORS)),
+}
+
+
+def added(row: str, key: Any, start: Weights, own: Sequence[Weights], seed: int) -> Weights:
+    """θ₀ + λ τ."""
     tau = {name: thetas - start[name] for name, thetas in rivals.stacked(own).items()}
-    validation = partial(scores, copy.deepcopy(base.model), data.validation, tasks)
-    changes: dict[str, dict[Any, Callable[[], Weights]]] = {
-        "task arithmetic": {f: partial(rivals.task_arithmetic, tau) for f in FACTORS},
-        "TIES": {(d, f): partial(rivals.ties, tau, d) for d, f in product(DENSITIES, (*FACTORS, 1.6, 2.0))},
-        "DARE": {(d, f): partial(rivals.dare, tau, d, seed) for d, f in product(DENSITIES, FACTORS)},
-    }
+    density, factor = key if isinstance(key, tuple) else (1.0, key)
+    change = rivals.ties(tau, density) if row == "TIES" else rivals.dare(tau, density, seed)
+    return {name: theta + factor * change[name] for name, theta in start.items()}
 
-    def added(row: str, key: Any) -> Weights:
-        """θ₀ + λ τ."""
-        change, factor = changes[row][key](), key[1] if isinstance(key, tuple) else key
-        return {name: theta + factor * change[name] for name, theta in start.items()}
 
-    chosen = {
-        row: max(keys, key=lambda key: statistics.fmean(validation(added(row, key)))) for row, keys in changes.items()
-    }
-    merged: dict[str, Weights] = {row: added(row, key) for row, key in chosen.items()}
-    few, diagonal = data.tune[0][: 50 if options.quick else 1000], [one.diagonal for one in tuned]
-    exact = [rivals.exact_fisher(one.model, task(few)) for one, task in zip(tuned, TASKS[tasks], strict=True)]
-    merged["exact Fisher"] = rivals.fisher_merged(own, exact)
+def others(
+    base: ba.Posterior, tuned: Sequence[ba.Posterior], own: Sequence[Weights], inputs: Sequence[Tensor]
+) -> Iterator[tuple[str, Weights]]:
+    """Merges by the exact Fisher, and by ours in other ways."""
+    exact = [rivals.exact_fisher(q.model, x) for q, x in zip(tuned, inputs, strict=True)]
+    yield "exact Fisher", rivals.fisher_merged(own, exact)
     for trim in TRIMS:
-        merged[f"fisher, {trim:g} trimmed"] = merge(diagonal, method="fisher", base=base.model, trim=trim)
-        merged[f"gradient-matching, {trim:g} trimmed"] = merge(diagonal, base=base.diagonal, trim=trim)
-    merged["gradient-matching, base without state"] = merge(diagonal, base=base.model)
-    return merged, chosen
+        yield f"fisher, {trim:g} trimmed", merge(tuned, method="fisher", base=base.model, trim=trim)
+        yield f"gradient-matching, {trim:g} trimmed", merge(tuned, base=base, trim=trim)
+    yield "gradient-matching, base without state", merge(tuned, base=base.model)
 
 
 DIFFERENCES = (
@@ -163,7 +168,7 @@ def main() -> None:
     makes = {
         f"images-{network}-{name}-{tasks}-{seed}": partial(images_cell, network, name, tasks, seed, options)
         for seed, network, name, tasks in product(options.seeds, options.networks, options.data, options.tasks)
-        if options.half is None or ((network, name, tasks) in DEVELOPMENT) == (options.half == "development")
+        if options.half is None or (f"{network}-{name}-{tasks}" in DEVELOPMENT) == (options.half == "development")
     }
     made = cells(options.out / "merging", makes, about)
     columns, targets = columns_of(made), []

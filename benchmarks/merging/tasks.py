@@ -4,10 +4,8 @@ ways.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +20,18 @@ from benchmarks.common.training import drawn, fit
 BATCH, KEEP = 100, 100
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Images (n, 1, 28, 28) in [0, 1] and their classes: to train the base, the experts, to choose by, to report on."""
+def images(name: str, device: str, *, quick: bool) -> dict[str, Pixels]:
+    """To train the "base", to "tune" experts, to choose by ("validation") and to report on ("test").
 
-    base: Pixels
-    tune: Pixels
-    validation: Pixels
-    test: Pixels
-
-
-def images(name: str, device: str, *, quick: bool) -> Images:
-    """A set in a fixed random order; 500 made-up images of each where quick."""
+    Images are (n, 1, 28, 28) in [0, 1], in a fixed random order; 500 made-up ones of each where quick.
+    """
     (x, y), test = (load(name, split, made_up=quick) for split in ("train", "test"))
     order, most = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)), 500 if quick else None
     cuts = order.split([500, 500, 1000] if quick else [20_000, 30_000, 10_000])
-    parts = [*((x[rows], y[rows]) for rows in cuts), test]
-    return Images(*((x[:most].to(device), y[:most].to(device)) for x, y in parts))
+    parts = dict(zip(("base", "tune", "validation"), ((x[rows], y[rows]) for rows in cuts), strict=True)) | {
+        "test": test
+    }
+    return {part: (x[:most].to(device), y[:most].to(device)) for part, (x, y) in parts.items()}
 
 
 def rotated(x: Tensor, degrees: float) -> Tensor:
@@ -65,14 +58,8 @@ TASKS: dict[str, tuple[Change, ...]] = {
     "noisy": (noisy, lambda x: 1 - x, lambda x: rotated(x, 45.0), lambda x: x),
 }
 # Half of the kinds of merges, by which δ of the damped merge was chosen, with seeds 0 and 1.
-DEVELOPMENT = (
-    ("mlp", "mnist", "rotated"),
-    ("mlp", "mnist", "noisy"),
-    ("mlp", "fashion-mnist", "mixed"),
-    ("lenet", "mnist", "mixed"),
-    ("lenet", "fashion-mnist", "rotated"),
-    ("lenet", "fashion-mnist", "noisy"),
-)
+DEVELOPMENT = {"mlp-mnist-rotated", "mlp-mnist-noisy", "mlp-fashion-mnist-mixed", "lenet-mnist-mixed"}
+DEVELOPMENT |= {"lenet-fashion-mnist-rotated", "lenet-fashion-mnist-noisy"}
 
 
 def build(kind: str, seed: int, hidden: int) -> nn.Module:
@@ -81,16 +68,11 @@ def build(kind: str, seed: int, hidden: int) -> nn.Module:
     return lenet() if kind == "lenet" else nn.Sequential(nn.Flatten(), *mlp((784, hidden, hidden, 10)))
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A network and its posteriors, by v̂ and by recorded gradients."""
-
-    model: nn.Module
-    diagonal: ba.Posterior
-    kronecker: ba.Posterior
+# A network's posteriors, by v̂ and by recorded gradients.
+Pair = tuple[ba.Posterior, ba.Posterior]
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, *, steps: int, seed: int) -> Trained:
+def train(model: nn.Module, x: Tensor, y: Tensor, *, steps: int, seed: int) -> Pair:
     """Steps of Adam on random batches, at a rate that falls to 0."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rate, draw = LambdaLR(optimizer, lambda step: 1 - step / steps), torch.Generator(device=x.device).manual_seed(seed)
@@ -98,16 +80,9 @@ def train(model: nn.Module, x: Tensor, y: Tensor, *, steps: int, seed: int) -> T
     with ba.Recorder(optimizer, keep=KEEP, every=max(1, steps // KEEP)) as recorder:
         rows = drawn(len(x), BATCH, steps, draw)
         fit(model, optimizer, rows, lambda some: F.cross_entropy(model(x[some]), y[some]), schedule=rate)
-    shared = {"prior_precision": 1.0, "power": 1.0, "batch_size": BATCH}
-    diagonal = ba.Posterior.from_optimizer(model, optimizer, len(x), **shared)
-    return Trained(model, diagonal, ba.Posterior.from_recorder(model, recorder, len(x), **shared))
-
-
-def experts(base: nn.Module, data: Images, tasks: Sequence[Change], *, seed: int, steps: int) -> list[Trained]:
-    """One network a task, each fine-tuned from the base."""
-    x, y = data.tune
-    seeds = range(1000 * seed, 1000 * seed + len(tasks))
-    return [train(copy.deepcopy(base), task(x), y, seed=s, steps=steps) for s, task in zip(seeds, tasks, strict=True)]
+    how = {"prior_precision": 1.0, "power": 1.0, "batch_size": BATCH}
+    diagonal = ba.Posterior.from_optimizer(model, optimizer, len(x), **how)
+    return diagonal, ba.Posterior.from_recorder(model, recorder, len(x), **how)
 
 
 @torch.no_grad()
