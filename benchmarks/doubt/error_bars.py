@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,9 @@ class Split:
     def __init__(self, train: Pixels, inside: Pixels, outside: Pixels, seed: int) -> None:
         (x, y), order = train, torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(seed))
         held_out, rest = order.tensor_split([len(x) // 5])
-        pairs = ((x[held_out], y[held_out]), (x[rest], y[rest]), inside, outside)
-        scale = x.std(0).clamp(min=1e-6)
-        self.held_out, self.train, self.inside, self.outside = (
-            ((a - x.mean(0)) / scale, (b - y.mean(0)) / y.std(0)) for a, b in pairs
-        )
+        pairs, scale = ((x[held_out], y[held_out]), (x[rest], y[rest]), inside, outside), x.std(0).clamp(min=1e-6)
+        standard = (((a - x.mean(0)) / scale, (b - y.mean(0)) / y.std(0)) for a, b in pairs)
+        self.held_out, self.train, self.inside, self.outside = standard
 
 
 def toy(seed: int) -> Split:
@@ -149,25 +148,21 @@ def process(split: Split) -> Predict:
     return predict
 
 
-def scored(split: Split, predict: Predict) -> dict[str, float]:
-    """NLL inside and in the gap, and the deviation of f."""
-    row = {}
-    for where, (x, y) in (("in", split.inside), ("out", split.outside)):
-        mean, of_f, of_y = predict(x)
-        row[f"nll {where}"] = float(F.gaussian_nll_loss(mean, y, of_y, full=True))
-        row[f"std {where}"] = float(of_f.sqrt().mean())
-    return row
-
-
 def measured(split: Split, seed: int, epochs: int) -> dict[str, dict[str, float]]:
+    """Of every method the NLL inside and in the gap, and the deviation of f."""
     model, optimizer = trained(split, seed, epochs)
     others = [trained(split, 1000 + 10 * seed + i, epochs)[0] for i in range(4)]
     tuned = posteriors(split, model, optimizer)
-    rows = {"noise alone": of_networks([model], split.held_out)}
-    rows |= {name: moments(q.predict) for name, q in tuned.items()}
-    rows["calibrated, inputs"] = moments(ba.calibrate(tuned[INPUTS], split.held_out))
-    rows |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
-    return {name: scored(split, predict) for name, predict in rows.items()}
+    methods = {"noise alone": of_networks([model], split.held_out)}
+    methods |= {name: moments(q.predict) for name, q in tuned.items()}
+    methods["calibrated, inputs"] = moments(ba.calibrate(tuned[INPUTS], split.held_out))
+    methods |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
+    rows: dict[str, dict[str, float]] = {name: {} for name in methods}
+    for (name, row), (where, (x, y)) in product(rows.items(), (("in", split.inside), ("out", split.outside))):
+        mean, of_f, of_y = methods[name](x)
+        row[f"nll {where}"] = float(F.gaussian_nll_loss(mean, y, of_y, full=True))
+        row[f"std {where}"] = float(of_f.sqrt().mean())
+    return rows
 
 
 def told(name: str, rows: list[Mapping[str, float]]) -> str:

@@ -2,8 +2,7 @@
 
     python -m benchmarks.science.potentials chgnet|sevennet [--quick] [--questions pruned odd sizes] [--out out/bench]
 
-It needs chgnet or sevenn, and ase (`make science-test` installs them). No setting is chosen by what it reports but the
-kinds of crystals that condition, see the README.
+No setting is chosen by what it reports but the kinds of crystals that condition, see the README.
 
 - pruned: |E − E'| in meV an atom, over elemental crystals and compounds that condition nothing. Matrices of layers are
   pruned, without the embedding; "Wanda from the state" scores |w_ij| (Σ_i v̂_ij Σ_j v̂_ij)^¼; "permuted" has the second
@@ -16,6 +15,7 @@ kinds of crystals that condition, see the README.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -44,12 +44,9 @@ Score = Callable[[Sequence[Crystal]], Tensor]
 class Potential:
     """A network with the posterior of the Adam state that its wheel ships.
 
-    Attributes:
-        graph: of a crystal, as the network takes it.
-        energy: `forward(model, graphs)`, eV an atom, (crystals, 1).
-        matrices: views of those that a tensor of a parameter's shape holds, by the parameter's name.
-        trained: symbols of the elements of the training data.
-        rest: parameters that are never pruned.
+    `graph` is of a crystal, as the network takes it, `energy(model, graphs)` in eV an atom, (crystals, 1); `matrices`
+    gives views of those that a tensor of a parameter's shape holds, by the parameter's name. `trained` are symbols of
+    the elements of the training data, `rest` parameters that are never pruned.
     """
 
     posterior: ba.Posterior
@@ -151,14 +148,16 @@ def pruned(potential: Potential, sets: dict[str, list[Crystal]], inputs: list[An
     rows: dict[str, Any] = {}
     for name, (posterior, how) in methods.items():
         for fraction in (0.5,) if quick else FRACTIONS:
-            small, worst = ba.prune(posterior, fraction, **how).model, dict[str, int]()
+            began, worst = time.process_time(), dict[str, int]()
+            small = ba.prune(posterior, fraction, **how).model
+            told = f"{time.process_time() - began:5.1f} s"
             row = rows.setdefault(name, {}).setdefault(fraction, {})
             for which, crystals in sets.items():
                 moved = 1000 * (potential.energies(small, only(crystals)) - before[which]).abs()
                 row[which] = float(moved.mean()), float(moved.median())
                 worst |= {crystals[i][0].get_chemical_formula(): round(float(moved[i])) for i in moved.topk(3).indices}
-            told = "  ".join(f"{which} {mean:7.1f} (median {half:6.1f})" for which, (mean, half) in row.items())
-            print(f"{name:22}{fraction:5}  {told}  worst {worst}", flush=True)
+                told += f"  {which} {row[which][0]:7.1f} (median {row[which][1]:6.1f})"
+            print(f"{name:22}{fraction:5} {told}  worst {worst}", flush=True)
     return rows
 
 
@@ -167,16 +166,6 @@ def auroc(inside: Tensor, outside: Tensor, draws: int = 300) -> tuple[float, flo
     g = torch.Generator().manual_seed(0)
     again = [[t[torch.randint(len(t), (len(t),), generator=g)] for t in (inside, outside)] for _ in range(draws)]
     return scores.auroc(inside, outside), statistics.stdev(scores.auroc(*both) for both in again)
-
-
-def told_apart(scored: dict[str, Score], usual: Any, sets: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """AUROC by score and set."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, score in scored.items():
-        inside = score(usual)
-        rows[name] = {which: auroc(inside, score(some)) for which, some in sets.items()}
-        print(f"{name:26}", "  ".join(f"{which} {a:.2f} ± {e:.2f}" for which, (a, e) in rows[name].items()), flush=True)
-    return rows
 
 
 def jacobian_variances(potential: Potential, variances: Mapping[str, Any], graph: Any) -> dict[str, float]:
@@ -200,19 +189,14 @@ def odd_scores(potential: Potential, inputs: list[Any]) -> dict[str, Score]:
     spreads = cache(partial(jacobian_variances, potential, variances))
     net = ba.calibrate(q, (inputs, energies(other, inputs)[:, None]), forward=energy)
 
-    def of_graphs(score: Callable[[list[Any]], Tensor]) -> Score:
-        return lambda crystals: score(only(crystals)).detach().flatten()
-
-    def spread(name: str) -> Score:
-        return lambda crystals: torch.tensor([spreads(graph)[name] for _, graph in crystals])
-
-    return {
-        "novelty, inputs": of_graphs(lambda graphs: net(graphs).novelty),
-        "novelty, 20 crystals": of_graphs(lambda graphs: q.novelty(graphs, reference=inputs[::5][:20], forward=energy)),
-        **{name: spread(name) for name in variances},
-        "two versions apart": of_graphs(lambda graphs: (energies(q.model, graphs) - energies(other, graphs)).abs()),
-        "smallest distance": lambda crystals: torch.tensor([geometry(atoms) for atoms, _ in crystals]),
+    of_graphs: dict[str, Callable[[list[Any]], Tensor]] = {
+        "novelty, inputs": lambda graphs: net(graphs).novelty,
+        "novelty, 20 crystals": lambda graphs: q.novelty(graphs, reference=inputs[::5][:20], forward=energy),
+        **{name: lambda graphs, n=name: torch.tensor([spreads(graph)[n] for graph in graphs]) for name in variances},
+        "two versions apart": lambda graphs: (energies(q.model, graphs) - energies(other, graphs)).abs(),
     }
+    of_crystals = {name: lambda some, f=f: f(only(some)).detach().flatten() for name, f in of_graphs.items()}
+    return of_crystals | {"smallest distance": lambda some: torch.tensor([geometry(atoms) for atoms, _ in some])}
 
 
 def main() -> None:
@@ -232,9 +216,12 @@ def main() -> None:
     print(f"{len(inputs)} inputs, {len(metals)} elements, {len(usual)} compounds; never trained on: {untrained}")
     results: dict[str, Any] = {"settings": {**setting(), "inputs": len(inputs)}}
     if "odd" in questions:
-        scored = odd_scores(potential, inputs)
+        scored, rows = odd_scores(potential, inputs), results.setdefault("odd", {})
         sets = {name: graphed(crystals) for name, crystals in odd(untrained).items()}
-        results["odd"] = told_apart(scored, usual, sets)
+        for name, score in scored.items():
+            inside = score(usual)
+            rows[name] = {which: auroc(inside, score(some)) for which, some in sets.items()}
+            print(f"{name:26}", *(f"{which} {a:.2f} ± {e:.2f} " for which, (a, e) in rows[name].items()), flush=True)
         deviation = 1000 * scored["JΣJᵀ"](usual).sqrt()
         print(f"√(JΣJᵀ) of ordinary compounds: {deviation.median():.0f} meV an atom (median)")
     if "sizes" in questions:

@@ -25,7 +25,7 @@ RATE, BANDS = 16_000, 40
 
 
 class Encoder(nn.Module):
-    """The network of the file, by the names that it has there."""
+    """By the names that the file has."""
 
     def __init__(self) -> None:
         super().__init__()
