@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.checkpoints.networks import Net, Written, kind, second_moment, told, trained
+from benchmarks.checkpoints.write import KINDS, Net, Written, kind, second_moment, told, trained
 
+__all__ = ["KINDS"]
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
 
