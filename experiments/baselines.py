@@ -31,9 +31,6 @@ _LEAST_NOISE = 0.05
 N_MEMBERS = 5
 
 
-# --- problems and predictions ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Data:
     """Data for a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n), seed by seed.
@@ -148,9 +145,6 @@ def noise_variance(draws: Tensor, y: Tensor) -> Tensor:
     return (square - spread).clamp(min=_LEAST_NOISE * square)
 
 
-# --- functions drawn from what a rule has learnt --------------------------------------------------------------------
-
-
 def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Tensor], Tensor]:
     """One seed's functions, always the same: from inputs to draws of f, (n, b, outputs)."""
 
@@ -215,9 +209,6 @@ def fit_ensemble(problem: Problem) -> list[Predictor]:
         params = {name: torch.cat([first[name][index, None], t[members]]) for name, t in others.items()}
         draws.append(partial(forward, problem.network, params))
     return _sampled(problem, draws, mixed=True)
-
-
-# --- networks linearised around their optimum -----------------------------------------------------------------------
 
 
 def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predictor]:
@@ -335,9 +326,6 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
                 total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), a.detach().square())
                 total[f"layer{number}.bias"] += squares.sum(dim=1)
     return total
-
-
-# --- the reference --------------------------------------------------------------------------------------------------
 
 
 def fit_gp(problem: Problem) -> list[Predictor]:

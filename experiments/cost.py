@@ -19,7 +19,7 @@ from experiments import baselines, figure1, figure2, plots
 from experiments.baselines import Problem, Training, trained
 from experiments.data import load_images
 from experiments.rules import RULES
-from experiments.running import MISSING, Run, Sample, Table, digits
+from experiments.running import MISSING, Run, Table, digits, mean
 from experiments.stacks import Stack, blocks
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}
@@ -118,7 +118,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     rows = []
     for problem, methods in results.items():
         for method, measured in methods.items():
-            means = [Sample.of(measured.get(what, ())).mean for what in MEASURES]
+            means = [mean(measured.get(what, ())) for what in MEASURES]
             rows.append((f"{PROBLEMS.get(problem, problem)}, {TITLES.get(method, method)}", *map(digits, means)))
     note = (
         "A training step is over Adam's without dropout, of one network on the CPU. The posterior is what follows "
@@ -132,5 +132,4 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path,
     """The command."""
     task = Run("cost", seed, out, asdict(settings), quiet=quiet)
     results = {name: costs(problem_named(name, seed, settings.data), settings.rounds) for name in PROBLEMS}
-    task.show(table(results, asdict(settings)))
-    return task.finish({}, results)
+    return task.finish({}, results, table(results, asdict(settings)))

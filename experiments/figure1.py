@@ -19,7 +19,7 @@ from experiments import plots
 from experiments.baselines import METHODS, Data, Method, Predictor, Problem, Training, fit_rule
 from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from experiments.released import fit_letter, fit_script
-from experiments.running import Run, Sample, Table, check_methods, digits, generator, run_parts, seeds_of
+from experiments.running import Run, Table, check_methods, digits, generator, mean, run_parts, seeds_of
 
 # Vadam from other initial precisions than its usual 10⁴.
 _PRECISIONS = (1e1, 1e2, 1e3, 1e5)
@@ -134,7 +134,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     columns |= {"std_in": "std in", "std_near": "std near", "std_far": "std far", "std_out": "std out"}
     rows = []
     for method, scores in results.items():
-        means = {name: Sample.of(scores.get(name, ())).mean for name in columns}
+        means = {name: mean(scores.get(name, ())) for name in columns}
         growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
         rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
     note = (
@@ -159,7 +159,7 @@ def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
 
     def panel(axes: Axes, method: str, row: Row) -> None:
         axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
-        shade, mean, std = plots.colour(method), np.array(row["mean"]), np.array(row["std"])
+        shade, mean, std = plots.COLOURS.get(method, plots.MUTED), np.array(row["mean"]), np.array(row["std"])
         for width in (1, 2):
             axes.fill_between(x, mean - width * std, mean + width * std, color=shade, alpha=0.16, linewidth=0)
         axes.plot(x, grid.y.squeeze(1), color=plots.INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -180,5 +180,5 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path,
     parts = run_parts(task, settings.methods, partial(fit_methods, seed=seed, settings=settings))
     rows = {name: parts[name] for name in TITLES if name in parts}
     results = {method: row["scores"] for method, row in rows.items()}
-    task.show(table(results, asdict(settings)))
-    return task.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)
+    files = {"figure1.png": plots.png(picture(rows, seed, settings))}
+    return task.finish(files, results, table(results, asdict(settings)))

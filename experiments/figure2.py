@@ -71,8 +71,6 @@ def problem_of(images: Images, network: Network, training: Training, seeds: tupl
     return Problem(Data(x, y, x_test, y_test, "classification"), network, training, seeds)
 
 
-# --- weights and their signal-to-noise ratios, of every seed: (s, *shape) by name -----------------------------------
-
 Weights = dict[str, Tensor]
 Ranked = tuple[Weights, Weights]
 
@@ -261,6 +259,5 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -
     """The command."""
     task = Run("figure2", seed, out, asdict(settings), device=device, quiet=quiet)
     results = run_parts(task, settings.methods, partial(fit_part, seed=seed, settings=settings, device=device))
-    task.show(table(results, asdict(settings)))
     title = f"Pruning {settings.data} networks, {settings.epochs} epochs, mean of {settings.n_seeds} seeds"
-    return task.finish({"figure2.png": plots.png(picture(results, title))}, results)
+    return task.finish({"figure2.png": plots.png(picture(results, title))}, results, table(results, asdict(settings)))

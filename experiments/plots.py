@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -31,30 +30,11 @@ METHOD_TITLES = {
     "ivon": "IVON",
     "laplace-diagonal": "Laplace, diagonal GGN",
 }
-_STYLE: dict[Any, Any] = {
-    "figure.dpi": 150,
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "legend.fontsize": 8,
-}
-
-
-def colour(method: str) -> str:
-    """The method's colour; grey for one without."""
-    return COLOURS.get(method, MUTED)
 
 
 def house_style() -> AbstractContextManager[None]:
     """Our style inside, whatever the user's is; theirs again outside."""
-    return matplotlib.style.context(_STYLE, after_reset=True)
+    return matplotlib.style.context(Path(__file__).with_name("house.mplstyle"), after_reset=True)
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments.agents import agent_settings
-from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
+from experiments.running import MISSING, Run, Table, finite, fixed, run_parts
+from experiments.running import mean as average
 from experiments.simulation import simulate
 
 TITLES = {
@@ -99,20 +101,21 @@ def spread(cell: Cell) -> str:
     >>> spread({"reward_ratio": [0.9, 0.1], "lost": [False, True]})
     '.500 ± .566 (.400; .100, 1 lost)'
     """
-    sample, lost = Sample.of(cell["reward_ratio"]), sum(cell.get("lost", ()))
-    if not sample.values:
+    values, lost = finite(cell["reward_ratio"]), sum(cell.get("lost", ()))
+    if not values:
         return MISSING
-    told = f"{fixed(min(sample.values))}{f', {lost} lost' if lost else ''}"
-    if len(sample.values) == 1:
-        return f"{fixed(sample.mean)} ({told})"
-    return f"{fixed(sample.mean)} ± {fixed(sample.deviation)} ({fixed(sample.standard_error)}; {told})"
+    told = f"{fixed(min(values))}{f', {lost} lost' if lost else ''}"
+    if len(values) == 1:
+        return f"{fixed(values[0])} ({told})"
+    deviation = stdev(values)
+    return f"{fixed(average(values))} ± {fixed(deviation)} ({fixed(deviation / math.sqrt(len(values)))}; {told})"
 
 
 def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> Table:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold."""
     problems = [problem for problem in settings["problems"] if problem in results]
     agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
-    means = {p: {a: Sample.of(cell["reward_ratio"]).mean for a, cell in results[p].items()} for p in problems}
+    means = {p: {a: average(cell["reward_ratio"]) for a, cell in results[p].items()} for p in problems}
     best = {p: max((m for m in column.values() if math.isfinite(m)), default=None) for p, column in means.items()}
     highest = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
     rows = []
@@ -142,7 +145,7 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: Settings) -> Fi
 
     def panel(axes: Axes, problem: str) -> None:
         for agent, cell in results[problem].items():
-            shade = plots.colour(agent)
+            shade = plots.COLOURS.get(agent, plots.MUTED)
             mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
             axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
             axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
@@ -168,6 +171,5 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -
 
     results = by_problem(run_parts(task, names, partial(play, seed=seed, settings=settings, device=device), so_far))
     view = table(results, asdict(settings))
-    task.show(view)
     files: Any = {"table1.md": view.markdown(), "regret.png": plots.png(picture(results, settings))}
-    return task.finish(files, results)
+    return task.finish(files, results, view)

@@ -192,7 +192,7 @@ def test_pixels_are_flat_and_between_zero_and_one(small):
 def test_damaged_images_are_named(small, monkeypatch):
     folder, arrays = small
     path = folder / "t10k-labels-idx1-ubyte.gz"
-    monkeypatch.setattr(data, "locate", lambda name: {file: folder / file for file in arrays})
+    monkeypatch.setattr(data, "locate", lambda *_: {file: folder / file for file in arrays})
     path.write_bytes(idx(arrays[path.name][:3]))
     with pytest.raises(FileError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):
         load_images("mnist")
