@@ -15,15 +15,15 @@ import torch
 
 from bayesadam.engine.network import Network
 from bayesadam.engine.stack import constant
-from experiments import baselines, figure1, figure2, plots
+from experiments import baselines, figure1, figure2
 from experiments.baselines import Problem, Training, trained
 from experiments.data import load_images
+from experiments.facts import TITLES
 from experiments.rules import RULES
 from experiments.running import MISSING, Run, Table, digits, mean
 from experiments.stacks import Stack, blocks
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}
-TITLES = {"adam": "Adam", **plots.METHOD_TITLES}
 MEASURES = {"step": "training step", "posterior": "posterior, of training", "prediction": "prediction"}
 # Steps of one call, turns of a round, images of the GGN that is timed, and inputs that are predicted.
 _STEPS, _TURNS, _IMAGES, _INPUTS = 20, 3, 500, 100

@@ -18,6 +18,7 @@ from bayesadam.engine.network import Network
 from experiments import plots
 from experiments.baselines import METHODS, Data, Method, Predictor, Problem, Training, fit_rule
 from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from experiments.facts import COLOURS, TITLES
 from experiments.released import fit_letter, fit_script
 from experiments.running import Run, Table, check_methods, digits, generator, mean, run_parts, seeds_of
 
@@ -31,21 +32,7 @@ VARIANTS: Mapping[str, Method] = {
     "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
     **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
 }
-# The first five as in the paper's figure, in its order.
-TITLES = {
-    "gp": "GP",
-    **{name: plots.METHOD_TITLES[name] for name in ("badam", "mc-dropout", "bbb", "vadam")},
-    "map": "MAP",
-    "laplace-diagonal": "Laplace, diagonal GGN",
-    "laplace-full": "Laplace, full GGN",
-    "ivon": "IVON",
-    "ensemble": "Ensemble of 5",
-    "badam-released": "Badam, as the released code",
-    "badam-letter": "Badam, to the letter of the paper",
-    "bbb-learnt": "Bayes by Backprop, noise learnt",
-    "vadam-learnt": "Vadam, noise learnt",
-    **{f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS},
-}
+METHODS_SHOWN = (*METHODS, *VARIANTS)
 METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "coverage95_in", "rmse_in")
 # Outside, "near" are inputs at most so far from the middle of the training range, and "far" the others.
 _NEAR = 0.5
@@ -58,7 +45,7 @@ class Settings:
     `n_held_out` points calibrate, `n_test` in range and as many outside give the scores.
     """
 
-    methods: tuple[str, ...] = tuple(TITLES)
+    methods: tuple[str, ...] = METHODS_SHOWN
     n_seeds: int = 5
     epochs: int = 20_000
     batch_size: int = 100
@@ -68,7 +55,7 @@ class Settings:
     n_test: int = 500
 
     def __post_init__(self) -> None:
-        check_methods(self.methods, TITLES)
+        check_methods(self.methods, METHODS_SHOWN)
 
 
 def drawn(seed: int, settings: Settings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
@@ -159,7 +146,7 @@ def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
 
     def panel(axes: Axes, method: str, row: Row) -> None:
         axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
-        shade, mean, std = plots.COLOURS.get(method, plots.MUTED), np.array(row["mean"]), np.array(row["std"])
+        shade, mean, std = COLOURS.get(method, plots.MUTED), np.array(row["mean"]), np.array(row["std"])
         for width in (1, 2):
             axes.fill_between(x, mean - width * std, mean + width * std, color=shade, alpha=0.16, linewidth=0)
         axes.plot(x, grid.y.squeeze(1), color=plots.INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -178,7 +165,7 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path,
     """The command."""
     task = Run("figure1", seed, out, asdict(settings), quiet=quiet)
     parts = run_parts(task, settings.methods, partial(fit_methods, seed=seed, settings=settings))
-    rows = {name: parts[name] for name in TITLES if name in parts}
+    rows = {name: parts[name] for name in METHODS_SHOWN if name in parts}
     results = {method: row["scores"] for method, row in rows.items()}
     files = {"figure1.png": plots.png(picture(rows, seed, settings))}
     return task.finish(files, results, table(results, asdict(settings)))

@@ -18,6 +18,7 @@ from bayesadam.engine.network import Network, forward, unflatten
 from experiments import plots, released
 from experiments.baselines import Data, Problem, Training, diagonal_ggn, read, trained
 from experiments.data import Images, load_images
+from experiments.facts import COLOURS, FACTS, TITLES
 from experiments.rules import RULES
 from experiments.running import Run, Table, check_methods, fixed, run_parts, seeds_of
 
@@ -29,16 +30,7 @@ SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 # Badam's networks, whose weights that stay make up for those that go: by these rankings, on so many training images.
 CONDITIONED, BY, N_INPUTS = "badam-conditioned", ("between", "snr", "magnitude"), 1000
 RELEASED = "badam-released"
-TITLES = {
-    CONDITIONED: "Badam, conditioned",
-    **plots.METHOD_TITLES,
-    RELEASED: "Badam, as the released notebook",
-}
-# The accuracies that the notebook prints, of one network.
-PRINTED: Mapping[str, Mapping[float, float]] = {
-    "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
-    "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
-}
+METHODS = (CONDITIONED, "badam", "mc-dropout", "bbb", "vadam", "ivon", "laplace-diagonal", RELEASED)
 _STYLES = {"snr": "-", "magnitude": "--", "path-snr": ":", "between": "-."}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
@@ -51,7 +43,7 @@ class Settings:
     """
 
     data: str = "mnist"
-    methods: tuple[str, ...] = tuple(TITLES)
+    methods: tuple[str, ...] = METHODS
     n_seeds: int = 5
     epochs: int = 100
     hidden: tuple[int, ...] = (400, 400)
@@ -61,7 +53,7 @@ class Settings:
     beta2: float = 0.99999
 
     def __post_init__(self) -> None:
-        check_methods(self.methods, TITLES)
+        check_methods(self.methods, METHODS)
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
@@ -227,7 +219,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
         cells = (f"{b}{fixed(100 * curve.get(f, math.nan), 2)}{b}" for f, b in zip(fractions, bold, strict=True))
         rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
         if method == RELEASED:
-            printed = (fixed(100 * PRINTED[ranking].get(f, math.nan), 2) for f in fractions)
+            printed = (fixed(100 * FACTS["notebook"][ranking].get(str(f), math.nan), 2) for f in fractions)
             rows.append((f"*what the notebook prints*, {ranking}", *printed))
     title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
     note = "Magnitude is the paper's baseline with Σ = 1; path scores and conditioning are ours. It prints no numbers."
@@ -241,7 +233,7 @@ def picture(results: Mapping[str, Any], title: str) -> Figure:
         left, right = figure.subplots(1, 2)
         for (method, ranking), curve in mean_curves(results).items():
             shade = _SHADES[list(results).index(method) % len(_SHADES)]
-            look: Any = {"color": plots.COLOURS.get(method, shade), "linestyle": _STYLES.get(ranking, "-")}
+            look: Any = {"color": COLOURS.get(method, shade), "linestyle": _STYLES.get(ranking, "-")}
             look |= {"linewidth": 1.5, "label": f"{TITLES.get(method, method)}, {ranking}"}
             left.plot([100 * f for f in curve], [100 * a for a in curve.values()], **look)
             errors = [max(100 - 100 * a, 0.1) for a in curve.values()]

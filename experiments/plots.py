@@ -1,6 +1,6 @@
-"""The look that all pictures share: one style, and one colour for each method."""
+"""The look that all pictures share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,26 +10,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
-# Okabe and Ito's palette, safe for the colour-blind.
-COLOURS: Mapping[str, str] = {
-    **dict.fromkeys(("badam", "badam-map"), "#0072B2"),
-    **dict.fromkeys(("gp", "greedy"), "#009E73"),
-    "mc-dropout": "#E69F00",
-    "bbb": "#D55E00",
-    "vadam": "#CC79A7",
-    **dict.fromkeys(("laplace-full", "laplace-diagonal", "linear"), "#56B4E9"),
-    "ensemble": "#9A7D0A",
-    "ivon": "#8C564B",
-    "hybrid": "#1A1A1A",
-}
-METHOD_TITLES = {
-    "badam": "Badam",
-    "mc-dropout": "MC dropout",
-    "bbb": "Bayes by Backprop",
-    "vadam": "Vadam",
-    "ivon": "IVON",
-    "laplace-diagonal": "Laplace, diagonal GGN",
-}
 
 
 def house_style() -> AbstractContextManager[None]:

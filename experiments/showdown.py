@@ -122,8 +122,3 @@ def local_bayes_by_backprop(settings: ShowdownSettings, network: Network, device
     shapes = network.shapes().values()
     parts = [torch.full(shape, shape[1] / 2 if len(shape) == 2 else 0.0).flatten() for shape in shapes]
     return LocalBayesByBackprop(torch.cat(parts).to(device), settings.initial_std)
-
-
-# Means start with the standard deviation .05. Other settings than these are not the Showdown's, and so not "tuned".
-SHOWDOWN = {"init_range": 0.05 * math.sqrt(3), "lr": 0.1, "lr_decay": 0.0, "clip": None, "average": 0.0}
-SHOWDOWN |= {"standardise": False}

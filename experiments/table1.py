@@ -14,33 +14,13 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments.agents import agent_settings
+from experiments.facts import COLOURS, FACTS, TITLES
 from experiments.running import MISSING, Run, Table, finite, fixed, run_parts
 from experiments.running import mean as average
 from experiments.simulation import simulate
 
-TITLES = {
-    **plots.METHOD_TITLES,
-    "badam-map": "Badam, map form",
-    "mc-dropout-showdown": "MC dropout, as the Showdown",
-    "bbb-showdown": "Bayes by Backprop, as the Showdown",
-    "greedy-showdown": "Greedy, as the Showdown",
-    "greedy": "Greedy",
-    "uniform": "Uniform",
-    "linear": "Linear, full posterior",
-}
-# Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
-_COLUMNS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
-PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    agent: dict(zip(_COLUMNS, zip(means, deviations, strict=True), strict=True))
-    for agent, means, deviations in (
-        ("badam", (0.74, 0.74, 0.48, 0.97, 0.13, 0.58, 0.36), (0.09, 0.03, 0.01, 0.02, 0.01, 0.01, 0.06)),
-        ("mc-dropout", (0.68, 0.68, 0.48, 0.96, 0.13, 0.57, 0.44), (0.11, 0.02, 0.01, 0.02, 0.01, 0.01, 0.03)),
-        ("bbb", (0.60, 0.21, 0.46, 0.71, 0.10, 0.39, 0.38), (0.15, 0.13, 0.02, 0.17, 0.04, 0.06, 0.02)),
-        ("vadam", (0.76, 0.81, 0.48, 0.99, 0.26, 0.74, 0.65), (0.03, 0.00, 0.01, 0.00, 0.02, 0.01, 0.00)),
-        ("greedy", (0.64, 0.86, 0.50, 0.97, 0.16, 0.62, 0.44), (0.18, 0.03, 0.01, 0.03, 0.01, 0.03, 0.02)),
-        ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
-    )
-}
+PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = FACTS["table1"]
+_COLUMNS = tuple(PAPER["uniform"])
 # An agent that the paper took from the Showdown has this at the end of its name.
 SHOWDOWN = "-showdown"
 # The rows with the paper's settings: its own, Badam's other form, and a stronger Bayes by Backprop.
@@ -145,7 +125,7 @@ def picture(results: Mapping[str, Mapping[str, Cell]], settings: Settings) -> Fi
 
     def panel(axes: Axes, problem: str) -> None:
         for agent, cell in results[problem].items():
-            shade = plots.COLOURS.get(agent, plots.MUTED)
+            shade = COLOURS.get(agent, plots.MUTED)
             mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
             axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
             axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
