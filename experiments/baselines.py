@@ -33,10 +33,7 @@ N_MEMBERS = 5
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Data for a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n), seed by seed.
-
-    The held-out part, (s, m, ...), calibrates and is not trained on.
-    """
+    """Of a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n); others to calibrate."""
 
     x: Tensor
     y: Tensor
@@ -54,10 +51,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """How a network is trained; the defaults are the paper's for its toy problem.
-
-    The loss has the penalty (`weight_decay`/2)|θ|²; an epoch is counted in examples.
-    """
+    """How a network is trained; the defaults are the paper's for its toy problem. An epoch is counted in examples."""
 
     epochs: int = 20_000
     batch_size: int = 100
@@ -187,10 +181,9 @@ def fit_map(problem: Problem) -> list[Predictor]:
     return _sampled(problem, [partial(_once, network) for network in problem.networks()])
 
 
+@torch.no_grad()
 def _once(network: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        outputs: Tensor = network(x)
-    return outputs.unsqueeze(0)
+    return network(x).unsqueeze(0)  # type: ignore[no-any-return]
 
 
 def fit_ensemble(problem: Problem) -> list[Predictor]:
@@ -238,8 +231,7 @@ def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
     """Laplace with the diagonal of the GGN, H = Σ_n J_nᵀ J_n/σ² + δ, and δ by evidence; the network linearised."""
     predictors: list[Predictor] = []
     for index, network in enumerate(problem.networks()):
-        jacobian, noise = _scaled_jacobian(problem, network, index)
-        params = dict(network.named_parameters())
+        (jacobian, noise), params = _scaled_jacobian(problem, network, index), dict(network.named_parameters())
         curvature = jacobian.square().sum(dim=0)
         variance = (curvature + _evidence(curvature, params)).reciprocal().float()
         pieces = zip(params.items(), torch.split(variance, [p.numel() for p in params.values()]), strict=True)
@@ -269,7 +261,7 @@ def fit_laplace_full(problem: Problem) -> list[Predictor]:
 
         return predict
 
-    return [predictor(*each) for each in enumerate(problem.networks())]
+    return [predictor(*pair) for pair in enumerate(problem.networks())]
 
 
 @torch.no_grad()

@@ -22,20 +22,21 @@ from experiments.facts import COLOURS, TITLES
 from experiments.released import fit_letter, fit_script
 from experiments.running import Run, Table, check_methods, digits, generator, mean, run_parts, seeds_of
 
-# Vadam from other initial precisions than its usual 10⁴.
-_PRECISIONS = (1e1, 1e2, 1e3, 1e5)
 # Rows of the table that stand beside those of the figure: what the paper leaves open, settled otherwise.
 VARIANTS: Mapping[str, Method] = {
     "badam-released": fit_script,
     "badam-letter": fit_letter,
     "bbb-learnt": partial(fit_rule, "bbb", learn_noise=True),
     "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
-    **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
+    # From other initial precisions than its usual 10⁴.
+    **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in (1e1, 1e2, 1e3, 1e5)},
 }
 METHODS_SHOWN = (*METHODS, *VARIANTS)
 METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "coverage95_in", "rmse_in")
 # Outside, "near" are inputs at most so far from the middle of the training range, and "far" the others.
 _NEAR = 0.5
+# One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class Settings:
 
 def drawn(seed: int, settings: Settings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
     """Training, held-out, in-range and outside points of one seed."""
-    source = generator(seed, "toy")
-    low, high = TRAIN_INTERVAL
-    counts = (N_TRAIN, settings.n_held_out, settings.n_test)
-    train, held_out, near = (toy_points(n, generator=source) for n in counts)
-    outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
+    source, outside = (
+        generator(seed, "toy"),
+        ((TEST_INTERVAL[0], TRAIN_INTERVAL[0]), (TRAIN_INTERVAL[1], TEST_INTERVAL[1])),
+    )
+    train, held_out, near = (toy_points(n, generator=source) for n in (N_TRAIN, settings.n_held_out, settings.n_test))
     return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
@@ -77,15 +78,10 @@ def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], sett
     return Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
 
 
-# One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
-Row = dict[str, Any]
-
-
 def fit_methods(methods: Sequence[str], *, seed: int, settings: Settings) -> Iterator[tuple[str, Row]]:
     """Fit some methods on every seed at once, and score them."""
     seeds = seeds_of(seed, settings.n_seeds)
-    sets = [drawn(s, settings) for s in seeds]
-    problem = problem_of(sets, seeds, settings)
+    problem = problem_of(sets := [drawn(s, settings) for s in seeds], seeds, settings)
     for method in methods:
         yield method, _scored({**METHODS, **VARIANTS}[method](problem), sets)
 
@@ -125,23 +121,17 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
         growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
         rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
     note = (
-        "NLL is the mean negative log-likelihood of new points, lower is better; RMSE is that of noisy points. “std” "
-        "is the function's standard deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to "
-        "0 and 0.5 to 1.2, where no method has seen data, “near” its part at most 0.25 away and “far” the rest. The "
-        "noise is the held-out squared error of a network unless it is learnt. The paper prints no numbers for this "
-        "figure."
+        "NLL and RMSE are of new, noisy points, “std” is the function's deviation. “In” is the training range, "
+        "0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, “near” its part at most 0.25 away, “far” the rest. The noise is "
+        "the held-out squared error of a network unless it is learnt. The paper prints no numbers for this figure."
     )
     return Table(f"Scores, mean of {settings['n_seeds']} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
 
 def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
-    """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations.
-
-    Of the variants only the released code's is drawn, unless there is nothing else.
-    """
+    """A panel a method, of the variants the released code's alone: the first seed's data, mean, and bands."""
     rows = {name: row for name, row in rows.items() if name not in VARIANTS or name == "badam-released"} or rows
-    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
-    grid = toy_grid()
+    (train, *_), grid = drawn(seeds_of(seed, 1)[0], settings), toy_grid()
     x = grid.x.squeeze(1).numpy()
 
     def panel(axes: Axes, method: str, row: Row) -> None:
@@ -158,7 +148,7 @@ def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
     title = "Toy regression: mean, one and two standard deviations (noise included)"
     draw = [partial(panel, method=method, row=row) for method, row in rows.items()]
     with plots.house_style():
-        return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
+        return plots.panels(draw, title, columns=5, size=(2.9, 2.7))
 
 
 def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path, ...]:

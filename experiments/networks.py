@@ -12,17 +12,8 @@ from torch import Tensor
 
 from bayesadam.bandits.network import Hybrid
 from bayesadam.bandits.observations import Observations
-from bayesadam.bandits.settings import (
-    AgentSettings,
-    Check,
-    Count,
-    Flag,
-    NotNegative,
-    Positive,
-    PositiveOrNone,
-    Share,
-    Widths,
-)
+from bayesadam.bandits.settings import AgentSettings, Check, Count, Flag, NotNegative, Positive, PositiveOrNone, Share
+from bayesadam.bandits.settings import Widths as Layers
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.streams import Streams
@@ -100,7 +91,7 @@ class Uniform:
 
 
 class EachRun(Uniform):
-    """The library's learner for each run."""
+    """The library's learner for each run, trained where that is due."""
 
     def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         self.buffer, self._arms = buffer, list(range(n_arms))
@@ -117,7 +108,6 @@ class EachRun(Uniform):
             learner.observe(seen, seen.add(*new))
 
     def train(self) -> None:
-        """Those learners for which a training is due."""
         for learner, seen in zip(self.learners, self.observed, strict=True):
             if learner.due(seen):
                 learner.belief = learner.train(seen, learner.belief)
@@ -127,16 +117,13 @@ class EachRun(Uniform):
 class NetworkSettings(AgentSettings):
     """A network per run, trained by a rule.
 
-    Attributes:
-        init_range: weights start in U[−r, r], biases at 0; None for torch's U(±1/√fan-in) of both.
-        lr_decay: κ of the inverse decay lr/(1 + κ t) over mini-batches t.
-        average: β of the moving average of the weights that acts in their place; 0 for none.
-        clip: the norm at which the gradient of each run is clipped; None for no clipping.
-        train_steps: t_s, the mini-batches of a training.
-        standardise: whether rewards are learnt in units of their mean and standard deviation so far.
+    Weights start in U[−`init_range`, `init_range`], biases at 0; None for torch's U(±1/√fan-in) of both. `lr_decay` is
+    κ of the inverse decay lr/(1 + κ t) over mini-batches t, `train_steps` t_s, those of a training; `average` the β of
+    a moving average of the weights that acts in their place, 0 for none; `clip` the norm at which the gradient of each
+    run is clipped. With `standardise` rewards are learnt in units of their mean and standard deviation so far.
     """
 
-    hidden: Widths = (100, 100)
+    hidden: Layers = (100, 100)
     activation: str = "relu"
     init_range: PositiveOrNone = None
     lr: Positive = 1e-3
@@ -225,37 +212,23 @@ class NetworkLearner(Uniform):
     """
 
     def __init__(
-        self,
-        rule: MakeRule,
-        settings: Any,
-        buffer: Buffer,
-        n_arms: int,
-        seeds: Sequence[int],
-        *,
-        drops: bool = False,
+        self, rule: MakeRule, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int], *, drops: bool = False
     ) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
         device, dropout, l2 = buffer.contexts.device, getattr(settings, "dropout", 0.0), getattr(settings, "l2", 0)
         self.settings, self.buffer, self._drops = settings, buffer, drops
         self.network = Network(buffer.n_features, settings.hidden, n_arms, settings.activation, dropout)
-        self.stack = Stack(
-            self.network,
-            rule(settings, self.network, device),
-            seeds,
-            self._batch,
-            n_data=settings.n_data(buffer.count),
-            weights=initial_weights(self.network, seeds, settings.init_range, device),
-            device=device,
-            average=settings.average,
-            clip=settings.clip,
-        )
+        how: Any = {"device": device, "average": settings.average, "clip": settings.clip or math.inf}
+        how |= {"weights": initial_weights(self.network, seeds, settings.init_range, device)}
+        by, n_data = rule(settings, self.network, device), settings.n_data(buffer.count)
+        self.stack = Stack(self.network, by, seeds, self._batch, n_data=n_data, **how)
         self._batches, self._posterior = Streams(seeds, "batches", device), Streams(seeds, "posterior", device)
         # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._shift = torch.zeros(len(seeds), 1, device=device)
         self._scale = torch.ones_like(self._shift)
         self._errors = torch.full((len(seeds), 2), _NOISE_START, device=device)
-        self.stack.penalty = torch.full_like(self._shift, l2) if l2 else None
+        self.stack.penalties = torch.full_like(self._shift, l2) if l2 else None
         self.stack.scale.fill_(0.5 / getattr(settings, "noise_variance", 0.5))
 
     def choose(self, contexts: Tensor) -> Tensor:
@@ -287,8 +260,7 @@ class NetworkLearner(Uniform):
         predicted = forward(self.network, self.stack.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
         errors = predicted.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = rows.stop - rows.start
-        new = torch.stack([errors, torch.full_like(errors, count)], dim=1)
-        self._errors.mul_(_NOISE_MEMORY**count).add_(new)
+        self._errors.mul_(_NOISE_MEMORY**count).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
 
     def train(self) -> None:
         """t_s mini-batches, with the learning rate lr/(1 + κ t) over the mini-batches t of all trainings."""
@@ -298,7 +270,7 @@ class NetworkLearner(Uniform):
         if settings.standardise:
             self._shift, self._scale = (moment.float() for moment in self.buffer.moments())
         if getattr(settings, "l2_by_noise", False):
-            self.stack.penalty = self._errors[:, :1] / self._errors[:, 1:] * settings.l2
+            self.stack.penalties = self._errors[:, :1] / self._errors[:, 1:] * settings.l2
         rows = self._batches.rows(self.buffer.count, settings.train_steps, settings.batch_size)
         self.stack.train(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
         self._moments = None

@@ -25,24 +25,14 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def panels(
-    draw: Sequence[Callable[[Axes], object]],
-    title: str,
-    *,
-    columns: int,
-    size: tuple[float, float],
-    margin: tuple[float, float],
-) -> tuple[Figure, list[Axes]]:
+def panels(draw: Sequence[Callable[[Axes], object]], title: str, *, columns: int, size: tuple[float, float]) -> Figure:
     """A figure of panels of one size in inches, each drawn by one function, row by row."""
     columns = min(columns, len(draw))
     rows = -(-len(draw) // columns)
-    figure = new_figure(size[0] * columns + margin[0], size[1] * rows + margin[1], title)
-    drawn = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes, one in zip(drawn, draw, strict=False):
-        one(axes)
-    for axes in drawn[len(draw) :]:
-        axes.set_axis_off()
-    return figure, drawn
+    figure = new_figure(size[0] * columns + 0.4, size[1] * rows + 0.5, title)
+    for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+        draw[number](axes) if number < len(draw) else axes.set_axis_off()
+    return figure
 
 
 def png(figure: Figure) -> Callable[[Path], None]:

@@ -46,13 +46,12 @@ class Step(NamedTuple):
 class Rule(ABC):
     """One way to learn; it holds settings only.
 
-    All functions work on flat weights (s, weights), one row per network, and on the memory that `start` made. Its
-    tensors of two dimensions or more have one row per network.
+    All functions work on flat weights (s, weights), one row per network, and on the memory that `start` made, whose
+    tensors of two dimensions or more have one row per network, too. `lr` is its usual rate, where Adam's does not suit;
+    with `needs_noise` the gradient is that of the mean negative log-likelihood at weights that `at` writes.
     """
 
-    # Its usual rate, where Adam's does not suit.
     lr: ClassVar[float | None] = None
-    # Whether the gradient is that of the mean negative log-likelihood at weights that `at` writes.
     needs_noise: ClassVar[bool] = False
     betas: tuple[float, float]
 
@@ -63,7 +62,7 @@ class Rule(ABC):
         return cls(**{name: value for name, value in settings.items() if name in own})
 
     @abstractmethod
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         """The memory besides the weights, by name."""
 
     def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
@@ -91,9 +90,9 @@ class Rule(ABC):
 
     def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
         """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
-        found, drawn = self.gaussian(mean, state, n_data), mean.unsqueeze(1).expand(-1, n, -1)
-        if found is not None:
-            drawn = found.mean.unsqueeze(1) + found.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
+        drawn = mean.unsqueeze(1).expand(-1, n, -1)
+        if (belief := self.gaussian(mean, state, n_data)) is not None:
+            drawn = belief.mean.unsqueeze(1) + belief.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
         return unflatten(network, drawn.flatten(0, 1)), None
 
 
@@ -104,7 +103,7 @@ class Adam(Rule):
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         return rules.Adam().start(weights)
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -188,7 +187,7 @@ class TwoAdams(Perturbed):
         """ρ of `initial_std`."""
         return math.log(self.initial_std)
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         own = {f"rho.{name}": tensor for name, tensor in rules.Adam().start(weights).items()}
         return {"rho": torch.full_like(weights, self.first_rho()), **rules.Adam().start(weights), **own}
 
@@ -233,7 +232,7 @@ class Vadam(Perturbed):
     prior_precision: float = 1.0
     initial_std: float = 0.01
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         """m = 0 and v = (1/σ₀² − δ)/N."""
         second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
         return {"momentum": torch.zeros_like(weights), "second_moment": second.clamp_(min=0)}
@@ -254,24 +253,19 @@ class Vadam(Perturbed):
 class IVON(Perturbed):
     """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation.
 
-    `averages` are (β₁, β₂), which are not Adam's. d is `weight_decay`, at least 1e-4, since a flat loss has no other
-    curvature, and h₀ `initial_hessian`.
+    d is `weight_decay`, at least 1e-4, since a flat loss has no other curvature, and h₀ `initial_hessian`; β₁ and β₂
+    are not Adam's, and so no settings.
     """
 
-    lr = 0.02
-    averages: tuple[float, float] = (0.9, 0.99999)
+    lr, betas = 0.02, (0.9, 0.99999)
     weight_decay: float = 1e-4
     initial_hessian: float = 1.0
-
-    @property
-    def betas(self) -> tuple[float, float]:  # type: ignore[override]
-        return self.averages
 
     @property
     def decay(self) -> float:
         return max(self.weight_decay, 1e-4)
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         return {"momentum": torch.zeros_like(weights), "hessian": torch.full_like(weights, self.initial_hessian)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -293,29 +287,23 @@ class IVON(Perturbed):
         return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
-RULES: Mapping[str, type[Rule]] = {
+RULES: dict[str, type[Rule]] = {
     "adam": Adam,
     "mc-dropout": Dropout,
     "bbb": BayesByBackprop,
     "vadam": Vadam,
     "ivon": IVON,
 }
+Stacked = Mapping[str, Tensor]
 
 
-def sampled_outputs(
-    network: Network,
-    mean: Mapping[str, Tensor],
-    variance: Mapping[str, Tensor],
-    x: Tensor,
-    noise: Sequence[Tensor],
-) -> Tensor:
+def sampled_outputs(network: Network, mean: Stacked, variance: Stacked, x: Tensor, noise: Sequence[Tensor]) -> Tensor:
     """f(x) at weights drawn from a diagonal Gaussian, one draw per row: (n, b, outputs); ε is (n, b, units) by layer.
 
     The weights of one row only enter through its activations, so these are drawn instead (local reparameterisation):
     N(a Wᵀ + b, a² Sᵀ + s), unit by unit, exactly as if all weights had been drawn for each row.
     """
-    activation = ACTIVATIONS[network.activation]()
-    h = x
+    activation, h = ACTIVATIONS[network.activation](), x
     for number, epsilon in enumerate(noise):
         weight, bias = f"layer{number}.weight", f"layer{number}.bias"
         std = linear(h.square(), variance[weight], variance[bias]).clamp(min=0).sqrt()

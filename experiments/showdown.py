@@ -34,7 +34,7 @@ class RMSprop(Rule):
     decay: float = 0.9
     eps: float = 1e-10
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         return {"square_avg": torch.ones_like(weights)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -44,11 +44,11 @@ class RMSprop(Rule):
 
 @dataclass(frozen=True)
 class RMSpropDropout(Dropped, RMSprop):
-    """RMSprop under dropout."""
+    """The same under dropout."""
 
 
 def rmsprop(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
-    """RMSProp, under dropout where there is some."""
+    """Under dropout where there is some."""
     return RMSpropDropout() if settings.dropout else RMSprop()
 
 
@@ -57,9 +57,7 @@ class LocalBayesByBackprop(TwoAdams):
     """Adam on the evidence bound of q = N(μ, exp(2ρ)) of the weights, biases being points.
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N, ∂/∂ρ = 2σ² v + (δσ² − 1)/N with v by σ².
-
-    Attributes:
-        precision: δ of every weight, (weights,); 0 of a bias.
+    `precision` is δ of every weight, (weights,); 0 of a bias.
     """
 
     precision: Tensor
@@ -103,12 +101,7 @@ class LocalBayesByBackprop(TwoAdams):
 
 @dataclass(frozen=True)
 class ShowdownSettings(NetworkSettings):
-    """Of the Showdown's Bayes by Backprop.
-
-    Attributes:
-        noise_variance: of a reward.
-        initial_std: the standard deviation that every weight starts from.
-    """
+    """Of the Showdown's Bayes by Backprop: σ² of a reward, and the deviation that every weight starts from."""
 
     noise_variance: Positive = 0.01
     initial_std: Positive = _START

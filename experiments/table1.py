@@ -8,13 +8,8 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from experiments import plots
 from experiments.agents import agent_settings
-from experiments.facts import COLOURS, FACTS, TITLES
+from experiments.facts import FACTS, TITLES
 from experiments.running import MISSING, Run, Table, finite, fixed, run_parts
 from experiments.running import mean as average
 from experiments.simulation import simulate
@@ -54,11 +49,8 @@ def play(names: Sequence[str], *, seed: int, settings: Settings, device: str) ->
     for name in names:
         problem, agent = name.split("/")
         outcome = simulate(problem, agent, seed=seed, device=device, **how)
-        regret = outcome.regret.mean(axis=0), outcome.regret.std(axis=0, ddof=min(1, settings.runs - 1))
-        mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
         shares = {name: getattr(outcome, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
-        played = {"rounds": outcome.rounds, "seconds": round(outcome.seconds, 3), "points": outcome.points.tolist()}
-        yield name, {**shares, **played, "regret_mean": mean, "regret_sd": sd}
+        yield name, {**shares, "rounds": outcome.rounds, "seconds": round(outcome.seconds, 3)}
 
 
 def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
@@ -68,11 +60,6 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
         problem, _, agent = name.partition("/")
         results.setdefault(problem, {})[agent] = cell
     return results
-
-
-def published(problem: str, agent: str) -> tuple[float, float] | None:
-    """The paper's mean and standard deviation."""
-    return PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(problem.partition(":")[0])
 
 
 def spread(cell: Cell) -> str:
@@ -105,7 +92,7 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
             bold = "**" if means[p].get(agent) == best[p] else ""
             mean, _, rest = spread(results[p][agent]).partition(" ") if agent in results[p] else (MISSING, "", "")
             shown.append(f"{bold}{mean}{bold} {rest}".strip())
-            theirs = published(p, agent)
+            theirs = PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(p.partition(":")[0])
             star = "**" if theirs and theirs[0] == highest[p.partition(":")[0]] else ""
             paper.append(f"{star}{fixed(theirs[0], 2)}{star} ± {fixed(theirs[1], 2)}" if theirs else "")
         rows.append((TITLES.get(agent, agent), *shown))
@@ -120,27 +107,6 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
     return Table(title, ("agent", *(HEADINGS.get(p, p) for p in problems)), rows, note)
 
 
-def picture(results: Mapping[str, Mapping[str, Cell]], settings: Settings) -> Figure:
-    """Cumulative regret, mean and one standard deviation over the runs: a panel per problem, with one legend."""
-
-    def panel(axes: Axes, problem: str) -> None:
-        for agent, cell in results[problem].items():
-            shade = COLOURS.get(agent, plots.MUTED)
-            mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
-            axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
-            axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
-        axes.set(title=HEADINGS.get(problem, problem), xlabel="rounds", ylabel="cumulative regret")
-        axes.locator_params(axis="x", nbins=4)
-
-    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
-    draw = [partial(panel, problem=problem) for problem in results]
-    columns = 2 if len(draw) == 4 else 3
-    with plots.house_style():
-        figure, panels = plots.panels(draw, title, columns=columns, size=(4.2, 3.2), margin=(1.6, 0.4))
-        panels[min(columns, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -> tuple[Path, ...]:
     """Play the cells; results go to `metrics.json` as they arrive."""
     task = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
@@ -151,5 +117,4 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -
 
     results = by_problem(run_parts(task, names, partial(play, seed=seed, settings=settings, device=device), so_far))
     view = table(results, asdict(settings))
-    files: Any = {"table1.md": view.markdown(), "regret.png": plots.png(picture(results, settings))}
-    return task.finish(files, results, view)
+    return task.finish({"table1.md": view.markdown()}, results, view)

@@ -73,9 +73,6 @@ def own(path, model):
     return {name: found.diagonal(name) for name in found.second_moment}
 
 
-# --- files that are in order ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("compress", COMPRESSIONS)
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
@@ -163,9 +160,6 @@ def test_it_needs_neither_torch_nor_bayesadam(adam, tmp_path):
     assert "it belongs to the weights" in done.stdout
 
 
-# --- the weights it belongs to --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def published(adam, tmp_path):
     model, optimizer = adam
@@ -204,8 +198,6 @@ def test_other_weights_are_refused(published, capsys):
     with pytest.raises(Fault, match="does not belong"):
         check(path, [other])
 
-
-# --- damaged files --------------------------------------------------------------------------------------------------
 
 NAN, INF = float("nan"), float("inf")
 

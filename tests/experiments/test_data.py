@@ -25,9 +25,6 @@ CONTENT = b"a,b,c\n" * 50_000
 URL = "https://source.example/tiny"
 
 
-# --- where files come from --------------------------------------------------------------------------------------------
-
-
 class Source:
     """In place of pooch's downloader: answers an address by bytes, or by an error."""
 
@@ -147,9 +144,6 @@ def test_a_truncated_file_is_refused_by_its_size(tiny, source, tmp_path, monkeyp
     assert source.asked == []
 
 
-# --- images -----------------------------------------------------------------------------------------------------------
-
-
 def idx(array: np.ndarray) -> bytes:
     header = struct.pack(f">2x2B{array.ndim}I", 8, array.ndim, *array.shape)
     return gzip.compress(header + array.astype(np.uint8).tobytes(), mtime=0)
@@ -221,8 +215,6 @@ def test_digits_are_split_once_and_for_all():
     np.testing.assert_array_equal(got, expected)
     assert images.test_y[:10].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5]
 
-
-# --- tables, against pandas on small files written here ---------------------------------------------------------------
 
 ADULT_TEXT = {0: "39", 2: "77516", 4: "13", 10: "2174", 11: "0", 12: "40"}
 CENSUS_HEADER = ",".join(["caseid", *(f"i{number}" for number in range(34)), "dOccup", *(f"d{n}" for n in range(33))])
@@ -359,9 +351,6 @@ def test_a_damaged_table_is_named(tmp_path, suffix):
         load_table("mnist")
 
 
-# --- the real sets, where BAYESADAM_DATA has them ---------------------------------------------------------------------
-
-
 def skip_without(name: str) -> None:
     if "BAYESADAM_DATA" not in os.environ:
         pytest.skip("BAYESADAM_DATA is not set")
@@ -394,9 +383,6 @@ def test_shapes_and_counts_are_the_published_ones(name, shape, counts):
         # One value of each of the eight categorical columns.
         assert (table.contexts[:, 6:].sum(axis=1) == 8).all()
         assert table.n_labels == 14
-
-
-# --- the toy regression, against an independent numpy computation -----------------------------------------------------
 
 
 def reference(x: np.ndarray, noise: np.ndarray) -> np.ndarray:

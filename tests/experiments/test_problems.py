@@ -33,9 +33,6 @@ def tables(monkeypatch):
     return made
 
 
-# --- what every problem promises ------------------------------------------------------------------------------------
-
-
 def some_problem(name: str):
     if name == "own":
         return classification_problem(np.random.default_rng(0).normal(size=(300, 4)), np.arange(300) % 3)
@@ -60,9 +57,6 @@ def test_no_more_rounds_than_rows():
     with pytest.raises(SettingError, match="offers 300 rounds"):
         some_problem("own").run(0, 301)
     assert len(wheel().run(0, 100_000).contexts) == 100_000
-
-
-# --- one by one -----------------------------------------------------------------------------------------------------
 
 
 def test_the_wheel_pays_by_quadrant_beyond_its_radius():
@@ -128,9 +122,6 @@ def test_labelled_tables_are_scaled_column_by_column():
     np.testing.assert_array_equal(rounds.optimum, 1)
     large = problem("covertype")
     assert (large.rounds, large.most_rounds, problem("adult").n_arms) == (10_000, 10_500, 14)
-
-
-# --- a user's own ---------------------------------------------------------------------------------------------------
 
 
 def test_labels_become_arms_in_order_and_constant_columns_stay_finite():
